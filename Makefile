@@ -1,0 +1,92 @@
+# make demo     install, run the main job, print what it shows
+# make test     install, run every test
+# make check    format, lint, types, layers, exported names
+# make bench    measure
+# make soak     the long sweeps that `make test` leaves out
+# make clean    remove everything that the above made
+#
+# Variables:
+#   PYTHON      the Python (3.11 or newer) that makes the virtual environment
+#   TORCH       what `pip install` is given for torch, options included, e.g.
+#               make demo TORCH="torch==2.13.0 --index-url URL"
+#   ARGS        more arguments for the program that is run, e.g. make test ARGS="-k rref -x"
+#
+# What runs is the built wheel, installed into .venv, never the checkout. Stamp files in .venv record
+# what is installed: a second run reinstalls only what has changed.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+WHEELS := build/wheels
+
+# An inherited PYTHONPATH must not bring the checkout back in.
+export PYTHONPATH :=
+
+# SAFEPATH keeps the working directory, the checkout, off sys.path; test processes hand it on to theirs.
+PYTEST := OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m pytest
+
+SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
+
+.PHONY: demo test check bench soak clean always
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.nbdist
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(VENV)/.nbdist
+	$(PYTEST) $(ARGS)
+
+check: $(VENV)/.nbdist
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PYTEST) tests/test_installed.py tests/test_layers.py tests/test_exported_names.py
+
+bench: $(VENV)/.nbdist
+	$(PY) benchmarks/rpc.py $(ARGS)
+
+soak: $(VENV)/.nbdist
+	$(PYTEST) -m soak --timeout=7200 $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- installation -------------------------------------------------------------------------------
+
+# The virtual environment, with the build backend in it, so that a rebuild needs no network.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "nbdist needs Python 3.11 or newer as $(PYTHON); name another with: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments. On Debian: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet 'hatchling>=1.25'
+	@touch $@
+
+# torch first and by itself: the one large download, and the one choice (CPU or a CUDA build).
+$(VENV)/.torch: $(VENV)/.created build/torch.txt
+	$(PIP) install $(TORCH)
+	@touch $@
+
+# The wheel is rebuilt when a source file changes, appears or goes. pip passes over a wheel whose version is
+# installed already, hence the second install; the first brings the dependencies and the tools.
+$(VENV)/.nbdist: $(VENV)/.torch pyproject.toml build/sources.txt $(SOURCES)
+	rm -rf $(WHEELS)
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS) .
+	wheel=$$(echo $(WHEELS)/nbdist-*.whl) && \
+	  $(PIP) install --quiet "$$wheel[test,check]" && \
+	  $(PIP) install --quiet --no-deps --force-reinstall "$$wheel"
+	@touch $@
+
+# Files that hold a value and change only when the value does, so that others can depend on it.
+build/torch.txt: VALUE = $(TORCH)
+build/sources.txt: VALUE = $(SOURCES)
+build/torch.txt build/sources.txt: always
+	@mkdir -p build
+	@echo '$(VALUE)' | cmp -s - $@ || echo '$(VALUE)' > $@

@@ -1,0 +1,95 @@
+"""nbdist: a notebook drives a small distributed PyTorch system, and shows what it does.
+
+The map of the package. A lower layer never imports a higher one; higher layers make themselves known by
+registering. `tests/test_layers.py` holds every import against the tables below.
+
+====== ============================ ====================================================================
+layer  modules                      what is there
+====== ============================ ====================================================================
+0      errors ids trace             words that all layers share
+1      wire                         messages, the codec, the protocol of one peer: all pure
+2      channel                      moving frames: the contract, in-process, ZeroMQ, faulty
+3      rpc                          agents, calls, remote references, membership
+8      compat testing __main__      tools on top, which nothing imports
+====== ============================ ====================================================================
+
+The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.agent.post`
+→ `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `_read` → `rpc.executor`, and back.
+"""
+
+from __future__ import annotations
+
+from nbdist.errors import (
+    DecodeError,
+    EncodeError,
+    Interrupted,
+    MissingDefinition,
+    NbdistError,
+    NotInitialized,
+    NotUnique,
+    ProtocolError,
+    RemoteError,
+    RendezvousError,
+    RpcTimeout,
+    RRefError,
+    SecurityError,
+    UnknownWorker,
+    UsageError,
+    VersionMismatch,
+    WorkerLost,
+)
+
+__all__ = [
+    "DecodeError",
+    "EncodeError",
+    "Interrupted",
+    "MissingDefinition",
+    "NbdistError",
+    "NotInitialized",
+    "NotUnique",
+    "ProtocolError",
+    "RRefError",
+    "RemoteError",
+    "RendezvousError",
+    "RpcTimeout",
+    "SecurityError",
+    "UnknownWorker",
+    "UsageError",
+    "VersionMismatch",
+    "WorkerLost",
+    "__version__",
+]
+
+__version__ = "0.1.0"
+
+LAYERS: dict[str, int] = {
+    "errors": 0,
+    "ids": 0,
+    "trace": 0,
+    "wire": 1,
+    "channel": 2,
+    "rpc": 3,
+    "autograd": 4,
+    "optim": 4,
+    "nn": 4,
+    "swarm": 4,
+    "cluster": 5,
+    "views": 6,
+    "magics": 7,
+    "compat": 8,
+    "testing": 8,
+    "__main__": 8,
+}
+"""Which layer a module is in, by the start of its name."""
+
+THIRD_PARTY: dict[str, tuple[str, ...]] = {
+    "zmq": ("channel",),
+    "cloudpickle": ("wire",),
+    "jupyter_client": ("cluster",),
+    "ipykernel": ("cluster",),
+    "IPython": ("cluster", "magics"),
+    "anywidget": ("views.widgets",),
+    "ipywidgets": ("views.widgets",),
+    "ray": ("cluster.launchers",),
+}
+"""Which packages of others only some modules may import."""

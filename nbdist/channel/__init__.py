@@ -1,0 +1,1 @@
+"""Moving frames between agents: one contract, several channels."""

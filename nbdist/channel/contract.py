@@ -1,0 +1,64 @@
+"""What an agent asks of a channel.
+
+It is little: frames to an address, from any thread, without blocking; frames from anybody, to one
+reader at a time. No promise of order, of arrival or of arriving once: `nbdist.wire.peer` makes those. A
+channel does promise that what it delivers came from a member (G6), and that one message's frames arrive
+together or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from nbdist.errors import NbdistError
+
+__all__ = ["Buffer", "Channel", "ChannelError", "Link"]
+
+Buffer = bytes | memoryview
+
+
+class ChannelError(NbdistError):
+    """The channel cannot take a message for that address."""
+
+
+class Link(Protocol):
+    """The way to one other agent."""
+
+    def send(self, frames: Sequence[Buffer], kind: str) -> None:
+        """Send ``frames``, from any thread, without waiting for the receiver.
+
+        ``kind`` is the message's word (`nbdist.wire.messages.kind`), for channels that inject faults.
+        Raises ChannelError where the message certainly does not go out.
+        """
+        ...
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Let go of the way; what was sent may still arrive, unless ``at_once``."""
+        ...
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """An agent's door: one address to be reached at, and ways to others."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where others reach this channel, the best first."""
+        ...
+
+    def connect(self, addresses: Sequence[str]) -> Link:
+        """The way to a channel with one of these addresses."""
+        ...
+
+    def receive(self, timeout: float | None) -> list[bytes] | None:
+        """The next message's frames; None after ``timeout`` seconds, on `wake`, and once closed."""
+        ...
+
+    def wake(self) -> None:
+        """Make a `receive` that waits return None; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Stop receiving, and leave nothing behind."""
+        ...

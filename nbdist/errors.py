@@ -1,0 +1,112 @@
+"""Every error that nbdist raises, named by whose fault it is.
+
+::
+
+    NbdistError                    (a RuntimeError, as torch's RPC errors are)
+    ├── UsageError                 the caller asked for something that cannot be
+    │   ├── NotInitialized         RPC is not running in this process
+    │   ├── UnknownWorker          no such worker in this world
+    │   └── EncodeError            an argument or a result that cannot be sent
+    ├── RemoteError                a function failed elsewhere, with an error that cannot be rebuilt here
+    ├── DecodeError                a value arrived that this side cannot rebuild
+    │   └── MissingDefinition      ... because it lacks a definition of the sender's ``__main__``
+    ├── RRefError                  a reference whose value can no longer be had
+    ├── RpcTimeout                 (also a TimeoutError) the answer did not come in time
+    ├── WorkerLost                 the worker died, left, or fell silent
+    ├── RendezvousError            the world did not form, or did not part
+    │   └── NotUnique              ... because a name or rank is taken
+    ├── SecurityError              without a shared secret this is refused
+    ├── ProtocolError              a peer sent what no correct peer sends
+    │   └── VersionMismatch        ... because it runs another version of nbdist
+    └── Interrupted                the user's Ctrl-C ended the wait
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DecodeError",
+    "EncodeError",
+    "Interrupted",
+    "MissingDefinition",
+    "NbdistError",
+    "NotInitialized",
+    "NotUnique",
+    "ProtocolError",
+    "RRefError",
+    "RemoteError",
+    "RendezvousError",
+    "RpcTimeout",
+    "SecurityError",
+    "UnknownWorker",
+    "UsageError",
+    "VersionMismatch",
+    "WorkerLost",
+]
+
+
+class NbdistError(RuntimeError):
+    """The root of all errors that nbdist raises itself."""
+
+
+class UsageError(NbdistError):
+    """The caller asked for something that cannot be done."""
+
+
+class NotInitialized(UsageError):
+    """RPC is not running in this process."""
+
+
+class UnknownWorker(UsageError):
+    """No worker of that name or id is in this world."""
+
+
+class EncodeError(UsageError):
+    """An argument or a result cannot be sent to another worker."""
+
+
+class RemoteError(NbdistError):
+    """A function failed on another worker, with an error that cannot be rebuilt here."""
+
+
+class DecodeError(NbdistError):
+    """A value arrived that this side cannot rebuild, mostly for want of its class."""
+
+
+class MissingDefinition(DecodeError):
+    """The receiver's ``__main__`` lacks a definition that the sender referred to by name."""
+
+
+class RRefError(NbdistError):
+    """The value of a remote reference can no longer be had."""
+
+
+class RpcTimeout(NbdistError, TimeoutError):
+    """The answer to a call did not come in time."""
+
+
+class WorkerLost(NbdistError):
+    """The worker died, left, or has been silent for too long."""
+
+
+class RendezvousError(NbdistError):
+    """The world did not form, or did not part, in time."""
+
+
+class NotUnique(RendezvousError):
+    """A name or a rank is taken by a living worker."""
+
+
+class SecurityError(NbdistError):
+    """What was asked needs a secret that all members share, and there is none."""
+
+
+class ProtocolError(NbdistError):
+    """A peer sent what no correct peer sends."""
+
+
+class VersionMismatch(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
+class Interrupted(NbdistError):
+    """The user's interrupt ended a wait that Python itself could not end."""

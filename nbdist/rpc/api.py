@@ -1,0 +1,226 @@
+"""torch.distributed.rpc's functions, name for name.
+
+They act for the *current agent*: in a thread that runs something for an agent, that agent; elsewhere the one
+that ``init_rpc`` started in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from nbdist.channel.contract import Channel
+from nbdist.errors import Interrupted, NotInitialized, UsageError, WorkerLost
+from nbdist.rpc import rref as rref_module
+from nbdist.rpc.agent import Agent, active_agent
+from nbdist.rpc.futures import Future
+from nbdist.rpc.interrupts import InterruptWatch
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
+from nbdist.rpc.rref import RRef
+from nbdist.rpc.world import start_agent
+
+__all__ = [
+    "BackendType",
+    "current_agent",
+    "get_worker_info",
+    "init_rpc",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+_log = logging.getLogger("nbdist.rpc")
+_lock = threading.Lock()
+_agent: Agent | None = None
+_interrupts: InterruptWatch | None = None
+
+
+class BackendType(Enum):
+    """The backends that torch's programs name; there is one, and it is nbdist."""
+
+    TENSORPIPE = "nbdist"
+
+
+def current_agent() -> Agent:
+    """The agent for which this thread acts."""
+    agent = active_agent() or _agent
+    if agent is None or agent.closed:
+        raise NotInitialized(
+            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+        )
+    return agent
+
+
+rref_module.set_agent_finder(current_agent)
+
+
+def is_initialized() -> bool:
+    """Whether there is a current agent."""
+    agent = active_agent() or _agent
+    return agent is not None and not agent.closed
+
+
+# -- life ---------------------------------------------------------------------------------------
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process a member of an RPC world, under ``name``.
+
+    With ``world_size`` the world is fixed, and this returns when all its members are there. Without, members
+    may join and leave at any time. ``rank`` is this worker's id. ``backend`` is accepted for torch's programs.
+    """
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    initialize(name, rank, world_size or None, rpc_backend_options or RpcBackendOptions())
+
+
+def initialize(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    *,
+    store: Any = None,
+    wrap: Callable[[Channel], Channel] | None = None,
+) -> Agent:
+    """Start the agent of this process; see `nbdist.rpc.world.start_agent`."""
+    global _agent, _interrupts
+    with _lock:
+        if _agent is not None and not _agent.closed:
+            raise UsageError(f"RPC is already initialized in this process, as {_agent.me.name!r}")
+        agent = start_agent(name, rank, world_size, options, store=store, wrap=wrap)
+        _agent = agent
+        _interrupts = InterruptWatch.start(lambda: _give_up(agent))
+        agent.at_close(_stop_watching)
+    return agent
+
+
+def _stop_watching() -> None:
+    global _interrupts
+    watch, _interrupts = _interrupts, None
+    if watch is not None:
+        watch.close()
+
+
+def _give_up(agent: Agent) -> None:
+    """Ctrl-C while the main thread sleeps in torch's C++: fail what it waits for."""
+    main = threading.main_thread().ident
+    calls = [call for call in agent.pending.all() if call.thread == main]
+    agent.caller.interrupt(calls, Interrupted("interrupted (Ctrl-C) while waiting for this call"))
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """End RPC in this process.
+
+    ``graceful`` waits until all members of a fixed world have called this and nothing is under way any more;
+    in a dynamic world, until what this worker asked for and was asked for is done. ``timeout`` limits that wait
+    (seconds; 0 for no limit); the error names who is missing. The agent ends in any case.
+    """
+    agent = current_agent()
+    try:
+        if graceful and agent.me.world_size is not None:
+            agent.ending.end(timeout)
+        elif graceful:
+            _drain(agent, timeout)
+    finally:
+        finish(agent)
+
+
+def finish(agent: Agent) -> None:
+    """End an agent at once."""
+    global _agent
+    agent.close("has shut down")
+    with _lock:
+        if _agent is agent:
+            _agent = None
+
+
+def _drain(agent: Agent, timeout: float) -> None:
+    deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+    while agent.executor.active or len(agent.pending):
+        if time.monotonic() > deadline:
+            raise WorkerLost(f"shutdown of {agent.me.name}: {agent.executor.doing() or 'calls of its own'} still running")
+        time.sleep(0.002)
+    agent.references.release_all()
+    while agent.outstanding() and time.monotonic() < min(deadline, time.monotonic() + 1.0):
+        time.sleep(0.002)
+
+
+def _at_exit() -> None:
+    agent = _agent
+    if agent is not None and not agent.closed:
+        with contextlib.suppress(Exception):
+            agent.close("has exited without shutdown")
+
+
+def _after_fork() -> None:
+    global _agent, _interrupts, _lock
+    _agent = _interrupts = None  # sockets and threads stay with the parent
+    _lock = threading.Lock()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- calls --------------------------------------------------------------------------------------
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return the result.
+
+    ``timeout`` is in seconds; negative for the default of the options, 0 for none.
+    """
+    return current_agent().caller.sync(to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """As `rpc_sync`, but return a Future at once."""
+    return current_agent().caller.asynchronous(to, func, args, kwargs, timeout)
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return, at once, a reference to the result there."""
+    return current_agent().caller.remote(to, func, args, kwargs, timeout)
+
+
+def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """Name and id of a worker; of the current one without a name."""
+    agent = current_agent()
+    record = agent.me if worker_name is None else agent.find(worker_name)
+    return WorkerInfo(record.name, record.id)

@@ -1,0 +1,366 @@
+"""Makes calls, and settles them: the caller's side."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from nbdist import trace
+from nbdist.channel.contract import ChannelError
+from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.rpc.calls import Pending
+from nbdist.rpc.failures import rebuild
+from nbdist.rpc.futures import Future
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.references import MessageForker, creation_error
+from nbdist.rpc.rref import RRef, local_type
+from nbdist.wire import codec, names
+from nbdist.wire.messages import Call, Fork, Mode, Record, Reply
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+    from nbdist.rpc.dispatch import Job
+
+__all__ = ["Caller"]
+
+To = str | int | WorkerInfo
+_INLINE = 64 * 1024
+
+
+class Caller:
+    """The caller's side of calls."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.issued: dict[int, int] = {}
+        self._agent = agent
+        self._counting = threading.Lock()
+        agent.handle(Reply, self._on_reply)
+
+    # -- the ways to call ---------------------------------------------------------------------
+
+    def sync(
+        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
+    ) -> Any:
+        """Call and wait."""
+        return self._call(to, function, args, kwargs, timeout, internal=True).future.wait()
+
+    def asynchronous(
+        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
+    ) -> Future[Any]:
+        """Call, and have a Future."""
+        return self._call(to, function, args, kwargs, timeout).future
+
+    def remote(
+        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
+    ) -> RRef[Any]:
+        """Call, and have an RRef to the outcome, which stays there."""
+        _check(function, args, kwargs)
+        owner = self._agent.find(to)
+        body = (names.name_of(function) or function, tuple(args or ()), dict(kwargs or {}))
+        return self._create(owner, Mode.REMOTE, function, names.display_name(function), body, timeout)
+
+    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+        """A copy of a referenced value."""
+        owner = self._owner(rref)
+        call = self._send(owner, Mode.FETCH, None, "to_here", None, timeout, target=rref, internal=True)
+        return call.future.wait()
+
+    def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a referenced value and wait."""
+        return self._method(rref, name, timeout, args, kwargs, internal=True).wait()
+
+    def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of a referenced value, and have a Future."""
+        return self._method(rref, name, timeout, args, kwargs, internal=False)
+
+    def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Call a method of a referenced value, and have an RRef to the outcome."""
+        self._agent.references.check_alive(rref)
+        state = rref.state
+        cls = local_type(state) if state is not None else None
+        if cls is not None and not hasattr(cls, name) and not hasattr(cls, "__getattr__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        owner = self._owner(rref)
+        label = f"{cls.__name__}.{name}" if cls is not None else name
+        return self._create(owner, Mode.METHOD_REMOTE, None, label, (name, args, kwargs), timeout, target=rref)
+
+    # -- making a call ------------------------------------------------------------------------
+
+    def _call(
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        *,
+        internal: bool = False,
+    ) -> Pending:
+        _check(function, args, kwargs)
+        callee = self._agent.find(to)
+        body = (names.name_of(function) or function, tuple(args or ()), dict(kwargs or {}))
+        label = names.display_name(function)
+        return self._send(callee, Mode.CALL, function, label, body, timeout, internal=internal)
+
+    def _method(
+        self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, *, internal: bool
+    ) -> Future[Any]:
+        self._agent.references.check_alive(rref)
+        state = rref.state
+        label = f"{state.qualname}.{name}" if state is not None else name
+        body = (name, args, kwargs)
+        return self._send(
+            self._owner(rref), Mode.METHOD, None, label, body, timeout, target=rref, internal=internal
+        ).future
+
+    def _owner(self, rref: RRef[Any]) -> Record:
+        record = self._agent.membership.get(rref._owner)
+        if record is None:
+            raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone")
+        return record
+
+    def _create(
+        self,
+        owner: Record,
+        mode: Mode,
+        function: Any,
+        label: str,
+        body: Any,
+        timeout: float,
+        target: RRef[Any] | None = None,
+    ) -> RRef[Any]:
+        agent = self._agent
+        rref_id, fork_id = agent.ids.next(), agent.ids.next()
+        mine = owner.incarnation == agent.me.incarnation
+        creation: Future[Any] = Future()
+        if mine:
+            agent.references.own(rref_id)
+        else:
+            agent.references.begin(rref_id, fork_id, owner.incarnation)
+        rref: RRef[Any] = RRef._refer(agent, rref_id, None if mine else fork_id, owner.incarnation, creation)
+        result = Fork(rref_id, fork_id, owner.incarnation, agent.me.incarnation)
+        try:
+            self._send(owner, mode, function, label, body, timeout, target=target, result=result, future=creation)
+        except ChannelError as error:
+            self._creation_failed(result, error, may_exist=False)
+            creation.try_settle(None, error)
+        except BaseException:
+            if not mine:
+                agent.references.fail(fork_id, may_exist=False)
+            raise
+        return rref
+
+    def _send(
+        self,
+        to: Record,
+        mode: Mode,
+        function: Any,
+        label: str,
+        body: Any,
+        timeout: float,
+        *,
+        target: RRef[Any] | None = None,
+        result: Fork | None = None,
+        future: Future[Any] | None = None,
+        internal: bool = False,
+    ) -> Pending:
+        agent = self._agent
+        call = Pending(
+            id=agent.pending.next_id(),
+            to=to.incarnation,
+            worker=to.name,
+            function=label,
+            future=future or Future(),
+            started=time.monotonic(),
+            timeout=agent.timeout_of(timeout),
+            thread=threading.get_ident(),
+            result=result,
+            internal=internal,
+        )
+        builtin = mode in (Mode.CALL, Mode.REMOTE) and names.is_builtin(function)
+        if target is not None:
+            agent.references.check_alive(target)
+
+        def post(by_value: bool) -> None:
+            message, encoded, holds = self._encode(call, to, mode, builtin, body, target, by_value)
+            try:
+                call.seq = agent.post(to.incarnation, message, encoded.frames, holds)
+            except NbdistError:
+                holds[0].take_back()
+                raise
+
+        if body is not None:
+            call.again = partial(self._repeat, call, post)
+        agent.pending.add(call)
+        try:
+            post(False)
+        except BaseException:
+            agent.pending.pop(call.id)
+            raise
+        with self._counting:
+            self.issued[call.to] = self.issued.get(call.to, 0) + 1
+        if call.deadline != float("inf"):
+            agent.hurry(call.started + call.timeout * 0.5)
+        trace.emit("call.sent", agent=agent.me.name, to=to.name, function=label, id=call.id)
+        return call
+
+    def _encode(
+        self, call: Pending, to: Record, mode: Mode, builtin: bool, body: Any, target: RRef[Any] | None, by_value: bool
+    ) -> tuple[Call, codec.Encoded, tuple[MessageForker, RRef[Any] | None]]:
+        agent = self._agent
+        forker = MessageForker(agent.references, to.incarnation)
+        peer = agent.peer(to.incarnation)
+        devices = {str(ours): str(theirs) for ours, theirs in agent.options.device_maps.get(to.name, {}).items()}
+        try:
+            if body is None:
+                encoded = codec.Encoded(_NO_PAYLOAD, [])
+            else:
+                encoded = codec.encode(
+                    body,
+                    by_value=by_value,
+                    lacking=peer.lacking if peer is not None else (),
+                    known=peer.definitions if peer is not None and not by_value else (),
+                    forker=forker,
+                    devices=devices,
+                    receiver=to.name,
+                )
+        except BaseException as error:
+            forker.take_back()
+            if isinstance(error, codec.EncodeError):
+                raise codec.EncodeError(f"an argument of {call.function} (or the function) {error}") from error
+            raise
+        message = Call(
+            call.id,
+            mode,
+            call.function,
+            encoded.payload,
+            builtin,
+            call.result,
+            target._id if target is not None else None,
+        )
+        call.definitions = encoded.payload.definitions
+        return message, encoded, (forker, target)
+
+    def _repeat(self, call: Pending, post: Callable[[bool], None]) -> None:
+        """The callee lacks definitions: the same call again, with them."""
+        call.again = None
+        self._agent.pending.add(call)
+        try:
+            post(True)
+        except BaseException as error:
+            if self._agent.pending.pop(call.id) is not None:
+                self._end(call, None, error)
+
+    # -- settling -----------------------------------------------------------------------------
+
+    def _on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
+        references = self._agent.references.accept(reply.payload.forks)
+        call = self._agent.pending.pop(reply.id)
+        if call is None or call.to != sender:
+            return None  # too late; the references it brought go as they came
+        if reply.missing:
+            peer = self._agent.peer(sender)
+            if peer is not None:
+                lacking = {digest for _, digest in reply.missing}
+                peer.lacking.update(lacking)
+                peer.definitions.difference_update(lacking)
+            return call.again
+        if call.definitions:
+            peer = self._agent.peer(sender)
+            if peer is not None:
+                peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
+        if call.internal and reply.ok and reply.payload.plain and sum(map(len, frames)) < _INLINE:
+            self._settle(call, reply, frames, references)
+            return None
+        return partial(self._settle, call, reply, frames, references)
+
+    def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
+        if call.result is not None:
+            self._agent.references.confirm(call.result.fork, reply.state)
+        outcome: Any = None
+        error: BaseException | None = None
+        try:
+            if frames:
+                outcome = codec.decode(reply.payload, frames, references)
+            if not reply.ok:
+                outcome, error = None, rebuild(outcome)
+        except BaseException as failed:
+            outcome, error = None, failed
+            if reply.ok and isinstance(failed, NbdistError):
+                error.add_note(f"while the result of {call.function} on {call.worker} was read")
+        self._end(call, outcome, error)
+
+    def _end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
+        call.again = None
+        trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
+        call.future.try_settle(outcome, error)
+
+    def _fail(self, call: Pending, error: NbdistError, *, may_exist: bool) -> None:
+        """A call ends without an answer."""
+        if call.result is not None:
+            self._creation_failed(call.result, error, may_exist=may_exist)
+        self._end(call, None, error)
+
+    def _creation_failed(self, result: Fork, why: NbdistError, *, may_exist: bool) -> None:
+        if result.owner == self._agent.me.incarnation:
+            self._agent.references.settle(result.rref, None, creation_error(why))
+        else:
+            self._agent.references.fail(result.fork, may_exist=may_exist)
+
+    def run_due(self, now: float) -> None:
+        """End the calls whose time is up; ask after those whose time is half over."""
+        half, over = self._agent.pending.due(now)
+        for worker in {call.to for call in half}:
+            self._agent.ask(worker)
+        errors = [(call, self._timeout_error(call, now)) for call in over]
+
+        def fail() -> None:
+            for call, error in errors:
+                self._fail(call, error, may_exist=True)
+
+        if errors:
+            self._agent.pool.submit(fail)
+
+    def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:
+        status = self._agent.status(call.to, call.seq)
+        return RpcTimeout(
+            f"RPC ran for more than {call.timeout:g} s ({call.timeout * 1000:.0f} ms): {call.function} on "
+            f"{call.worker}; {status}"
+        )
+
+    def undelivered(self, id: int) -> None:
+        """The callee never took the call."""
+        call = self._agent.pending.pop(id)
+        if call is not None:
+            error = WorkerLost(f"{call.worker} did not take the call of {call.function} in all tries")
+            self._fail(call, error, may_exist=False)
+
+    def lost(self, call: Pending, why: str, others: int) -> None:
+        """The callee is gone."""
+        if self._agent.pending.pop(call.id) is None:
+            return
+        more = f", and {others} other calls" if others else ""
+        since = time.monotonic() - call.started
+        error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since:.1f} s before{more}")
+        self._fail(call, error, may_exist=False)
+
+    def interrupt(self, calls: Sequence[Pending], error: NbdistError) -> None:
+        """The user gives up on these calls."""
+        for call in calls:
+            if self._agent.pending.pop(call.id) is not None:
+                self._fail(call, error, may_exist=True)
+
+
+_NO_PAYLOAD = codec.Payload()
+
+
+def _check(function: Any, args: Any, kwargs: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"function should be callable, not {type(function).__name__}")
+    if args is not None and not isinstance(args, list | tuple):
+        raise TypeError(f"args must be a tuple, not {type(args).__name__}: write args=({cast(Any, args)!r},)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise UsageError(f"kwargs must be a dict, not {type(kwargs).__name__}")

@@ -1,0 +1,111 @@
+"""The calls that an agent awaits answers to, and when to stop waiting."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.rpc.futures import Future
+from nbdist.wire.messages import Fork
+
+__all__ = ["Pending", "PendingCalls"]
+
+
+@dataclass(eq=False)
+class Pending:
+    """One call that has not been answered."""
+
+    id: int
+    to: int
+    worker: str
+    function: str
+    future: Future[Any]
+    started: float
+    timeout: float
+    thread: int
+    result: Fork | None = None
+    seq: int = 0
+    internal: bool = False
+    again: Callable[[], None] | None = None
+    asked: bool = False
+    definitions: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def deadline(self) -> float:
+        """When its time is up."""
+        return self.started + self.timeout if self.timeout > 0 else math.inf
+
+
+class PendingCalls:
+    """A table of calls by id, and a heap of their deadlines. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Pending] = {}
+        self._due: list[tuple[float, int]] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def next_id(self) -> int:
+        """A fresh call id."""
+        return next(self._numbers)
+
+    def add(self, call: Pending) -> None:
+        """Await an answer."""
+        with self._lock:
+            self._calls[call.id] = call
+            if call.timeout > 0:
+                # Half way, whoever runs it is asked what it is doing, so that a timeout can say so.
+                heapq.heappush(self._due, (call.started + call.timeout * 0.5, call.id))
+                if len(self._due) > 2 * len(self._calls) + 1024:
+                    self._due = [entry for entry in self._due if entry[1] in self._calls]
+                    heapq.heapify(self._due)
+
+    def pop(self, id: int) -> Pending | None:
+        """The call of that id, which is awaited no longer."""
+        with self._lock:
+            return self._calls.pop(id, None)
+
+    def get(self, id: int) -> Pending | None:
+        """The call of that id, if it is awaited."""
+        return self._calls.get(id)
+
+    def to(self, incarnation: int) -> list[Pending]:
+        """The calls that one agent has not answered."""
+        with self._lock:
+            return [call for call in self._calls.values() if call.to == incarnation]
+
+    def all(self) -> list[Pending]:
+        """All calls that are awaited."""
+        with self._lock:
+            return list(self._calls.values())
+
+    def next_due(self) -> float:
+        """When `due` has something to say."""
+        return self._due[0][0] if self._due else math.inf
+
+    def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
+        """The calls whose half time, and those whose time, has come; the latter are awaited no longer."""
+        half: list[Pending] = []
+        over: list[Pending] = []
+        with self._lock:
+            while self._due and self._due[0][0] <= now:
+                _, id = heapq.heappop(self._due)
+                call = self._calls.get(id)
+                if call is None:
+                    continue
+                if now >= call.deadline:
+                    over.append(self._calls.pop(id))
+                else:
+                    if not call.asked:
+                        call.asked = True
+                        half.append(call)
+                    heapq.heappush(self._due, (call.deadline, id))
+        return half, over

@@ -1,0 +1,221 @@
+"""How a world ends in order: nobody leaves while anything is under way.
+
+The member with the lowest id leads. Round 1 is reached by calling ``shutdown``; it is over when all have
+reached it and two looks in a row saw no call running and as many calls taken as sent. Round 2 lets go of
+all references, and is over when every message about that has arrived. Then all close. `Survey` decides;
+`Ending` asks and answers. A member that is lost on the way is not waited for, but it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from nbdist.errors import NbdistError, RendezvousError, WorkerLost
+from nbdist.wire.messages import AskShutdown, Record, ShutdownState
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["Ending", "Survey"]
+
+RUNNING, DRAINING, RELEASING, CLOSING = range(4)
+
+_ASK_FIRST = 0.002
+_ASK_MOST = 0.05
+_REMIND = 10.0
+_log = logging.getLogger("nbdist.rpc")
+
+
+class Survey:
+    """The leader's view of a round. Pure."""
+
+    def __init__(self, members: set[int]) -> None:
+        self.members = members
+        self.round = DRAINING
+        self._states: dict[int, ShutdownState] = {}
+        self._before: tuple[int, int] | None = None
+
+    def missing(self) -> set[int]:
+        """The members that have not reached this round."""
+        return {
+            member
+            for member in self.members
+            if (state := self._states.get(member)) is None or state.round < self.round
+        }
+
+    def forget(self, member: int) -> None:
+        """A member is gone."""
+        self.members.discard(member)
+        self._states.pop(member, None)
+        self._before = None
+
+    def look(self, states: dict[int, ShutdownState]) -> bool:
+        """Take one look at all members; whether the round is over, and the next has begun."""
+        self._states.update(states)
+        if self.missing():
+            self._before = None
+            return False
+        current = [self._states[member] for member in self.members]
+        sent, taken = sum(state.sent for state in current), sum(state.taken for state in current)
+        quiet = sent == taken and not any(state.active for state in current)
+        if quiet and self._before == (sent, taken):
+            self.round += 1
+            self._before = None
+            return True
+        self._before = (sent, taken) if quiet else None
+        return False
+
+
+class Ending:
+    """One agent's part in ending the world."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._changed = threading.Condition()
+        self._reached = RUNNING
+        self._wanted = RUNNING
+        self._missing: list[str] = []
+        self._answers: dict[int, ShutdownState] = {}
+        self._lost: list[str] = []
+        self._survey: Survey | None = None
+        agent.handle(AskShutdown, self._on_ask)
+        agent.handle(ShutdownState, self._on_state)
+        agent.on_lost(self._on_lost)
+
+    # -- the one that ends --------------------------------------------------------------------
+
+    def end(self, timeout: float) -> None:
+        """Go through both rounds with all others, within ``timeout`` seconds (0: as long as it takes)."""
+        deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+        with self._changed:
+            self._reached = DRAINING
+            self._lost.clear()
+            self._changed.notify_all()
+        for round_over in (RELEASING, CLOSING):
+            self._until(round_over, deadline)
+            if round_over == RELEASING:
+                self._agent.references.release_all()
+            with self._changed:
+                self._reached = round_over
+        if not self._is_leader():
+            self._tell(self._leader())
+        else:
+            self._farewell(min(deadline, time.monotonic() + 1.0))
+        if self._lost:
+            raise WorkerLost(f"the world ended without {', '.join(self._lost)}")
+
+    def _until(self, round: int, deadline: float) -> None:
+        """Wait until the leader, perhaps this agent itself, begins ``round``."""
+        pause, remind = _ASK_FIRST, time.monotonic() + _REMIND
+        while True:
+            with self._changed:
+                if self._wanted >= round:
+                    return
+            if self._is_leader():
+                self._ask()
+            now = time.monotonic()
+            if now > deadline:
+                raise RendezvousError(f"shutdown: still waiting for {self._waiting_for()}")
+            if now > remind:
+                _log.warning("%s: shutdown is waiting for %s", self._agent.me.name, self._waiting_for())
+                remind = now + _REMIND
+            with self._changed:
+                if self._wanted < round:
+                    self._changed.wait(min(pause, max(deadline - now, 0.001)))
+            pause = min(pause * 1.5, _ASK_MOST)
+
+    def _waiting_for(self) -> str:
+        if self._missing:
+            return f"{', '.join(self._missing)} to call shutdown"
+        return "calls that are still running"
+
+    def _leader(self) -> Record:
+        return self._agent.membership.members()[0]
+
+    def _is_leader(self) -> bool:
+        return self._leader() is self._agent.me
+
+    # -- the leader ---------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Collect one look, and begin the next round if it may; ask for the next look."""
+        agent, me = self._agent, self._agent.me.incarnation
+        with self._changed:
+            others = {record.incarnation for record in agent.membership.others()}
+            if self._survey is None:
+                self._survey = Survey({me, *others})
+            survey = self._survey
+            for member in survey.members - others - {me}:
+                survey.forget(member)
+            answers, complete = dict(self._answers), others <= self._answers.keys()
+        if complete or not others:
+            answers[me] = self._state()
+            survey.look(answers)
+            with self._changed:
+                self._answers.clear()
+                self._wanted = max(self._wanted, survey.round)
+                self._missing = sorted(agent.membership.name_of(member) for member in survey.missing() - {me})
+                self._changed.notify_all()
+        with self._changed:
+            unasked = others - self._answers.keys()
+            ask = AskShutdown(survey.round, survey.round >= CLOSING, self._missing)
+        for member in unasked:
+            with contextlib.suppress(NbdistError):
+                agent.post(member, ask)
+
+    def _farewell(self, deadline: float) -> None:
+        """Keep telling that it is over until all others have said that they know, or have gone."""
+        while time.monotonic() < deadline:
+            with self._changed:
+                knowing = {member for member, state in self._answers.items() if state.round >= CLOSING}
+            waiting = {record.incarnation for record in self._agent.membership.others()} - knowing
+            if not waiting:
+                return
+            for member in waiting:
+                with contextlib.suppress(NbdistError):
+                    self._agent.post(member, AskShutdown(CLOSING, True, []))
+            with self._changed:
+                self._changed.wait(0.02)
+
+    # -- the members --------------------------------------------------------------------------
+
+    def _state(self) -> ShutdownState:
+        agent = self._agent
+        members = {record.incarnation for record in agent.membership.members()}
+        sent = sum(count for to, count in list(agent.caller.issued.items()) if to in members)
+        taken = sum(count for sender, count in list(agent.executor.finished.items()) if sender in members)
+        active = agent.executor.active + len(agent.pending)
+        if self._reached >= RELEASING:
+            agent.references.reap()
+            active += agent.outstanding() + agent.references.forks.pending
+        return ShutdownState(self._reached, sent, taken, active)
+
+    def _tell(self, leader: Record) -> None:
+        with contextlib.suppress(NbdistError):
+            self._agent.post(leader.incarnation, self._state())
+
+    def _on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
+        with self._changed:
+            self._missing = message.missing
+            if self._reached >= DRAINING:
+                self._wanted = max(self._wanted, message.round)
+                self._changed.notify_all()
+        with contextlib.suppress(NbdistError):
+            self._agent.post(sender, self._state())
+
+    def _on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
+        with self._changed:
+            self._answers[sender] = message
+            if self._survey is not None:
+                self._changed.notify_all()
+
+    def _on_lost(self, record: Record, why: str) -> None:
+        with self._changed:
+            if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:
+                self._lost.append(f"{record.name}, which {why}")
+            self._answers.pop(record.incarnation, None)
+            self._changed.notify_all()

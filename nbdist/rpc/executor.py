@@ -1,0 +1,249 @@
+"""Runs what others ask for, and answers.
+
+A request first takes hold of what it refers to (in the reading thread, so that no later message can
+overtake it), waits without a thread for references that are not confirmed and values that are not there, and
+only then becomes a job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist import trace
+from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
+from nbdist.rpc.failures import describe
+from nbdist.rpc.references import MessageForker
+from nbdist.wire import codec, names
+from nbdist.wire.messages import Call, Mode, Payload, Reply, State
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+    from nbdist.rpc.dispatch import Job
+    from nbdist.rpc.futures import Future
+    from nbdist.rpc.rref import RRef
+
+__all__ = ["ASYNC_MARK", "Executor"]
+
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute by which torch, too, knows a function that returns a Future for its result."""
+
+
+class Executor:
+    """The callee's side of calls."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.finished: dict[int, int] = {}
+        self._agent = agent
+        self._numbers = itertools.count()
+        self._running: dict[int, tuple[str, float, int]] = {}
+        agent.handle(Call, self._on_call)
+
+    @property
+    def active(self) -> int:
+        """How many calls have come and are not answered."""
+        return len(self._running)
+
+    def doing(self) -> str:
+        """What runs here, the longest first, in a few words."""
+        running = sorted(list(self._running.values()), key=lambda entry: entry[1])
+        if not running:
+            return ""
+        function, since, caller = running[0]
+        more = f" and {len(running) - 1} more" if len(running) > 1 else ""
+        name = self._agent.membership.name_of(caller)
+        return f"{function} for {name} since {time.monotonic() - since:.1f} s{more}"
+
+    def _on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
+        request = _Request(self._agent, self, call, sender, frames)
+        self._running[request.number] = (call.function, time.monotonic(), sender)
+        return request.admit()
+
+    def next_number(self) -> int:
+        """A number for one more running call."""
+        return next(self._numbers)
+
+    def end(self, number: int, sender: int) -> None:
+        """A call has been answered."""
+        self._running.pop(number, None)
+        self.finished[sender] = self.finished.get(sender, 0) + 1
+
+
+class _Request:
+    """One call on its way through this worker."""
+
+    def __init__(self, agent: Agent, executor: Executor, call: Call, sender: int, frames: list[bytes]) -> None:
+        self.number = executor.next_number()
+        self._agent = agent
+        self._executor = executor
+        self._call = call
+        self._sender = sender
+        self._frames = frames
+        self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks)
+        self._target: Future[Any] | None = None
+
+    # -- in the reading thread ----------------------------------------------------------------
+
+    def admit(self) -> Job | None:
+        """Take hold of what the call refers to; a job once nothing is missing."""
+        references, call = self._agent.references, self._call
+        if call.result is not None:
+            references.create(call.result, self._sender)
+        pending = references.unconfirmed(self._references)
+        if pending:
+            references.when_confirmed(pending, self._later)
+            return None
+        return self._with_target()
+
+    def _later(self) -> None:
+        job = self._with_target()
+        if job is not None:
+            self._agent.pool.submit(job)
+
+    def _with_target(self) -> Job | None:
+        if self._call.target is None:
+            return self.run
+        self._target = self._agent.references.retain(self._call.target, self._sender, self._later)
+        if self._target is None:
+            return None
+        if self._target.done():
+            return self.run
+        self._target.add_done_callback(lambda _: self._agent.pool.submit(self.run))
+        return None
+
+    # -- in a thread of the pool --------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run the function and answer."""
+        with self._agent.activate():
+            try:
+                result, is_async = self._invoke()
+            except MissingDefinition as error:
+                self._answer_missing(error)
+            except BaseException as error:
+                self._fail(error)
+            else:
+                if is_async:
+                    self._answer_later(result)
+                else:
+                    self._answer(result)
+
+    def _invoke(self) -> tuple[Any, bool]:
+        call = self._call
+        if call.mode == Mode.FETCH:
+            assert self._target is not None  # noqa: S101  # `run` is only made a job when it is there
+            return self._target.value(), False
+        function, args, kwargs = codec.decode(call.payload, self._frames, self._references)
+        self._frames, self._references = [], []
+        if call.payload.definitions:
+            peer = self._agent.peer(self._sender)
+            if peer is not None:
+                peer.definitions.update(digest for _, digest in call.payload.definitions)
+        if self._target is not None:
+            value = self._target.value()
+            is_async = hasattr(getattr(type(value), function, None), ASYNC_MARK)
+            function = getattr(value, function)
+        else:
+            if isinstance(function, str):
+                function = names.resolve(function)
+            is_async = hasattr(function, ASYNC_MARK)
+        trace.emit("call.run", agent=self._agent.me.name, function=call.function, id=call.id)
+        return function(*args, **kwargs), is_async
+
+    def _answer_later(self, future: Any) -> None:
+        if not isinstance(future, torch._C.Future):
+            self._fail(
+                UsageError(
+                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                    f"but got {type(future).__name__}"
+                )
+            )
+            return
+
+        def finish(done: Any) -> None:
+            with self._agent.activate():
+                try:
+                    result = done.value()
+                except BaseException as error:
+                    self._fail(error)
+                else:
+                    self._answer(result)
+
+        future.add_done_callback(finish)
+
+    def _answer(self, result: Any) -> None:
+        if self._call.result is not None:
+            state = self._agent.references.settle(self._call.result.rref, result, None)
+            self._reply(True, Payload(), [], state)
+            return
+        forker = MessageForker(self._agent.references, self._sender)
+        try:
+            encoded = self._encode(result, forker)
+        except BaseException as error:
+            forker.take_back()
+            what = names.display_name(type(result))
+            self._fail(EncodeError(f"the result of {self._call.function} (a {what}) {error}") if _ours(error) else error)
+            return
+        self._reply(True, encoded.payload, encoded.frames, holds=forker)
+
+    def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
+        agent, sender = self._agent, self._agent.connected(self._sender)
+        peer = agent.peer(self._sender)
+        known = peer.definitions if peer is not None else set[str]()
+        devices = {theirs: ours for ours, theirs in sender.device_maps.get(agent.me.name, {}).items()} if sender else {}
+        receiver = sender.name if sender else ""
+        try:
+            return codec.encode(result, by_value=True, known=known, forker=forker, devices=devices, receiver=receiver)
+        except EncodeError:
+            # A definition of `__main__` that cannot travel by value may still be known by name.
+            forker.take_back()
+            return codec.encode(result, forker=forker, devices=devices, receiver=receiver)
+
+    def _fail(self, error: BaseException) -> None:
+        agent = self._agent
+        state = None
+        if self._call.result is not None:
+            state = agent.references.settle(self._call.result.rref, None, error)
+        failure = describe(error, agent.me.name, self._call.function)
+        trace.emit("call.failed", agent=agent.me.name, function=self._call.function, error=error, note=failure[2])
+        encoded = codec.encode(failure, by_value=True)
+        self._reply(False, encoded.payload, encoded.frames, state)
+
+    def _answer_missing(self, error: MissingDefinition) -> None:
+        """The caller may repeat the call with the definitions in it; nothing has run."""
+        missing = self._call.payload.definitions
+        if not missing:
+            self._fail(error)
+            return
+        if self._call.result is not None:
+            self._agent.references.uncreate(self._call.result)
+        self._reply(False, Payload(), [], missing=missing)
+
+    def _reply(
+        self,
+        ok: bool,
+        payload: Payload,
+        frames: Any,
+        state: State | None = None,
+        holds: Any = None,
+        missing: list[tuple[str, str]] | None = None,
+    ) -> None:
+        agent, call = self._agent, self._call
+        try:
+            agent.post(self._sender, Reply(call.id, ok, payload, state, missing or []), frames, holds)
+        except NbdistError:
+            if isinstance(holds, MessageForker):
+                holds.take_back()  # the caller is gone
+        if call.result is not None and not missing:
+            agent.references.release(call.result.rref)
+        if call.target is not None and self._target is not None:
+            self._target = None
+            agent.references.release(call.target)
+        self._executor.end(self.number, self._sender)
+
+
+def _ours(error: BaseException) -> bool:
+    return isinstance(error, EncodeError)

@@ -1,0 +1,210 @@
+"""Futures that can be awaited, interrupted, and chained, and that torch takes for its own.
+
+`Future` is a `torch.futures.Future`, so ``torch.futures.wait_all`` and ``collect_all`` take it. But torch's
+``wait`` sleeps in C++, deaf to Ctrl-C and blind to deadlines; ours sleeps on a Python lock, and tells the
+pool of the thread it blocks, so that the pool can grow (`nbdist.rpc.dispatch`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+
+from nbdist.errors import RpcTimeout
+
+__all__ = ["Future", "blocking_wait", "set_blocking_hook", "wait_all"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class _PerThread(threading.local):
+    blocking: Callable[[], AbstractContextManager[None]] | None = None
+
+
+_thread = _PerThread()
+
+
+def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -> None:
+    """Have ``hook()`` entered around every wait of the calling thread."""
+    _thread.blocking = hook
+
+
+def blocking_wait() -> AbstractContextManager[None]:
+    """What to enter around anything that may block the calling thread for the sake of another call."""
+    hook = _thread.blocking
+    return hook() if hook is not None else nullcontext()
+
+
+class Future(torch.futures.Future[T]):
+    """The outcome of a call, now or later."""
+
+    def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
+        super().__init__(devices=devices)
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        self._setting = threading.Lock()
+        self._settled = False
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Future[T]], Any]] = []
+        self._describe: Callable[[], str] | None = None
+
+    # -- settling -----------------------------------------------------------------------------
+
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value."""
+        self._settle(result, None)
+
+    def set_exception(self, result: Any) -> None:
+        """Complete the future with an exception."""
+        if not isinstance(result, BaseException):
+            raise TypeError(f"{result!r} is of type {type(result)}, not an Exception.")
+        self._settle(None, result)
+
+    def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
+        """Complete the future unless it is complete."""
+        with self._setting:
+            if self._settled:
+                return False
+            self._settled = True
+        self._publish(outcome, error)
+        return True
+
+    def _settle(self, outcome: Any, error: BaseException | None) -> None:
+        if not self.try_settle(outcome, error):
+            raise RuntimeError("Future can only be marked completed once")
+
+    def _publish(self, outcome: Any, error: BaseException | None) -> None:
+        self._outcome, self._error = outcome, error
+        # torch's own waiters see the same; its ``set_exception`` would call our ``set_result``.
+        if error is not None:
+            super()._set_unwrap_func(_raise)  # type: ignore[misc]
+            super().set_result(cast(T, error))
+        else:
+            super().set_result(outcome)
+        with self._setting:
+            callbacks, self._callbacks = self._callbacks, []
+            self._latch.release()
+        for callback in callbacks:
+            _call(callback, self)
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether the outcome is there."""
+        return not self._latch.locked()
+
+    def value(self) -> T:
+        """The value of a completed future; raises its error."""
+        if not self.done():
+            raise RuntimeError("value() of a future that is not done; wait() for it")
+        return self._result()
+
+    def exception(self) -> BaseException | None:
+        """The error of a completed future, if it has one."""
+        if not self.done():
+            raise RuntimeError("exception() of a future that is not done; wait() for it")
+        return self._error
+
+    def _result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._outcome)
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The value, as soon as it is there; Ctrl-C ends the wait, and so does ``timeout`` (seconds)."""
+        if self._latch.locked():
+            with blocking_wait():
+                if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
+                    what = f": {self._describe()}" if self._describe else ""
+                    raise RpcTimeout(f"waited {timeout:g} s for a future{what}")
+                self._latch.release()
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+
+        def arrive(_: Any) -> None:
+            loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+
+        self.add_done_callback(arrive)
+        yield from arrived
+        return self._result()
+
+    # -- chaining -----------------------------------------------------------------------------
+
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:  # type: ignore[override]
+        """Call ``callback(self)`` once the future is done, at once if it is."""
+        with self._setting:
+            if self._latch.locked():
+                self._callbacks.append(callback)
+                return
+        _call(callback, self)
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+        """A future for ``callback(self)``, called once this one is done."""
+        child: Future[S] = Future()
+
+        def run(done: Future[T]) -> None:
+            try:
+                result = callback(done)
+            except BaseException as error:
+                child.try_settle(None, error)
+            else:
+                child.try_settle(result, None)
+
+        self.add_done_callback(run)
+        return child
+
+
+def _raise(outcome: Any) -> Any:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _call(callback: Callable[[Any], Any], future: Any) -> None:
+    """A user's callback must not break the thread that happens to run it."""
+    try:
+        callback(future)
+    except BaseException:
+        import logging
+
+        logging.getLogger("nbdist.rpc").exception("a callback of a future failed")
+
+
+def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
+    """The values of all ``futures``; raises the first error there is, without waiting for the rest."""
+    futures = list(futures)
+    changed = threading.Condition()
+    finished: list[torch.futures.Future[T]] = []
+
+    def finish(future: Any) -> None:
+        with changed:
+            finished.append(future)
+            changed.notify()
+
+    for future in futures:
+        future.add_done_callback(finish)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    seen = 0
+    with changed:
+        while seen < len(futures):
+            while seen == len(finished):
+                left = None if deadline is None else deadline - time.monotonic()
+                with blocking_wait():
+                    if (left is not None and left <= 0) or not changed.wait(left):
+                        raise RpcTimeout(f"{len(futures) - seen} of {len(futures)} futures after {timeout:g} s")
+            finished[seen].value()
+            seen += 1
+    return [future.value() for future in futures]

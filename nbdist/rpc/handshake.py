@@ -1,0 +1,181 @@
+"""How an agent meets the others: every pair says who it is before any call is taken.
+
+A fixed world is complete when each member has met each other one *and* knows that the others have too: then
+a call that arrives may itself call anybody. In a dynamic world whoever knocks is let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbdist.channel.contract import ChannelError
+from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
+from nbdist.rpc.futures import blocking_wait
+from nbdist.wire.messages import VERSION, Envelope, Hello, Ready, Record, Refused, Welcome, encode_envelope
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["Handshake"]
+
+_AGAIN = 0.1
+_log = logging.getLogger("nbdist.rpc")
+
+
+class Handshake:
+    """One agent's part in meeting the others."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._changed = threading.Condition()
+        self._world: set[int] | None = None
+        self._welcomed: set[int] = set()
+        self._ready: set[int] = set()
+        self._complete = False
+        self._error: NbdistError | None = None
+        agent.handle(Hello, self._on_hello)
+        agent.handle(Welcome, self._on_welcome)
+        agent.handle(Ready, self._on_ready)
+        agent.handle(Refused, self._on_refused)
+        agent.on_lost(self._on_lost)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether members may come and go."""
+        return self._agent.me.world_size is None
+
+    # -- joining ------------------------------------------------------------------------------
+
+    def join_fixed(self, world: Sequence[Record], deadline: float) -> None:
+        """Meet all members of a fixed world."""
+        others = [record for record in world if record.incarnation != self._agent.me.incarnation]
+        for record in others:
+            self._agent.membership.add(record)
+        for record in others:
+            self._agent.connect(record)
+        with self._changed:
+            self._world = {record.incarnation for record in others}
+        self._until(others, lambda: self._world == self._welcomed == self._ready, deadline)
+
+    def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
+        """Meet those who are there; the ones that turn out to be dead."""
+        dead: list[Record] = []
+        for record in present:
+            try:
+                self._agent.connect(record)
+            except ChannelError:
+                dead.append(record)
+        waiting = [record for record in present if record not in dead]
+        patience = min(deadline, time.monotonic() + self._agent.options.lost_after)
+
+        def all_answered() -> bool:
+            gone = {record.incarnation for record in waiting if not self._agent.connected(record.incarnation)}
+            return {record.incarnation for record in waiting} <= self._welcomed | gone
+
+        with contextlib.suppress(RendezvousError):
+            self._until(waiting, all_answered, patience)
+        for record in waiting:
+            if record.incarnation not in self._welcomed:
+                dead.append(record)
+                self._agent.disconnect(record.incarnation)
+        self._complete = True
+        return dead
+
+    def _until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
+        with blocking_wait():
+            while True:
+                with self._changed:
+                    if self._error is not None:
+                        raise self._error
+                    self._complete = {record.incarnation for record in others} <= self._welcomed
+                    if done():
+                        break
+                if time.monotonic() > deadline:
+                    missing = [
+                        record.name
+                        for record in others
+                        if record.incarnation not in (self._welcomed if self.is_dynamic else self._ready)
+                    ]
+                    raise RendezvousError(f"no answer from {', '.join(missing)} while the RPC world formed")
+                for record in others:
+                    if record.incarnation not in self._welcomed or record.incarnation not in self._ready:
+                        self._say(record.incarnation, Hello(self._agent.me))
+                        if self._complete:
+                            self._say(record.incarnation, Ready())
+                with self._changed:
+                    if not done() and self._error is None:
+                        self._changed.wait(_AGAIN)
+        if not self.is_dynamic:
+            for record in others:
+                self._say(record.incarnation, Ready())
+
+    def _say(self, to: int, message: Hello | Welcome | Ready) -> None:
+        with contextlib.suppress(NbdistError):
+            self._agent.post(to, message)
+
+    # -- hearing ------------------------------------------------------------------------------
+
+    def on_stranger(self, message: Hello) -> None:
+        """Somebody knocks whom this agent does not know."""
+        record = message.record
+        if record.version != VERSION:
+            self._refuse(record, f"{self._agent.me.name} speaks version {VERSION}, not {record.version}")
+        elif self.is_dynamic and record.world_size is None:
+            try:
+                self._agent.membership.add(record)
+                self._agent.connect(record)
+            except (NotUnique, ChannelError) as error:
+                self._refuse(record, str(error))
+            else:
+                self._say(record.incarnation, Welcome(self._agent.me))
+        elif self._complete:
+            self._refuse(record, f"the world of {self._agent.me.name} is fixed and complete")
+        # else: the roster with this member in it has not been read yet; it will knock again
+
+    def _refuse(self, record: Record, reason: str) -> None:
+        answer = Envelope(self._agent.me.incarnation, record.incarnation, 0, 1, 0, [], Refused(reason))
+        with contextlib.suppress(ChannelError):
+            link = self._agent.channel.connect(record.addresses)
+            link.send([encode_envelope(answer)], "refused")
+            link.close()
+
+    def _on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
+        self._say(sender, Welcome(self._agent.me))
+        if self._complete:
+            self._say(sender, Ready())
+
+    def _on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
+        if self.is_dynamic:
+            with contextlib.suppress(NotUnique):
+                self._agent.membership.add(message.record)
+        with self._changed:
+            self._welcomed.add(sender)
+            self._changed.notify_all()
+
+    def _on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
+        with self._changed:
+            self._ready.add(sender)
+            self._changed.notify_all()
+
+    def _on_refused(self, message: Refused, sender: int, _: list[bytes]) -> None:
+        name = self._agent.membership.name_of(sender)
+        if message.version != VERSION:
+            error: NbdistError = VersionMismatch(f"{name} speaks version {message.version}, this agent {VERSION}")
+        else:
+            error = RendezvousError(f"{name} refused: {message.reason}")
+        if self._complete:
+            self._agent.lose(sender, f"refused further messages ({message.reason})")
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _on_lost(self, record: Record, why: str) -> None:
+        with self._changed:
+            if self._world is not None and record.incarnation in self._world:
+                self._error = self._error or WorkerLost(f"{record.name} {why} while the RPC world formed")
+            self._changed.notify_all()

@@ -1,0 +1,78 @@
+"""Ctrl-C for waits that Python cannot end.
+
+``torch.futures.wait_all`` sleeps in C++, where no Python signal handler runs until it returns. A signal's
+arrival can still be seen from another thread, through the wakeup file of the `signal` module: if the main
+thread then stays inside ``torch/futures``, the calls that it made are failed, the wait returns, and the
+KeyboardInterrupt that has been pending meanwhile is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["InterruptWatch"]
+
+_LOOK_EVERY = 0.02
+_LOOK_FOR = 1.0
+_TORCH_FUTURES = os.path.join("torch", "futures", "__init__.py")
+
+
+class InterruptWatch:
+    """Calls ``give_up`` when Ctrl-C finds the main thread inside torch's own waits."""
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self._give_up = give_up
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closed = False
+        # The wakeup file belongs to the main thread; one that is there already gets what we read.
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, give_up: Callable[[], None]) -> InterruptWatch | None:
+        """A watch, if this is the main thread; only there can it be set up."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        return cls(give_up)
+
+    def _run(self) -> None:
+        while not self._closed:
+            select.select([self._read], [], [])
+            with contextlib.suppress(OSError):
+                numbers = os.read(self._read, 512)
+                if self._before >= 0:
+                    os.write(self._before, numbers)
+                if signal.SIGINT in numbers:
+                    self._look()
+
+    def _look(self) -> None:
+        deadline = time.monotonic() + _LOOK_FOR
+        while time.monotonic() < deadline and not self._closed:
+            time.sleep(_LOOK_EVERY)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            if frame is None or not frame.f_code.co_filename.endswith(_TORCH_FUTURES):
+                return
+            self._give_up()
+
+    def close(self) -> None:
+        """Stop, and put back what was there."""
+        if self._closed:
+            return
+        self._closed = True
+        if threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(ValueError):
+                if signal.set_wakeup_fd(self._before) not in (self._write, -1):
+                    pass  # somebody has taken it meanwhile and knows nothing of us
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"\0")
+        self._thread.join(0.5)
+        os.close(self._read)
+        os.close(self._write)

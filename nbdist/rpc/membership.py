@@ -1,0 +1,126 @@
+"""Who is in the world: names, ids and incarnations. Pure.
+
+A name can be taken again after its bearer has died, so the map from names to incarnations changes over
+time; whoever has gone stays known by incarnation, so that errors can still say its name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from nbdist.errors import NotUnique, UnknownWorker, UsageError
+from nbdist.wire.messages import Record
+
+__all__ = ["Membership", "WorkerInfo"]
+
+_NAME = re.compile(r"[A-Za-z0-9\-_:]*\Z")
+_NAME_LENGTH = 128
+
+
+class WorkerInfo:
+    """A worker's name and id, as torch's class of that name."""
+
+    __slots__ = ("id", "name")
+
+    def __init__(self, name: str, id: int) -> None:
+        if not name:
+            raise UsageError("a worker name must be non-empty")
+        if len(name) >= _NAME_LENGTH:
+            raise UsageError(f"a worker name must be shorter than {_NAME_LENGTH} characters, not {len(name)}")
+        if not _NAME.match(name):
+            raise UsageError(f"Worker name must match [A-Za-z0-9-_:]*, but {name!r} does not")
+        self.name = name
+        self.id = int(id)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WorkerInfo) and (self.name, self.id) == (other.name, other.id)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.id))
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+    def __reduce__(self) -> Any:
+        return WorkerInfo, (self.name, self.id)
+
+
+class Membership:
+    """The living members, and the names of those that have been."""
+
+    def __init__(self, me: Record) -> None:
+        self.me = me
+        self._living: dict[int, Record] = {me.incarnation: me}
+        self._known: dict[int, Record] = {me.incarnation: me}
+        self._names: dict[str, Record] = {me.name: me}
+        self._ids: dict[int, Record] = {me.id: me}
+        self._gone: dict[str | int, str] = {}
+
+    def add(self, record: Record) -> None:
+        """Let a member in; its name and id must be free."""
+        holder = self._names.get(record.name) or self._ids.get(record.id)
+        if holder is not None and holder.incarnation != record.incarnation:
+            taken = "name" if holder.name == record.name else "id"
+            raise NotUnique(
+                f"RPC worker {taken} is not unique: {record.name!r} (id {record.id}) wants what "
+                f"{holder.name!r} (id {holder.id}) has"
+            )
+        self._living[record.incarnation] = self._known[record.incarnation] = record
+        self._names[record.name] = self._ids[record.id] = record
+        self._gone.pop(record.name, None)
+        self._gone.pop(record.id, None)
+
+    def remove(self, incarnation: int, why: str) -> Record | None:
+        """A member has gone; its record if it was one."""
+        record = self._living.pop(incarnation, None)
+        if record is not None:
+            del self._names[record.name], self._ids[record.id]
+            self._gone[record.name] = self._gone[record.id] = why
+        return record
+
+    def find(self, to: str | int | WorkerInfo) -> Record:
+        """The living member that ``to`` names."""
+        if isinstance(to, WorkerInfo):
+            to = to.name
+        if isinstance(to, str):
+            record = self._names.get(to)
+        elif isinstance(to, int) and not isinstance(to, bool):
+            record = self._ids.get(to)
+        else:
+            raise UsageError(f"a worker is named by a str, an int or a WorkerInfo, not by {to!r}")
+        if record is None:
+            raise UnknownWorker(f"unknown destination worker {to!r}; there are {', '.join(sorted(self._names))}")
+        return record
+
+    def why_gone(self, to: str | int | WorkerInfo) -> str | None:
+        """What became of a member that is no more."""
+        return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
+
+    def get(self, incarnation: int) -> Record | None:
+        """The living member of that incarnation."""
+        return self._living.get(incarnation)
+
+    def ever(self, incarnation: int) -> Record | None:
+        """The record of an incarnation that is or was a member."""
+        return self._known.get(incarnation)
+
+    def name_of(self, incarnation: int) -> str:
+        """The name to print for an incarnation, dead or alive."""
+        record = self._known.get(incarnation)
+        return record.name if record is not None else f"an unknown worker ({incarnation:x})"
+
+    def info_of(self, incarnation: int) -> WorkerInfo:
+        """The WorkerInfo of an incarnation, dead or alive."""
+        record = self._known.get(incarnation)
+        if record is None:
+            raise UnknownWorker(f"this world has never had an incarnation {incarnation:x}")
+        return WorkerInfo(record.name, record.id)
+
+    def members(self) -> list[Record]:
+        """The living, by id."""
+        return sorted(self._living.values(), key=lambda record: record.id)
+
+    def others(self) -> list[Record]:
+        """The living but this one, by id."""
+        return [record for record in self.members() if record.incarnation != self.me.incarnation]

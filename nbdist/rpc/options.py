@@ -1,0 +1,108 @@
+"""What can be set when an agent starts: torch's options, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.errors import UsageError
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_RPC_TIMEOUT_SEC",
+    "UNSET_RPC_TIMEOUT",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+]
+
+DEFAULT_RPC_TIMEOUT_SEC = 60.0
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_NUM_WORKER_THREADS = 16
+UNSET_RPC_TIMEOUT = -1.0
+
+Device = int | str | torch.device
+
+
+class RpcBackendOptions:
+    """Options of `nbdist.rpc.init_rpc`.
+
+    ``num_worker_threads``
+        how many threads may run functions for others at a time; those that wait for a nested call do not count.
+    ``rpc_timeout``
+        seconds after which a call fails, unless it says otherwise; 0 for never.
+    ``init_method``
+        where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+    ``device_maps``
+        for each callee, which of its devices a tensor on one of ours becomes.
+    ``secret``
+        what all members share; else ``NBDIST_SECRET_FILE`` names a file with it, else it is this user's own
+        (on one host). At least 16 bytes.
+    ``host``
+        the address to listen at for members on other hosts; else ``NBDIST_HOST``, else this host only.
+    ``suspect_after``, ``lost_after``
+        seconds of silence after which a member on another host is reported, and given up.
+    ``retries``
+        how often a control message is sent again before it is given up.
+    ``max_message``
+        bytes; a longer message from another member ends its connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
+        devices: Sequence[Device] | None = None,
+        secret: str | bytes | None = None,
+        host: str | None = None,
+        suspect_after: float = 5.0,
+        lost_after: float = 12.0,
+        retries: int = 20,
+        max_message: int = 1 << 40,
+        **ignored: Any,
+    ) -> None:
+        unknown = set(ignored) - {"_transports", "_channels"}
+        if unknown:
+            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
+            raise UsageError(f"num_worker_threads must be a whole number from 1, not {num_worker_threads!r}")
+        if rpc_timeout < 0:
+            raise UsageError(f"rpc_timeout must be 0 (never) or more, not {rpc_timeout!r}")
+        if not 0 < suspect_after <= lost_after:
+            raise UsageError(f"0 < suspect_after <= lost_after must hold, not {suspect_after!r} and {lost_after!r}")
+        self.num_worker_threads = num_worker_threads
+        self.rpc_timeout = float(rpc_timeout)
+        self.init_method = init_method
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        self.devices = [torch.device(device) for device in devices or ()]
+        self.secret = secret
+        self.host = host
+        self.suspect_after = suspect_after
+        self.lost_after = lost_after
+        self.retries = retries
+        self.max_message = max_message
+        for to, device_map in (device_maps or {}).items():
+            self.set_device_map(to, device_map)
+
+    def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
+        """Say which of ``to``'s devices a tensor on one of ours becomes when it is sent there."""
+        known = self.device_maps.setdefault(to, {})
+        for ours, theirs in device_map.items():
+            known[torch.device(ours)] = torch.device(theirs)
+        if len(set(known.values())) != len(known):
+            del self.device_maps[to]
+            raise UsageError(f"the device map for {to!r} must be one to one, not {known}")
+
+
+    def set_devices(self, devices: Sequence[Device]) -> None:
+        """Name the local devices that calls use; kept for torch's programs, nothing here needs it."""
+        self.devices = [torch.device(device) for device in devices]
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+"""The same thing, for programs that say it so."""

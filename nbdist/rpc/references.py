@@ -1,0 +1,303 @@
+"""Drives the reference counting of one agent: values, handles, and the messages that `Forks` asks for.
+
+Python may collect an `RRef` in any thread and in the middle of anything, so its finaliser only notes the fact
+(`release_later`); the thread that reads acts on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import NbdistError, RRefError, WorkerLost
+from nbdist.ids import GlobalId
+from nbdist.rpc.forks import Drop, Forks, Instruction, Send, Standing
+from nbdist.rpc.futures import Future
+from nbdist.rpc.rref import RRef, describe_value
+from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+    from nbdist.rpc.dispatch import Job
+
+__all__ = ["MessageForker", "References", "creation_error"]
+
+
+def creation_error(why: object) -> RRefError:
+    """What to raise wherever a reference is used whose ``remote()`` did not get through."""
+    return RRefError(f"RRef creation via rpc.remote() failed, and the value may not exist: {why}")
+
+
+class MessageForker:
+    """Forks the references inside one message, and remembers them in case it is never sent."""
+
+    def __init__(self, references: References, to: int) -> None:
+        self._references = references
+        self._to = to
+        self.handed: list[Fork] = []
+        self.kept: list[RRef[Any]] = []
+
+    def fork(self, reference: RRef[Any]) -> Fork:
+        """Describe a new fork of ``reference``."""
+        fork = self._references.hand_over(reference, self._to)
+        self.handed.append(fork)
+        self.kept.append(reference)
+        return fork
+
+    def take_back(self) -> None:
+        """The message is not going to be sent."""
+        self._references.take_back(self.handed, self._to)
+        self.handed = []
+
+
+class References:
+    """The values that one agent owns, and the references that it uses."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.forks = Forks(agent.me.incarnation, agent.ids)
+        self._agent = agent
+        self._lock = threading.RLock()
+        self._values: dict[GlobalId, Future[Any]] = {}
+        self._parked: dict[GlobalId, list[tuple[int, Job]]] = {}
+        self._waiting: dict[GlobalId, list[Callable[[], None]]] = {}
+        self._released: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        agent.handle(ForkRequest, lambda m, sender, _: self._perform_locked(self.forks.on_fork_request, m, sender))
+        agent.handle(UserDelete, lambda m, sender, _: self._perform_locked(self.forks.on_user_delete, m, sender))
+        agent.handle(ChildAccept, lambda m, sender, _: self._perform_locked(self.forks.on_child_accept, m))
+        agent.handle(ForkConfirm, lambda m, sender, _: self._on_fork_confirm(m))
+        agent.handle(RRefState, lambda m, sender, _: self._on_state(m))
+
+    # -- values -------------------------------------------------------------------------------
+
+    def own(self, rref: GlobalId) -> Future[Any]:
+        """This agent is to have a value of that id; the caller's handle is counted."""
+        with self._lock:
+            self.forks.retain(rref)
+            return self._values.setdefault(rref, Future())
+
+    def create(self, result: Fork, creator: int) -> None:
+        """A remote call came whose outcome is to be ``result``; it holds a handle until `settle`."""
+        with self._lock:
+            if creator == self._agent.me.incarnation:
+                self.forks.retain(result.rref)
+            else:
+                self.forks.create(result.rref, result.fork, creator)
+            self._values.setdefault(result.rref, Future())
+            jobs = self._parked.pop(result.rref, [])
+        for _, job in jobs:
+            self._agent.pool.submit(job)
+
+    def uncreate(self, result: Fork) -> None:
+        """The call that `create` prepared for did not run, and is going to be repeated."""
+        with self._lock:
+            self.forks.uncreate(result.rref, result.fork)
+
+    def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> State:
+        """The value (or the error in its place) has come to be."""
+        if error is None:
+            state = describe_value(value)
+        else:
+            cls = type(error)
+            state = State(cls.__module__, cls.__qualname__, error=str(error))
+        with self._lock:
+            future = self._values.get(rref)
+            instructions = self.forks.set_state(rref, state)
+        if future is not None:
+            future.try_settle(value, error)
+        self.perform(instructions)
+        return state
+
+    def release(self, rref: GlobalId) -> None:
+        """One handle on an owned value less."""
+        with self._lock:
+            instructions = self.forks.release_owned(rref)
+        self.perform(instructions)
+
+    def retain(self, rref: GlobalId, sender: int, job: Job) -> Future[Any] | None:
+        """A handle on an owned value for a running call; where it is still to come, ``job`` waits for it."""
+        with self._lock:
+            if not self.forks.owns(rref):
+                self._parked.setdefault(rref, []).append((sender, job))
+                return None
+            self.forks.retain(rref)
+            return self._values[rref]
+
+    def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
+        """The value, once it is there."""
+        with self._lock:
+            future = self._values.get(rref)
+        if future is None:
+            raise RRefError(f"the value of {rref} is gone: RPC has been shut down on this worker")
+        return future.wait(timeout or None)
+
+    # -- users --------------------------------------------------------------------------------
+
+    def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
+        """This agent is about to call ``remote()``."""
+        with self._lock:
+            self.forks.begin(rref, fork, owner)
+
+    def confirm(self, fork: GlobalId, state: State | None) -> None:
+        """The reply to ``remote()`` has come."""
+        with self._lock:
+            instructions = self.forks.confirm(fork, state)
+        self.perform(instructions)
+
+    def fail(self, fork: GlobalId, *, may_exist: bool) -> None:
+        """``remote()`` did not get through."""
+        with self._lock:
+            instructions = self.forks.fail(fork, may_exist=may_exist)
+        self.perform(instructions)
+
+    def check_alive(self, rref: RRef[Any]) -> None:
+        """Raise what is known to be wrong with a reference held here."""
+        if rref._fork is None:
+            return
+        if self._agent.closed:
+            raise RRefError(f"{rref!r} cannot be used: RPC has been shut down on this worker")
+        standing = self.forks.standing(rref._fork)
+        if standing is Standing.FAILED:
+            why = rref._creation.exception() if rref._creation is not None and rref._creation.done() else "timed out"
+            raise creation_error(why)
+        if standing is Standing.DEAD:
+            why = self._agent.membership.why_gone(rref.owner_name()) or "no longer has the value"
+            raise WorkerLost(f"the value of this RRef is lost: its owner {rref.owner_name()} {why}")
+
+    def hand_over(self, rref: RRef[Any], to: int) -> Fork:
+        """A fork of ``rref`` for another agent."""
+        if rref._agent is not self._agent:
+            raise RRefError(f"{rref!r} belongs to another agent, or to an RPC world that has ended")
+        self.check_alive(rref)
+        with self._lock:
+            return self.forks.hand_over(rref._id, rref._fork, to)
+
+    def take_back(self, handed: Sequence[Fork], to: int) -> None:
+        """Those forks were not sent after all."""
+        with self._lock:
+            instructions = [action for fork in handed for action in self.forks.take_back(fork, to)]
+        self.perform(instructions)
+
+    def accept(self, forks: Sequence[Fork]) -> list[RRef[Any]]:
+        """The references that a message brought."""
+        accepted: list[RRef[Any]] = []
+        for fork in forks:
+            with self._lock:
+                instructions = self.forks.accept(fork)
+            mine = fork.owner == self._agent.me.incarnation
+            accepted.append(RRef._refer(self._agent, fork.rref, None if mine else fork.fork, fork.owner))
+            self.perform(instructions)
+        return accepted
+
+    def unconfirmed(self, rrefs: Sequence[RRef[Any]]) -> list[GlobalId]:
+        """The forks among ``rrefs`` that their owners have not confirmed."""
+        return [
+            rref._fork
+            for rref in rrefs
+            if rref._fork is not None and self.forks.standing(rref._fork) is Standing.PENDING
+        ]
+
+    def when_confirmed(self, forks: Sequence[GlobalId], then: Callable[[], None]) -> None:
+        """Call ``then`` once none of ``forks`` is pending."""
+        left = len(forks)
+
+        def one_less() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        ready = 0
+        with self._lock:
+            for fork in forks:
+                if self.forks.standing(fork) is Standing.PENDING:
+                    self._waiting.setdefault(fork, []).append(one_less)
+                else:
+                    ready += 1
+        for _ in range(ready):
+            one_less()
+
+    def _on_fork_confirm(self, message: ForkConfirm) -> None:
+        with self._lock:
+            instructions = self.forks.on_fork_confirm(message)
+            waiting = self._waiting.pop(message.fork, [])
+        self.perform(instructions)
+        for then in waiting:
+            then()
+
+    def _on_state(self, message: RRefState) -> None:
+        with self._lock:
+            self.forks.on_state(message)
+
+    # -- letting go ---------------------------------------------------------------------------
+
+    def release_later(self, rref: GlobalId, fork: GlobalId | None) -> None:
+        """From a finaliser: note that a handle is gone, and no more."""
+        self._released.append((rref, fork))
+        if len(self._released) == 1:
+            self._agent.wake()
+
+    def reap(self) -> None:
+        """Act on what finalisers noted."""
+        while self._released:
+            rref, fork = self._released.popleft()
+            with self._lock:
+                if fork is None:
+                    instructions = self.forks.release_owned(rref)
+                else:
+                    instructions = self.forks.release(fork)
+            self.perform(instructions)
+
+    def release_all(self) -> None:
+        """Let go of every fork held here, whatever objects still hold it: the world ends."""
+        self.reap()
+        with self._lock:
+            instructions = [action for fork in self.forks.held() for action in self.forks.release(fork)]
+        self.perform(instructions)
+
+    def on_lost(self, incarnation: int) -> list[Callable[[], None]]:
+        """An agent is gone; what waited for it and can now go on."""
+        with self._lock:
+            instructions = self.forks.on_lost(incarnation)
+            going_on = [
+                then
+                for fork in list(self._waiting)
+                if self.forks.standing(fork) is not Standing.PENDING
+                for then in self._waiting.pop(fork)
+            ]
+            for rref, jobs in list(self._parked.items()):
+                self._parked[rref] = [(sender, job) for sender, job in jobs if sender != incarnation]
+                if not self._parked[rref]:
+                    del self._parked[rref]
+        self.perform(instructions)
+        return going_on
+
+    def clear(self) -> None:
+        """The agent has ended."""
+        with self._lock:
+            values, self._values = self._values, {}
+            self._parked.clear()
+            self._waiting.clear()
+        for future in values.values():
+            future.try_settle(None, RRefError("RPC was shut down before the value came to be"))
+
+    # -- doing --------------------------------------------------------------------------------
+
+    def _perform_locked(self, event: Callable[..., list[Instruction]], *arguments: Any) -> None:
+        with self._lock:
+            instructions = event(*arguments)
+        self.perform(instructions)
+
+    def perform(self, instructions: Sequence[Instruction]) -> None:
+        """Carry out what `Forks` asks for."""
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                try:
+                    self._agent.post(instruction.to, instruction.message)
+                except NbdistError:
+                    pass  # it is gone, and `on_lost` has seen or will see to its forks
+            elif isinstance(instruction, Drop):
+                with self._lock:
+                    dropped = self._values.pop(instruction.rref, None)
+                del dropped  # outside of the lock: a value's own finaliser may do anything

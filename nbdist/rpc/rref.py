@@ -1,0 +1,217 @@
+"""Remote references: what a user holds.
+
+An `RRef` is a handle on a value that lives with its owner. It knows only what came with messages that had
+to be sent anyway (G7): who owns the value, how far the reference has come, and, once confirmed, what the
+value is. Fetching and calling are asked for by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import torch
+
+from nbdist.errors import RRefError
+from nbdist.ids import GlobalId
+from nbdist.rpc.forks import Standing
+from nbdist.rpc.futures import Future
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.wire.codec import register_reference
+from nbdist.wire.messages import State
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["Proxy", "RRef", "describe_value"]
+
+T = TypeVar("T")
+
+_find_agent: Callable[[], Agent]
+
+
+def set_agent_finder(finder: Callable[[], Agent]) -> None:
+    """Tell how ``RRef(value)`` finds the agent it belongs to."""
+    global _find_agent
+    _find_agent = finder
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker; ``RRef(value)`` makes the calling worker its owner."""
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        agent = _find_agent()
+        self._agent = agent
+        self._id = agent.ids.next()
+        self._fork: GlobalId | None = None
+        self._owner = agent.me.incarnation
+        self._creation: Future[Any] | None = None
+        agent.references.own(self._id)
+        agent.references.settle(self._id, value, None)
+
+    @classmethod
+    def _refer(
+        cls, agent: Agent, id: GlobalId, fork: GlobalId | None, owner: int, creation: Future[Any] | None = None
+    ) -> RRef[T]:
+        self = cls.__new__(cls)
+        self._agent, self._id, self._fork, self._owner, self._creation = agent, id, fork, owner, creation
+        return self
+
+    def __del__(self) -> None:
+        agent = getattr(self, "_agent", None)
+        if agent is not None:
+            agent.references.release_later(self._id, self._fork)
+
+    # -- what is known without asking ---------------------------------------------------------
+
+    def is_owner(self) -> bool:
+        """Whether the value lives on this worker."""
+        return self._fork is None
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives."""
+        return self._agent.membership.info_of(self._owner)
+
+    def owner_name(self) -> str:
+        """The name of the worker on which the value lives."""
+        return self._agent.membership.name_of(self._owner)
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to know of this reference."""
+        return self._fork is None or self._agent.references.forks.standing(self._fork) is Standing.CONFIRMED
+
+    @property
+    def state(self) -> State | None:
+        """What is known of the value: its type, and a tensor's shape, dtype and device; None until it is known."""
+        return self._agent.references.forks.state(self._id, self._fork)
+
+    def __str__(self) -> str:
+        if self._fork is None:
+            return f"OwnerRRef({self._id})"
+        return f"UserRRef(RRefId = {self._id}, ForkId = {self._fork})"
+
+    def __repr__(self) -> str:
+        standing = "owned here" if self._fork is None else f"on {self.owner_name()}, {self._standing()}"
+        return f"<RRef {_summary(self.state)} {standing}>"
+
+    def _standing(self) -> str:
+        if self._agent.closed:
+            return "ended"
+        standing = self._agent.references.forks.standing(cast(GlobalId, self._fork))
+        return standing.value if standing is not None else "dead"
+
+    # -- asking -------------------------------------------------------------------------------
+
+    def to_here(self, timeout: float = -1.0) -> T:
+        """A copy of the value, fetched from its owner; on the owner, the value itself."""
+        if self._fork is None:
+            seconds = self._agent.timeout_of(timeout)
+            return cast(T, self._agent.references.local_value(self._id, seconds))
+        self._agent.references.check_alive(self)
+        return cast(T, self._agent.caller.fetch(self, timeout))
+
+    def local_value(self) -> T:
+        """The value itself; on its owner only."""
+        if self._fork is not None:
+            here = self._agent.membership.info_of(self._agent.me.incarnation)
+            raise RRefError(
+                f"For UserRRef(rref_id={self._id}, fork_id={self._fork}), can't call localValue() on user "
+                f"{here}. Call it on owner {self.owner()}"
+            )
+        return cast(T, self._agent.references.local_value(self._id, None))
+
+    def rpc_sync(self, timeout: float = -1.0) -> Proxy:
+        """A stand-in for the value: ``rref.rpc_sync().method(...)`` runs it on the owner and returns the result."""
+        return Proxy(self, self._agent.caller.method_sync, timeout)
+
+    def rpc_async(self, timeout: float = -1.0) -> Proxy:
+        """As `rpc_sync`, with a Future for the result."""
+        return Proxy(self, self._agent.caller.method_async, timeout)
+
+    def remote(self, timeout: float = -1.0) -> Proxy:
+        """As `rpc_sync`, with an RRef to the result, which stays on the owner."""
+        return Proxy(self, self._agent.caller.method_remote, timeout)
+
+    # -- not this way -------------------------------------------------------------------------
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+    def __copy__(self) -> RRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RRef[T]:
+        return self
+
+
+register_reference(RRef)
+
+
+class Proxy:
+    """Calls methods of a referenced value, each in one round trip."""
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__") and name.endswith("__") and name not in ("__call__", "__getitem__", "__len__"):
+            raise AttributeError(name)
+        return partial(self._call, self._rref, name, self._timeout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the value itself, as for a module: ``rref.rpc_sync()(x)``."""
+        return self._call(self._rref, "__call__", self._timeout, *args, **kwargs)
+
+    def __dir__(self) -> list[str]:
+        state = self._rref.state
+        return [] if state is None else state.names or dir(local_type(state) or object)
+
+
+def local_type(state: State) -> type | None:
+    """The class that ``state`` names, if this process has it loaded."""
+    found: Any = sys.modules.get(state.module)
+    for part in state.qualname.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def describe_value(value: Any) -> State:
+    """What goes to the users of a reference, so that they can show it."""
+    cls = type(value)
+    module, qualname = cls.__module__, cls.__qualname__
+    if isinstance(value, torch.Tensor):
+        function = value.grad_fn
+        return State(
+            module,
+            qualname,
+            shape=list(value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            device=str(value.device),
+            requires_grad=value.requires_grad,
+            grad_fn=type(function).__name__ if function is not None else None,
+            nbytes=value.nbytes if value.layout is torch.strided else None,
+        )
+    names = [name for name in dir(cls) if not name.startswith("_")] if module == "__main__" else None
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(value, torch.nn.Module):
+        nbytes = sum(parameter.nbytes for parameter in value.parameters())
+    elif isinstance(value, str | bytes | bytearray | int | float):
+        nbytes = sys.getsizeof(value)
+    return State(module, qualname, nbytes=nbytes if isinstance(nbytes, int) else None, names=names)
+
+
+def _summary(state: State | None) -> str:
+    if state is None:
+        return "to a value not known yet"
+    if state.error is not None:
+        return f"to an error ({state.error})"
+    parts = [state.qualname]
+    if state.shape is not None:
+        parts.append(f"{state.dtype}{tuple(state.shape)}")
+    if state.device not in (None, "cpu"):
+        parts.append(str(state.device))
+    return "to " + " ".join(parts)

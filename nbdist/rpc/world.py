@@ -1,0 +1,118 @@
+"""Starts an agent and brings it into a world; nothing is left behind where that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nbdist.channel.contract import Channel
+from nbdist.channel.liveness import started_at
+from nbdist.channel.security import Secret
+from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
+from nbdist.errors import NbdistError, UsageError
+from nbdist.ids import new_incarnation
+from nbdist.rpc import rendezvous
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.roster import Roster
+from nbdist.wire.messages import Record
+
+__all__ = ["start_agent"]
+
+_NO_TIMEOUT = 24 * 3600.0
+
+
+def start_agent(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    *,
+    store: Any = None,
+    wrap: Callable[[Channel], Channel] | None = None,
+) -> Agent:
+    """An agent that is a member of its world.
+
+    ``store`` is used instead of opening one by ``options.init_method``; ``wrap`` puts something around the
+    agent's channel, such as faults.
+    """
+    timeout = options.rpc_timeout or _NO_TIMEOUT
+    deadline = time.monotonic() + timeout
+    WorkerInfo(name, 0)  # raises for a bad name
+    reach, rank = _store(options, store, rank, world_size, timeout)
+    if world_size is not None and not 0 <= rank < world_size:
+        raise UsageError(f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}")
+    host = options.host or os.environ.get("NBDIST_HOST")
+    secret = Secret.find(options.secret)
+    if store is None:
+        meeting = rendezvous.parse(options.init_method, rank, world_size)
+        rendezvous.require_shared_secret(meeting, secret.shared_off_host, host)
+    incarnation = new_incarnation()
+    with contextlib.ExitStack() as undo:
+        channel: Channel = ZmqChannel(
+            f"{os.getpid()}-{incarnation:x}", secret, host=host, max_message=options.max_message
+        )
+        undo.callback(channel.close)
+        if wrap is not None:
+            channel = wrap(channel)
+        me = Record(
+            name=name,
+            id=rank,
+            incarnation=incarnation,
+            addresses=channel.addresses,
+            host=host_identity(),
+            pid=os.getpid(),
+            started=started_at(os.getpid()),
+            world_size=world_size,
+            device_maps={
+                to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
+                for to, device_map in options.device_maps.items()
+            },
+        )
+        agent = Agent(me, channel, options)
+        undo.callback(agent.close, "could not join its world")
+        agent.start()
+        roster = Roster(reach, secret, me.host)
+        undo.callback(roster.leave, me)
+        if world_size is not None:
+            agent.handshake.join_fixed(roster.form(me, deadline), deadline)
+        else:
+            dead = agent.handshake.join_dynamic(roster.join(me, deadline), deadline)
+            if dead:
+                roster.leave(*dead)
+        agent.at_close(lambda: roster.leave(me))
+        agent.on_lost(lambda record, why: _clean_after(agent, record))
+        undo.pop_all()
+    return agent
+
+
+def _store(
+    options: RpcBackendOptions, store: Any, rank: int, world_size: int | None, timeout: float
+) -> tuple[Callable[[], Any], int]:
+    if store is not None:
+        return lambda: _prefixed(store), rank
+    meeting = rendezvous.parse(options.init_method, rank, world_size)
+    return lambda: _prefixed(meeting.open(timeout)), meeting.rank
+
+
+def _prefixed(store: Any) -> Any:
+    import torch.distributed as dist
+
+    return dist.PrefixStore("nbdist", store)
+
+
+def _clean_after(agent: Agent, record: Record) -> None:
+    """What a killed process of this host could not remove itself, whoever saw it die removes (G5)."""
+    if record.host == agent.me.host and record.pid != os.getpid():
+        agent.pool.submit(_sweep_soon)
+
+
+def _sweep_soon() -> None:
+    with contextlib.suppress(OSError, NbdistError):
+        sweep()
+
+

@@ -1,0 +1,345 @@
+"""Values to frames and back.
+
+The body is pickle 5. What plain pickle does badly or wrongly is taken out of its hands: tensors
+(`nbdist.wire.tensors`), remote references (registered from above), exceptions whose ``__init__``
+does not take their ``args``, TorchScript, and the functions and classes of ``__main__`` and of
+notebook cells, which go by name where the receiver has the same and else by value
+(`nbdist.wire.definitions`; cloudpickle does the by-value part).
+
+Decoding runs code, as unpickling does; callers authenticate the sender first (G6).
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import cloudpickle.cloudpickle as cloudpickle
+import torch
+
+from nbdist.errors import DecodeError, EncodeError, MissingDefinition, NbdistError
+from nbdist.wire import definitions, names
+from nbdist.wire.messages import Fork, Payload
+from nbdist.wire.tensors import LARGE, Buffer, TensorPacker, is_packable, unpack_tensors
+
+__all__ = ["Encoded", "Forker", "decode", "encode", "register_reference"]
+
+_BIG_GLOBAL = 1 << 20
+
+
+class Forker(Protocol):
+    """Hands a reference over: what the layer above does when one is met inside a message."""
+
+    def fork(self, reference: Any) -> Fork:
+        """Describe a new fork of ``reference`` for the receiver."""
+        ...
+
+
+class Encoded(NamedTuple):
+    """A value as it travels: the header's part, and the frames behind it."""
+
+    payload: Payload
+    frames: list[Buffer]
+
+
+_reference_types: set[type] = set()
+
+
+def register_reference(cls: type) -> None:
+    """Make instances of ``cls`` travel as forks; they are handed to the encoder's `Forker`."""
+    _reference_types.add(cls)
+
+
+class _ByValue:
+    """Stands for a definition in the place where its value is wanted rather than its name."""
+
+    def __init__(self, definition: Any) -> None:
+        self.definition = definition
+
+
+class _ValueWanted(Exception):
+    """The receiver is known to lack a definition: start again, by value."""
+
+
+# Names that the pickled body refers to; the decoder binds them to methods of its own.
+def _tensor(index: int) -> Any:
+    raise DecodeError("only nbdist.wire.codec.decode can read this")
+
+
+def _reference(index: int) -> Any:
+    return _tensor(index)
+
+
+def _own(qualname: str, digest: str) -> Any:
+    return _tensor(0)
+
+
+def _choose(qualname: str, digest: str, value: Any) -> Any:
+    return _tensor(0)
+
+
+def _exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _script(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))
+
+
+def _script_function(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data)).forward
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
+    def __init__(
+        self, file: io.BytesIO, buffers: list[Buffer], packer: TensorPacker, forker: Forker | None, by_value: bool
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._out_of_band)
+        self.packer = packer
+        self.forks: list[Fork] = []
+        self.references: dict[int, int] = {}
+        self.kept: list[Any] = []
+        self.definitions: list[tuple[str, str]] = []
+        self.lacking: Collection[str] = ()
+        self.known: Collection[str] = ()
+        self.plain = True
+        self._buffers = buffers
+        self._forker = forker
+        self._by_value = by_value
+        self._wrappers: dict[int, _ByValue] = {}
+        self._inner: set[int] = set()
+
+    def _out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
+        try:
+            raw = buffer.raw()
+        except BufferError:
+            return True
+        if raw.nbytes < LARGE:
+            return True
+        self._buffers.append(bytes(raw))
+        return False
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if is_packable(obj):
+                return _tensor, (self.packer.add(obj),)
+            return NotImplemented
+        self.plain = False
+        if kind in _reference_types:
+            return _reference, (self._refer(obj),)
+        if kind is types.FunctionType or issubclass(kind, type):
+            return self._definition(obj)
+        if kind is _ByValue:
+            return self._value(obj.definition)
+        if isinstance(obj, BaseException):
+            return _reduce_exception(obj)
+        if isinstance(obj, torch.jit.ScriptFunction):
+            return self._script_function(obj)
+        if isinstance(obj, torch.jit.ScriptModule):
+            saved = io.BytesIO()
+            torch.jit.save(obj, saved)
+            return _script, (saved.getvalue(),)
+        return super().reducer_override(obj)
+
+    def _refer(self, reference: Any) -> int:
+        if self._forker is None:
+            raise EncodeError("a remote reference can only travel in a call")
+        index = self.references.get(id(reference))
+        if index is None:
+            self.kept.append(reference)
+            index = self.references[id(reference)] = len(self.forks)
+            self.forks.append(self._forker.fork(reference))
+        return index
+
+    def _definition(self, obj: Any) -> Any:
+        if getattr(obj, "__module__", None) not in names.MAIN_NAMES or id(obj) in self._inner:
+            return super().reducer_override(obj)
+        qualname = definitions.own_name(obj)
+        if qualname is None:
+            return self._value(obj)
+        outer, _, attribute = qualname.rpartition(".")
+        if outer and isinstance(obj, types.FunctionType):
+            return getattr, (definitions.find_named(outer), attribute)
+        digest = definitions.digest(obj)
+        self.definitions.append((qualname, digest))
+        if not self._by_value or digest in self.known:
+            if digest in self.lacking:
+                raise _ValueWanted
+            return _own, (qualname, digest)
+        wrapper = self._wrappers.setdefault(id(obj), _ByValue(obj))
+        return _choose, (qualname, digest, wrapper)
+
+    def _value(self, definition: Any) -> Any:
+        if isinstance(definition, types.FunctionType):
+            _warn_of_big_globals(definition)
+            return self._dynamic_function_reduce(definition)
+        for member in vars(definition).values():
+            inner = getattr(member, "__func__", member)
+            parts = (inner.fget, inner.fset, inner.fdel) if isinstance(inner, property) else (inner,)
+            self._inner.update(id(part) for part in parts if isinstance(part, types.FunctionType))
+        return cloudpickle._class_reduce(definition)
+
+    @staticmethod
+    def _script_function(function: Any) -> Any:
+        module, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+        if module not in names.MAIN_NAMES and getattr(sys.modules.get(module), name, None) is function:
+            return getattr, (sys.modules[module], name)
+        saved = io.BytesIO()
+        torch.jit.save(function, saved)
+        return _script_function, (saved.getvalue(),)
+
+
+def _reduce_exception(error: BaseException) -> Any:
+    cls = type(error)
+    if cls.__module__ == builtins.__name__ or cls.__reduce__ is not BaseException.__reduce__:
+        return NotImplemented
+    state = {key: value for key, value in error.__dict__.items() if not key.startswith("__nbdist")}
+    return _exception, (cls, error.args, state)
+
+
+_warned: set[tuple[str, int]] = set()
+
+
+def _warn_of_big_globals(function: types.FunctionType) -> None:
+    for name in cloudpickle._extract_code_globals(function.__code__):
+        value = function.__globals__.get(name)
+        size = _size(value)
+        if size > _BIG_GLOBAL and (name, id(value)) not in _warned:
+            _warned.add((name, id(value)))
+            warnings.warn(
+                f"{names.display_name(function)} uses the global {name!r} of {size / 1e6:.1f} MB, which is sent "
+                f"along with every call; pass an RRef to it, or let the worker define its own",
+                stacklevel=2,
+            )
+
+
+def _size(value: Any, depth: int = 2) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.layout is torch.strided else 0
+    if isinstance(value, torch.nn.Module):
+        return sum(parameter.nbytes for parameter in value.parameters())
+    if isinstance(value, list | tuple | set | frozenset) and depth:
+        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value)
+    if isinstance(value, dict) and depth:
+        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value.values())
+    if isinstance(value, types.ModuleType | types.FunctionType | type):
+        return 0
+    nbytes = getattr(value, "nbytes", None)
+    return nbytes if isinstance(nbytes, int) else sys.getsizeof(value, 0)
+
+
+def encode(
+    value: Any,
+    *,
+    by_value: bool = False,
+    lacking: Collection[str] = (),
+    known: Collection[str] = (),
+    forker: Forker | None = None,
+    devices: Mapping[str, str] | None = None,
+    receiver: str = "",
+) -> Encoded:
+    """Frames for ``value``.
+
+    ``by_value`` sends the definitions of ``__main__`` along with their names, but for those whose digests are
+    ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message.
+    """
+    packer = TensorPacker(devices, receiver)
+    body, out_of_band = io.BytesIO(), list[Buffer]()
+    pickler = _Pickler(body, out_of_band, packer, forker, by_value)
+    pickler.lacking, pickler.known = lacking, known
+    try:
+        pickler.dump(value)
+        tensors, where, frames = packer.pack()
+    except _ValueWanted:
+        return encode(value, by_value=True, forker=forker, devices=devices, receiver=receiver)
+    except NbdistError:
+        raise
+    except Exception as error:
+        raise EncodeError(f"cannot be sent: {error}") from error
+    payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions)
+    return Encoded(payload, [body.getvalue(), *frames, *out_of_band])
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a by-value function: what the sender lacked is the receiver's own, at run time."""
+
+    def __missing__(self, name: str) -> Any:
+        for module in names.MAIN_NAMES:
+            namespace = getattr(sys.modules.get(module), "__dict__", {})
+            if name in namespace:
+                return namespace[name]
+        raise KeyError(name)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, body: bytes, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor], references: Sequence[Any]
+    ) -> None:
+        super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
+        self._tensors = tensors
+        self._references = references
+        self._globals: dict[int, tuple[Any, _Globals]] = {}
+        self.missing: list[tuple[str, str]] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            bound: dict[str, Callable[..., Any]] = {
+                "_tensor": self._tensors.__getitem__,
+                "_reference": self._references.__getitem__,
+                "_own": self._own,
+                "_choose": self._choose,
+            }
+            if name in bound:
+                return bound[name]
+        elif name == "_make_function" and module == cloudpickle.__name__:
+            return self._make_function
+        try:
+            return super().find_class(module, name)
+        except (AttributeError, ImportError) as error:
+            raise DecodeError(
+                f"this worker has no {name!r} in module {module!r}, which the value needs: it must be defined on "
+                f"both sides ({error})"
+            ) from error
+
+    def _own(self, qualname: str, digest: str) -> Any:
+        found = definitions.find_own(qualname, digest)
+        if found is None:
+            self.missing.append((qualname, digest))
+            raise MissingDefinition(f"__main__ here has no {qualname!r} with the sender's code")
+        return found
+
+    @staticmethod
+    def _choose(qualname: str, digest: str, value: Any) -> Any:
+        return definitions.find_own(qualname, digest) or value
+
+    def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
+        # The namespace is one object for all functions that shared theirs; so is what replaces it.
+        known = self._globals.get(id(namespace))
+        if known is None:
+            known = self._globals[id(namespace)] = (namespace, _Globals(namespace))
+        return cloudpickle._make_function(code, known[1], *rest)
+
+
+def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
+    """The value in ``frames``; ``references`` are what its forks became here."""
+    if not frames:
+        raise DecodeError("the message has no body")
+    tensor_frames = 1 + max((frame for frame, _, _ in payload.buffers), default=-1)
+    tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1 : 1 + tensor_frames])
+    unpickler = _Unpickler(frames[0], frames[1 + tensor_frames :], tensors, references)
+    try:
+        return unpickler.load()
+    except NbdistError:
+        raise
+    except Exception as error:
+        raise DecodeError(f"the value cannot be rebuilt here: {type(error).__name__}: {error}") from error

@@ -1,0 +1,94 @@
+"""Functions and classes by reference: ``module:qualified.name`` and back.
+
+``torch.add`` and its like carry no usable module name; they are looked for where torch keeps them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+import torch
+
+from nbdist.errors import DecodeError
+
+__all__ = ["MAIN_NAMES", "display_name", "is_builtin", "name_of", "resolve"]
+
+MAIN_NAMES = ("__main__", "__mp_main__")
+"""The modules whose definitions may differ between workers."""
+
+_TORCH_HOMES = (
+    ("torch", torch),
+    ("torch.nn.functional", torch.nn.functional),
+    ("torch", torch.Tensor),
+)
+
+def name_of(function: Any) -> str | None:
+    """How another process finds ``function``; None where it cannot, or where ``__main__`` decides."""
+    if isinstance(function, types.MethodType) and not isinstance(function.__self__, type):
+        return None
+    qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if not isinstance(qualname, str) or "<" in qualname:
+        return None
+    module = getattr(function, "__module__", None)
+    if module in MAIN_NAMES:
+        return None
+    if isinstance(module, str) and _walk(sys.modules.get(module), qualname) is function:
+        return f"{module}:{qualname}"
+    short = qualname.rpartition(".")[2]
+    for home, namespace in _TORCH_HOMES:
+        if getattr(namespace, short, None) is function:
+            inner = f"Tensor.{short}" if namespace is torch.Tensor else short
+            return f"{home}:{inner}"
+    if isinstance(function, types.MethodType) and isinstance(module, str):
+        found = _walk(sys.modules.get(module), qualname)
+        if isinstance(found, types.MethodType) and found == function:
+            return f"{module}:{qualname}"
+    return None
+
+
+def _walk(module: Any, qualname: str) -> Any:
+    found = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    return found
+
+
+def resolve(name: str) -> Any:
+    """The object that ``name_of`` named, imported if need be."""
+    module_name, _, qualname = name.partition(":")
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError as error:
+        raise DecodeError(f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}") from error
+    for part in qualname.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise DecodeError(
+                f"this worker's module {module_name!r} has no {qualname!r}: the function or class must be "
+                "defined on both sides"
+            ) from None
+    return found
+
+
+def is_builtin(function: Any) -> bool:
+    """Whether ``function`` is one of torch's operators, rather than somebody's Python."""
+    return not isinstance(function, types.FunctionType | types.MethodType | type) and (
+        getattr(torch, getattr(function, "__name__", ""), None) is function
+    )
+
+
+def display_name(function: Any) -> str:
+    """A short name for messages to people."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if isinstance(name, str):
+        return name
+    wrapped = getattr(function, "func", None)
+    if wrapped is not None and wrapped is not function:
+        return f"partial({display_name(wrapped)})"
+    return type(function).__qualname__

@@ -1,0 +1,336 @@
+"""The protocol with one other agent: each message exactly once, in any order, or the peer is lost.
+
+Pure: time and messages go in, frames to transmit come out. A message that must arrive gets a number
+and is kept until acknowledged; acknowledgements ride on whatever goes the other way, or go alone after
+a moment. Nothing is resent on suspicion: a *ping* that overtakes nothing asks what has arrived, and only
+what the answer lacks is sent again. The receiver drops what it has seen, so a call runs at most once (G2)
+on a channel that loses, doubles and reorders.
+
+Silence makes a remote peer suspect and then lost (G3). A peer in a process of this host is never judged by
+its silence, which a long C call explains; that its process lives is watched elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from nbdist.wire.messages import (
+    Call,
+    Cast,
+    ChildAccept,
+    Envelope,
+    ForkConfirm,
+    ForkRequest,
+    Message,
+    Nothing,
+    Ping,
+    Pong,
+    Reply,
+    RRefState,
+    UserDelete,
+    encode_envelope,
+)
+from nbdist.wire.tensors import Buffer
+
+__all__ = ["Lost", "Outgoing", "Peer", "PeerLimits", "SeqSet", "Standing", "Suspect", "Transmit", "Undelivered"]
+
+_RELIABLE = (Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast)
+_ACK_DELAY = 0.05
+_ACK_BYTES = 1 << 20
+_PING_FIRST = 0.5
+_PING_MOST = 5.0
+_RETRY_FIRST = 0.05
+_RETRY_MOST = 2.0
+_MORE = 64
+
+
+@dataclass(frozen=True)
+class PeerLimits:
+    """When to lose patience; all in seconds but ``retries``."""
+
+    suspect_after: float = 5.0
+    lost_after: float = 12.0
+    heartbeat: float = 1.0
+    retries: int = 20
+
+
+class Standing(Enum):
+    """What is believed of a peer."""
+
+    LIVE = "live"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+class Outgoing(NamedTuple):
+    """A message ready for the channel; ``seq`` is 0 where nobody waits for its arrival."""
+
+    seq: int
+    message: Message
+    frames: list[Buffer]
+
+
+class Transmit(NamedTuple):
+    """Do: hand this to the channel."""
+
+    outgoing: Outgoing
+
+
+class Suspect(NamedTuple):
+    """Know: the peer has been silent for a while."""
+
+    silent: float
+
+
+class Lost(NamedTuple):
+    """Know: the peer has been silent for too long."""
+
+    silent: float
+
+
+class Undelivered(NamedTuple):
+    """Know: a message was tried as often as allowed, and is given up."""
+
+    message: Message
+
+
+Action = Transmit | Suspect | Lost | Undelivered
+
+
+class SeqSet:
+    """A growing set of numbers from 1 on, as a mark below which all are in, and the few above it."""
+
+    def __init__(self) -> None:
+        self.mark = 0
+        self.above: set[int] = set()
+
+    def add(self, number: int) -> bool:
+        """Whether ``number`` was new."""
+        if number <= self.mark or number in self.above:
+            return False
+        self.above.add(number)
+        self._settle()
+        return True
+
+    def advance(self, mark: int) -> None:
+        """Take all up to ``mark`` as in."""
+        if mark > self.mark:
+            self.mark = mark
+            self.above = {number for number in self.above if number > mark}
+            self._settle()
+
+    def _settle(self) -> None:
+        while self.mark + 1 in self.above:
+            self.mark += 1
+            self.above.discard(self.mark)
+
+
+class _Kept:
+    """A message that has not been acknowledged."""
+
+    __slots__ = ("holds", "outgoing", "pings", "retry_at", "sent_at", "tries")
+
+    def __init__(self, outgoing: Outgoing, holds: Any, now: float, pings: int) -> None:
+        self.outgoing = outgoing
+        self.holds = holds
+        self.sent_at = now
+        self.pings = pings
+        self.tries = 1
+        self.retry_at = math.inf
+
+
+class Peer:
+    """What one agent knows about the exchange with another."""
+
+    def __init__(self, me: int, other: int, limits: PeerLimits, now: float, *, watch_silence: bool) -> None:
+        self.standing = Standing.LIVE
+        self.doing = ""
+        self.doing_at = -math.inf
+        self.definitions: set[str] = set()
+        self.lacking: set[str] = set()
+        self.duplicates = 0
+        self.resent = 0
+        self._me = me
+        self._other = other
+        self._limits = limits
+        self._watch = watch_silence
+        self._heard = now
+        self._next_seq = 1
+        self._kept: dict[int, _Kept] = {}
+        self._arrived = SeqSet()
+        self._ack_due = math.inf
+        self._ack_bytes = 0
+        self._pings = 0
+        self._ping_sent = -math.inf
+        self._ping_wait = _PING_FIRST
+        self._retrying = 0
+
+    @property
+    def outstanding(self) -> int:
+        """How many messages the peer has not acknowledged."""
+        return len(self._kept)
+
+    def silent_for(self, now: float) -> float:
+        """Seconds since anything was heard."""
+        return now - self._heard
+
+    def is_unacknowledged(self, seq: int) -> bool:
+        """Whether message ``seq`` is not known to have arrived."""
+        return seq in self._kept
+
+    # -- what goes out ------------------------------------------------------------------------
+
+    def send(self, message: Message, frames: Sequence[Buffer], now: float, holds: Any = None) -> Outgoing:
+        """The message as it goes to the channel; ``holds`` lives until it has arrived."""
+        seq = 0
+        if isinstance(message, _RELIABLE):
+            seq = self._next_seq
+            self._next_seq = seq + 1
+        outgoing = Outgoing(seq, message, [b"", *frames])
+        if seq:
+            self._kept[seq] = _Kept(outgoing, holds, now, self._pings)
+        self._seal(outgoing)
+        return outgoing
+
+    def _seal(self, outgoing: Outgoing) -> None:
+        """Write the envelope, with what has arrived until now."""
+        base = next(iter(self._kept), self._next_seq)
+        above = self._arrived.above
+        more = sorted(above)[:_MORE] if above else []
+        envelope = Envelope(
+            self._me, self._other, outgoing.seq, base, self._arrived.mark, more, outgoing.message
+        )
+        outgoing.frames[0] = encode_envelope(envelope)
+        self._ack_due = math.inf
+        self._ack_bytes = 0
+
+    def withdraw(self, seq: int) -> None:
+        """The channel refused the message and it is not to be tried again."""
+        kept = self._kept.pop(seq, None)
+        if kept is not None and kept.retry_at != math.inf:
+            self._retrying -= 1
+
+    def failed(self, seq: int, now: float) -> None:
+        """The channel refused the message: try again after a while."""
+        kept = self._kept.get(seq)
+        if kept is not None:
+            if kept.retry_at == math.inf:
+                self._retrying += 1
+            kept.retry_at = now + min(_RETRY_FIRST * 2 ** (kept.tries - 1), _RETRY_MOST)
+
+    def ping(self, now: float) -> Outgoing:
+        """Ask for a sign of life, now."""
+        self._pings += 1
+        self._ping_sent = now
+        return self.send(Ping(self._pings), (), now)
+
+    # -- what comes in ------------------------------------------------------------------------
+
+    def receive(self, envelope: Envelope, size: int, now: float) -> bool:
+        """Take note of an envelope; whether its message is new and to be acted upon."""
+        self._heard = now
+        if self.standing is Standing.SUSPECT:
+            self.standing = Standing.LIVE
+        if self._kept:
+            self._acknowledged(envelope.ack, envelope.more)
+        self._arrived.advance(envelope.base - 1)
+        if not envelope.seq:
+            return True
+        if not self._arrived.add(envelope.seq):
+            self.duplicates += 1
+            self._ack_due = now
+            return False
+        self._ack_bytes += size
+        self._ack_due = now if self._ack_bytes > _ACK_BYTES else min(self._ack_due, now + _ACK_DELAY)
+        return True
+
+    def _acknowledged(self, mark: int, more: Sequence[int]) -> None:
+        while self._kept:
+            seq = next(iter(self._kept))
+            if seq > mark:
+                break
+            self.withdraw(seq)
+        for seq in more:
+            self.withdraw(seq)
+        if not self._kept:
+            self._ping_wait = _PING_FIRST
+
+    def ponged(self, pong: Pong, now: float) -> list[Action]:
+        """What has not arrived although the ping behind it has, goes again."""
+        self.doing, self.doing_at = pong.doing, now
+        late = [kept for kept in self._kept.values() if kept.pings < pong.number]
+        return [action for kept in late for action in self._again(kept, now)]
+
+    def _again(self, kept: _Kept, now: float) -> list[Action]:
+        if kept.retry_at != math.inf:
+            kept.retry_at = math.inf
+            self._retrying -= 1
+        if kept.tries > self._limits.retries:
+            self.withdraw(kept.outgoing.seq)
+            return [Undelivered(kept.outgoing.message)]
+        kept.tries += 1
+        kept.sent_at = now
+        kept.pings = self._pings
+        self.resent += 1
+        self._seal(kept.outgoing)
+        return [Transmit(kept.outgoing)]
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """What is due at ``now``."""
+        if self.standing is Standing.LOST:
+            return []
+        actions: list[Action] = []
+        silent = now - self._heard
+        if self._watch and silent >= self._limits.lost_after:
+            self.standing = Standing.LOST
+            return [Lost(silent)]
+        if self._watch and silent >= self._limits.suspect_after and self.standing is Standing.LIVE:
+            self.standing = Standing.SUSPECT
+            actions.append(Suspect(silent))
+        if self._retrying:
+            due = [kept for kept in self._kept.values() if kept.retry_at <= now]
+            for kept in due:
+                actions += self._again(kept, now)
+        if now >= self._ping_due():
+            if self._kept:
+                self._ping_wait = min(self._ping_wait * 2, _PING_MOST)
+            actions.append(Transmit(self.ping(now)))
+        if now >= self._ack_due:
+            actions.append(Transmit(self.send(Nothing(), (), now)))
+        return actions
+
+    def _ping_due(self) -> float:
+        due = math.inf
+        if self._kept:
+            oldest = next(iter(self._kept.values()))
+            due = max(oldest.sent_at, self._ping_sent) + self._ping_wait
+        if self._watch:
+            due = min(due, max(self._heard, self._ping_sent) + self._limits.heartbeat)
+        return due
+
+    def next_tick(self) -> float:
+        """When `tick` has something to do, if nothing happens before."""
+        if self.standing is Standing.LOST:
+            return math.inf
+        due = min(self._ack_due, self._ping_due())
+        if self._retrying:
+            due = min(due, *(kept.retry_at for kept in self._kept.values()))
+        if self._watch:
+            patience = (
+                self._limits.suspect_after if self.standing is Standing.LIVE else self._limits.lost_after
+            )
+            due = min(due, self._heard + patience)
+        return due
+
+    def lose(self) -> None:
+        """The peer is gone: forget what was kept for it."""
+        self.standing = Standing.LOST
+        self._kept.clear()
+        self._retrying = 0
+        self._ack_due = math.inf
