@@ -10,7 +10,8 @@ layer  modules                      what is there
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, ZeroMQ, faulty
 3      rpc                          agents, calls, remote references, membership
-8      compat testing __main__      tools on top, which nothing imports
+8      compat doctor testing        tools on top, which nothing imports
+       __main__
 ====== ============================ ====================================================================
 
 The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.agent.post`
@@ -77,6 +78,7 @@ LAYERS: dict[str, int] = {
     "views": 6,
     "magics": 7,
     "compat": 8,
+    "doctor": 8,
     "testing": 8,
     "__main__": 8,
 }

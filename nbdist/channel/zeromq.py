@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ from nbdist.channel.security import Secret, runtime_directory
 __all__ = ["ZmqChannel", "host_identity", "sweep"]
 
 _LARGE = 256 * 1024
+_JOINED = 64 * 1024
 _HANDSHAKE_MS = 5000
 _LINGER_MS = 500
 MAX_MESSAGE = 1 << 40
@@ -65,9 +67,11 @@ class _Directory:
 
     def __init__(self, label: str) -> None:
         self.path = runtime_directory() / label
-        self.path.mkdir(mode=0o700)
-        self._lock: IO[bytes] = (self.path / "lock").open("wb")
+        draft = self.path.with_name(f"new-{label}")  # nobody may find it before it is locked
+        draft.mkdir(mode=0o700)
+        self._lock: IO[bytes] = (draft / "lock").open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        draft.rename(self.path)
         _directories.add(self)
 
     def forked(self) -> None:
@@ -91,10 +95,15 @@ def sweep() -> int:
         except BlockingIOError:
             pass  # its agent lives
         except FileNotFoundError:
-            # Not locked yet, or half removed: only an old one is litter.
+            # Half removed: only an old one is litter.
             with contextlib.suppress(OSError):
                 if path.exists() and not any(path.iterdir()) and _age(path) > 60:
                     path.rmdir()
+    for path in runtime_directory().glob("new-agent-*"):
+        with contextlib.suppress(OSError):
+            if _age(path) > 60:
+                shutil.rmtree(path, ignore_errors=True)
+                removed += 1
     return removed
 
 
@@ -135,7 +144,9 @@ class ZmqChannel:
                 self._bind(f"ipc://{directory.path}/in")
             if host is not None:
                 undo.enter_context(self._authenticator())
+                # From here on; what is bound already, the ipc file, is guarded by its directory instead.
                 self._secured(self._inbox)
+                self._inbox.set(zmq.IPV6, int(":" in host))
                 self._bind(f"tcp://{_bracketed(host)}:*")
             self._poller = zmq.Poller()
             self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -155,7 +166,6 @@ class ZmqChannel:
         sock.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         sock.set(zmq.RECONNECT_IVL, 20)
         sock.set(zmq.RECONNECT_IVL_MAX, 1000)
-        sock.set(zmq.IPV6, 1)
 
     @contextlib.contextmanager
     def _authenticator(self) -> Iterator[None]:
@@ -187,12 +197,11 @@ class ZmqChannel:
         return list(self._addresses)
 
     def connect(self, addresses: Sequence[str]) -> ZmqLink:
-        curve = any(address.startswith("tcp://") for address in addresses)  # then its one door asks for it
         for address in addresses:
-            if address.startswith("tcp://") or (
-                address.startswith("ipc://") and self._local and Path(address[6:]).exists()
-            ):
-                return self._link(address, curve=curve)
+            if address.startswith("tcp://"):
+                return self._link(address, curve=True)
+            if address.startswith("ipc://") and self._local and Path(address[6:]).exists():
+                return self._link(address, curve=False)
         raise ChannelError(f"none of {list(addresses)} can be reached from this process")
 
     def _link(self, address: str, *, curve: bool) -> ZmqLink:
@@ -201,6 +210,7 @@ class ZmqChannel:
                 raise ChannelError("the channel is closed")
             sock = self._context.socket(zmq.PUSH)
             self._prepare(sock)
+            sock.set(zmq.IPV6, int("[" in address))
             if curve:
                 member = self._secret.curve("member")
                 sock.set(zmq.CURVE_PUBLICKEY, member.public)
@@ -213,7 +223,7 @@ class ZmqChannel:
 
     def receive(self, timeout: float | None) -> list[bytes] | None:
         try:
-            return self._inbox.recv_multipart(zmq.NOBLOCK)
+            return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             pass
         except zmq.ZMQError:
@@ -228,7 +238,7 @@ class ZmqChannel:
                         os.read(self._wake_out, 4096)
             if not ready:
                 return None
-            return self._inbox.recv_multipart(zmq.NOBLOCK)
+            return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return None
         except zmq.ZMQError:
@@ -267,6 +277,10 @@ class ZmqLink:
         self._lock = threading.Lock()
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
+        sizes = [len(frame) for frame in frames]
+        if len(sizes) == 1 or (sum(sizes) < _JOINED and len(sizes) < 256):
+            # One part: each further one costs a system call's worth, and a chance to lose the GIL half way.
+            frames = [b"".join((struct.pack(f"<B{len(sizes)}I", len(sizes), *sizes), *frames))]
         last = len(frames) - 1
         with self._lock:
             try:
@@ -279,6 +293,23 @@ class ZmqLink:
     def close(self, *, at_once: bool = False) -> None:
         with self._lock:
             self._socket.close(0 if at_once else None)
+
+
+def _split(parts: list[bytes]) -> list[bytes] | None:
+    """The frames of a message, in whatever number of parts it came; None for what no link of ours sends."""
+    if len(parts) > 1:
+        return parts
+    joined = parts[0]
+    try:
+        count = joined[0]
+        sizes = struct.unpack_from(f"<{count}I", joined, 1)
+    except (IndexError, struct.error):
+        return None
+    frames, start = [], 1 + 4 * count
+    for size in sizes:
+        frames.append(joined[start : start + size])
+        start += size
+    return frames if frames and start == len(joined) else None
 
 
 def _bracketed(host: str) -> str:

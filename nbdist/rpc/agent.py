@@ -186,7 +186,8 @@ class Agent:
                 time.monotonic(),
                 watch_silence=not local,
             )
-            self._connections[record.incarnation] = _Connection(record, peer, self.channel.connect(record.addresses))
+            addresses = [a for a in record.addresses if local or not a.startswith("ipc://")]  # files of another host
+            self._connections[record.incarnation] = _Connection(record, peer, self.channel.connect(addresses))
         if local and record.pid != os.getpid():
             self._watch.watch(record.pid, record.started)
         self.hurry(peer.next_tick())
@@ -269,6 +270,8 @@ class Agent:
             return None
         message = envelope.message
         connection = self._connections.get(envelope.sender)
+        if isinstance(message, Refused):  # perhaps from whoever listens now where the one we meant did
+            return self.handshake.on_refused(message) if envelope.receiver == self.me.incarnation else None
         if isinstance(message, Hello) and connection is None:
             return self.handshake.on_stranger(message)
         if connection is None or envelope.receiver != self.me.incarnation:
@@ -294,20 +297,20 @@ class Agent:
     def _refuse(self, envelope: Envelope) -> None:
         """A message from a past incarnation, or to one: its sender must learn that it is out of date."""
         self.refused += 1
-        if isinstance(envelope.message, Refused | Goodbye):
+        if isinstance(envelope.message, Goodbye):
             return
-        reason = f"{self.me.name} has given up this connection"
-        connection = self._connections.get(envelope.sender)
-        link = connection.link if connection else None
-        record = self.membership.ever(envelope.sender)
-        if link is None and record is None:
-            return
-        answer = Envelope(self.me.incarnation, envelope.sender, 0, 1, 0, [], Refused(reason))
+        record = self.connected(envelope.sender) or self.membership.ever(envelope.sender)
+        if record is not None:
+            reason = f"{self.me.name} does not keep this connection (any more)"
+            self.refuse(record, Refused(envelope.receiver, reason))
+
+    def refuse(self, record: Record, refused: Refused) -> None:
+        """Tell an agent, member or not, that its message was not taken."""
+        answer = Envelope(self.me.incarnation, record.incarnation, 0, 1, 0, [], refused)
         with contextlib.suppress(ChannelError):
-            passing = link or self.channel.connect(record.addresses)  # type: ignore[union-attr]
-            passing.send([encode_envelope(answer)], "refused")
-            if link is None:
-                passing.close()
+            link = self.channel.connect(record.addresses)
+            link.send([encode_envelope(answer)], "refused")
+            link.close()
 
     # -- time ---------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from nbdist.channel.contract import Channel
 from nbdist.errors import Interrupted, NotInitialized, UsageError, WorkerLost
 from nbdist.rpc import rref as rref_module
 from nbdist.rpc.agent import Agent, active_agent
+from nbdist.rpc.ending import SHUT_DOWN
 from nbdist.rpc.futures import Future
 from nbdist.rpc.interrupts import InterruptWatch
 from nbdist.rpc.membership import WorkerInfo
@@ -146,7 +147,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def finish(agent: Agent) -> None:
     """End an agent at once."""
     global _agent
-    agent.close("has shut down")
+    agent.close(SHUT_DOWN)
     with _lock:
         if _agent is agent:
             _agent = None

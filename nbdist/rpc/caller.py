@@ -50,8 +50,13 @@ class Caller:
     def asynchronous(
         self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
     ) -> Future[Any]:
-        """Call, and have a Future."""
-        return self._call(to, function, args, kwargs, timeout).future
+        """Call, and have a Future; it fails where the worker is gone."""
+        try:
+            return self._call(to, function, args, kwargs, timeout).future
+        except WorkerLost as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def remote(
         self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
@@ -272,14 +277,14 @@ class Caller:
             peer = self._agent.peer(sender)
             if peer is not None:
                 peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
+        if call.result is not None:
+            self._agent.references.confirm(call.result.fork, reply.state)
         if call.internal and reply.ok and reply.payload.plain and sum(map(len, frames)) < _INLINE:
             self._settle(call, reply, frames, references)
             return None
         return partial(self._settle, call, reply, frames, references)
 
     def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
-        if call.result is not None:
-            self._agent.references.confirm(call.result.fork, reply.state)
         outcome: Any = None
         error: BaseException | None = None
         try:

@@ -80,12 +80,12 @@ class Pool:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
+            threads = self._threads - {threading.current_thread()}
         self._wake()
         deadline = time.monotonic() + timeout
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(t.is_alive() and t is not threading.current_thread() for t in self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     # -- threads ------------------------------------------------------------------------------
 
@@ -135,6 +135,7 @@ class Pool:
                         if not self._reading:
                             self._provide_reader()
                         return self._queue.popleft()
+                    self._extra = 0 if not self._queue else self._extra
                     if not self._reading:
                         self._reading = True
                         break

@@ -8,6 +8,7 @@ only then becomes a job.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class Executor:
         self._agent = agent
         self._numbers = itertools.count()
         self._running: dict[int, tuple[str, float, int]] = {}
+        self._counting = threading.Lock()
         agent.handle(Call, self._on_call)
 
     @property
@@ -69,7 +71,8 @@ class Executor:
     def end(self, number: int, sender: int) -> None:
         """A call has been answered."""
         self._running.pop(number, None)
-        self.finished[sender] = self.finished.get(sender, 0) + 1
+        with self._counting:
+            self.finished[sender] = self.finished.get(sender, 0) + 1
 
 
 class _Request:

@@ -11,8 +11,10 @@ Every value that is referenced from elsewhere has one *owner*. Every other place
 - A user that lets go tells the owner (`UserDelete`), and only after it was confirmed itself.
 
 Messages are taken to arrive exactly once or their peer to be lost (`nbdist.wire.peer` sees to that), and
-in any order. The one overtaking that matters is a delete that comes before the call that creates its
-fork; it is remembered. What a lost user held is dropped; what a lost owner held is dead.
+in any order. Two kinds of overtaking matter. A delete may come before the call that creates its fork; it is
+remembered. And a request for a child may come before the call that creates the value, from another agent:
+the fork is counted, and the value is still to come, unless its creator is lost or it has been here already.
+What a lost user held is dropped; what a lost owner held is dead.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from nbdist.ids import GlobalId, IdSource
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
 __all__ = ["Drop", "Forks", "Instruction", "Send", "Standing"]
+
+_REMEMBERED = 1024
+"""So many dropped values are remembered, to tell a request that comes too late from one that comes too early."""
 
 Control = ForkRequest | ForkConfirm | ChildAccept | UserDelete | RRefState
 
@@ -60,6 +65,7 @@ class _Owned:
     forks: dict[GlobalId, int] = field(default_factory=dict)
     uninformed: dict[int, int] = field(default_factory=dict)
     state: State | None = None
+    created: bool = False
 
 
 @dataclass
@@ -84,6 +90,8 @@ class Forks:
         self._users: dict[GlobalId, _User] = {}
         self._children: dict[GlobalId, tuple[GlobalId, int]] = {}
         self._early: dict[GlobalId, int] = {}
+        self._lost: set[int] = set()
+        self._dropped: dict[GlobalId, None] = {}
 
     # -- what can be seen ---------------------------------------------------------------------
 
@@ -110,6 +118,18 @@ class Forks:
     def owns(self, rref: GlobalId) -> bool:
         """Whether this agent keeps the value of ``rref``."""
         return rref in self._owned
+
+    def is_gone(self, rref: GlobalId) -> bool:
+        """Whether a value that is not here has been here, or can no longer come to be."""
+        return rref not in self._owned and (
+            rref.incarnation == self._me or rref.incarnation in self._lost or rref in self._dropped
+        )
+
+    def expected_from(self, creator: int) -> list[GlobalId]:
+        """The values that are referred to already, and that this agent has still to create here."""
+        return [
+            rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created
+        ]
 
     def forks_of(self, rref: GlobalId) -> int:
         """How many forks of an owned value are out."""
@@ -150,14 +170,17 @@ class Forks:
     def create(self, rref: GlobalId, fork: GlobalId, creator: int) -> None:
         """A remote call came that makes ``rref`` here; the running call itself holds a handle."""
         self.retain(rref)
+        self._owned[rref].created = True
         if self._early.pop(fork, None) is None:
             self._owned[rref].forks[fork] = creator
 
-    def uncreate(self, rref: GlobalId, fork: GlobalId) -> None:
+    def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
         """The call that made ``rref`` could not run yet and will be repeated: as if it had not come."""
         owned = self._owned[rref]
         owned.handles -= 1
+        owned.created = False
         owned.forks.pop(fork, None)
+        return self._drop_if_free(rref, owned)
 
     def set_state(self, rref: GlobalId, state: State) -> list[Instruction]:
         """The value has come to be: tell those that were confirmed before it did."""
@@ -170,9 +193,9 @@ class Forks:
 
     def on_fork_request(self, message: ForkRequest, sender: int) -> list[Instruction]:
         """A user asks to be counted."""
-        owned = self._owned.get(message.rref)
-        if owned is None:
+        if self.is_gone(message.rref):
             return [Send(sender, ForkConfirm(message.rref, message.fork, gone=True))]
+        owned = self._owned.setdefault(message.rref, _Owned())
         owned.forks[message.fork] = sender
         self._remember_uninformed(owned, sender)
         return [Send(sender, ForkConfirm(message.rref, message.fork, owned.state))]
@@ -195,6 +218,10 @@ class Forks:
         if owned.handles > 0 or owned.forks:
             return []
         del self._owned[rref]
+        if owned.created and rref.incarnation not in self._lost:
+            self._dropped[rref] = None
+            if len(self._dropped) > _REMEMBERED:
+                del self._dropped[next(iter(self._dropped))]
         return [Drop(rref)]
 
     # -- the user -----------------------------------------------------------------------------
@@ -309,6 +336,11 @@ class Forks:
         if handed.owner == self._me:
             self.retain(handed.rref)
             return []
+        if handed.owner in self._lost:
+            self._users[handed.fork] = _User(
+                handed.rref, handed.owner, handed.parent, Standing.DEAD, state=handed.state
+            )
+            return [Send(handed.parent, ChildAccept(handed.fork))]
         if handed.parent == handed.owner:
             self._users[handed.fork] = _User(
                 handed.rref, handed.owner, handed.parent, Standing.CONFIRMED, state=handed.state
@@ -322,6 +354,9 @@ class Forks:
     def on_lost(self, incarnation: int) -> list[Instruction]:
         """An agent is gone, and with it what it held and what it owned."""
         instructions: list[Instruction] = []
+        self._lost.add(incarnation)
+        for rref in [rref for rref in self._dropped if rref.incarnation == incarnation]:
+            del self._dropped[rref]
         for rref, owned in list(self._owned.items()):
             owned.uninformed.pop(incarnation, None)
             gone = [fork for fork, holder in owned.forks.items() if holder == incarnation]
@@ -337,6 +372,11 @@ class Forks:
                 instructions += self._end_child(child)
         for fork, user in list(self._users.items()):
             if user.owner == incarnation:
+                if user.standing is Standing.PENDING and user.parent is not None:
+                    instructions.append(Send(user.parent, ChildAccept(fork)))  # it need not wait for us
                 user.standing = Standing.DEAD
+                for child in user.children:  # they will never be confirmed
+                    del self._children[child]
+                user.children.clear()
                 instructions += self._delete_if_free(fork, user)
         return instructions

@@ -8,8 +8,10 @@ pool of the thread it blocks, so that the pool can grow (`nbdist.rpc.dispatch`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
@@ -19,6 +21,8 @@ import torch
 from nbdist.errors import RpcTimeout
 
 __all__ = ["Future", "blocking_wait", "set_blocking_hook", "wait_all"]
+
+_log = logging.getLogger("nbdist.rpc")
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -54,7 +58,7 @@ class Future(torch.futures.Future[T]):
         self._outcome: Any = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self._describe: Callable[[], str] | None = None
+        self._failure: _Failure | None = None
 
     # -- settling -----------------------------------------------------------------------------
 
@@ -85,8 +89,9 @@ class Future(torch.futures.Future[T]):
         self._outcome, self._error = outcome, error
         # torch's own waiters see the same; its ``set_exception`` would call our ``set_result``.
         if error is not None:
+            self._failure = _Failure(self)
             super()._set_unwrap_func(_raise)  # type: ignore[misc]
-            super().set_result(cast(T, error))
+            super().set_result(cast(T, self._failure))
         else:
             super().set_result(outcome)
         with self._setting:
@@ -94,6 +99,10 @@ class Future(torch.futures.Future[T]):
             self._latch.release()
         for callback in callbacks:
             _call(callback, self)
+
+    def __del__(self) -> None:
+        if getattr(self, "_failure", None) is not None:
+            self._failure.error = self._error  # torch's side may live on, in what `collect_all` made of it
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -125,8 +134,7 @@ class Future(torch.futures.Future[T]):
         if self._latch.locked():
             with blocking_wait():
                 if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
-                    what = f": {self._describe()}" if self._describe else ""
-                    raise RpcTimeout(f"waited {timeout:g} s for a future{what}")
+                    raise RpcTimeout(f"waited {timeout:g} s for a future")
                 self._latch.release()
         return self._result()
 
@@ -167,9 +175,26 @@ class Future(torch.futures.Future[T]):
         return child
 
 
+class _Failure:
+    """What torch's side of a failed future holds: a way to the error rather than the error.
+
+    An error that was raised refers, by its traceback, to the frames that waited for it, and these to the
+    future. Through torch's C++ the garbage collector cannot see such a circle, and would never free it.
+    """
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = weakref.ref(future)
+        self.error: BaseException | None = None
+
+    def find(self) -> BaseException:
+        future = self._future()
+        error = self.error if future is None else future._error
+        return error if error is not None else RuntimeError("the future is gone, and its error with it")
+
+
 def _raise(outcome: Any) -> Any:
-    if isinstance(outcome, BaseException):
-        raise outcome
+    if isinstance(outcome, _Failure):
+        raise outcome.find()
     return outcome
 
 
@@ -178,9 +203,7 @@ def _call(callback: Callable[[Any], Any], future: Any) -> None:
     try:
         callback(future)
     except BaseException:
-        import logging
-
-        logging.getLogger("nbdist.rpc").exception("a callback of a future failed")
+        _log.exception("a callback of a future failed")
 
 
 def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:

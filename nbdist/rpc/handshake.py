@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.channel.contract import ChannelError
 from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
 from nbdist.rpc.futures import blocking_wait
-from nbdist.wire.messages import VERSION, Envelope, Hello, Ready, Record, Refused, Welcome, encode_envelope
+from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -41,7 +41,6 @@ class Handshake:
         agent.handle(Hello, self._on_hello)
         agent.handle(Welcome, self._on_welcome)
         agent.handle(Ready, self._on_ready)
-        agent.handle(Refused, self._on_refused)
         agent.on_lost(self._on_lost)
 
     @property
@@ -56,11 +55,11 @@ class Handshake:
         others = [record for record in world if record.incarnation != self._agent.me.incarnation]
         for record in others:
             self._agent.membership.add(record)
-        for record in others:
-            self._agent.connect(record)
         with self._changed:
             self._world = {record.incarnation for record in others}
-        self._until(others, lambda: self._world == self._welcomed == self._ready, deadline)
+        for record in others:
+            self._agent.connect(record)
+        self._until(others, lambda: (self._world or set()) <= self._welcomed & self._ready, deadline)
 
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
         """Meet those who are there; the ones that turn out to be dead."""
@@ -138,11 +137,7 @@ class Handshake:
         # else: the roster with this member in it has not been read yet; it will knock again
 
     def _refuse(self, record: Record, reason: str) -> None:
-        answer = Envelope(self._agent.me.incarnation, record.incarnation, 0, 1, 0, [], Refused(reason))
-        with contextlib.suppress(ChannelError):
-            link = self._agent.channel.connect(record.addresses)
-            link.send([encode_envelope(answer)], "refused")
-            link.close()
+        self._agent.refuse(record, Refused(self._agent.me.incarnation, reason))
 
     def _on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
         self._say(sender, Welcome(self._agent.me))
@@ -162,20 +157,26 @@ class Handshake:
             self._ready.add(sender)
             self._changed.notify_all()
 
-    def _on_refused(self, message: Refused, sender: int, _: list[bytes]) -> None:
-        name = self._agent.membership.name_of(sender)
+    def on_refused(self, message: Refused) -> None:
+        """A message of ours was not taken: by who has given us up, or by who is there in its place."""
+        if self._agent.connected(message.about) is None:
+            return
+        name = self._agent.membership.name_of(message.about)
         if message.version != VERSION:
             error: NbdistError = VersionMismatch(f"{name} speaks version {message.version}, this agent {VERSION}")
         else:
             error = RendezvousError(f"{name} refused: {message.reason}")
-        if self._complete:
-            self._agent.lose(sender, f"refused further messages ({message.reason})")
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+        if self._complete:
+            self._agent.lose(message.about, f"refused further messages: {message.reason}")
 
     def _on_lost(self, record: Record, why: str) -> None:
         with self._changed:
-            if self._world is not None and record.incarnation in self._world:
+            if self._world is not None and record.incarnation in self._ready & self._welcomed:
+                # Its own world was complete: it has come and gone, which is no failure to form this one.
+                self._world.discard(record.incarnation)
+            elif self._world is not None and record.incarnation in self._world:
                 self._error = self._error or WorkerLost(f"{record.name} {why} while the RPC world formed")
             self._changed.notify_all()

@@ -30,6 +30,12 @@ def creation_error(why: object) -> RRefError:
     return RRefError(f"RRef creation via rpc.remote() failed, and the value may not exist: {why}")
 
 
+def _gone() -> Future[Any]:
+    gone: Future[Any] = Future()
+    gone.set_exception(RRefError("the value of this RRef is gone: a worker through which it came was lost"))
+    return gone
+
+
 class MessageForker:
     """Forks the references inside one message, and remembers them in case it is never sent."""
 
@@ -91,8 +97,7 @@ class References:
 
     def uncreate(self, result: Fork) -> None:
         """The call that `create` prepared for did not run, and is going to be repeated."""
-        with self._lock:
-            self.forks.uncreate(result.rref, result.fork)
+        self._perform_locked(self.forks.uncreate, result.rref, result.fork)
 
     def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> State:
         """The value (or the error in its place) has come to be."""
@@ -118,11 +123,13 @@ class References:
     def retain(self, rref: GlobalId, sender: int, job: Job) -> Future[Any] | None:
         """A handle on an owned value for a running call; where it is still to come, ``job`` waits for it."""
         with self._lock:
+            if self.forks.is_gone(rref):
+                return _gone()
             if not self.forks.owns(rref):
                 self._parked.setdefault(rref, []).append((sender, job))
                 return None
             self.forks.retain(rref)
-            return self._values[rref]
+            return self._values.setdefault(rref, Future())  # the call that creates it may be on its way
 
     def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
         """The value, once it is there."""
@@ -183,9 +190,11 @@ class References:
         """The references that a message brought."""
         accepted: list[RRef[Any]] = []
         for fork in forks:
-            with self._lock:
-                instructions = self.forks.accept(fork)
             mine = fork.owner == self._agent.me.incarnation
+            with self._lock:
+                if mine and fork.rref not in self._values:
+                    self._values[fork.rref] = _gone() if self.forks.is_gone(fork.rref) else Future()
+                instructions = self.forks.accept(fork)
             accepted.append(RRef._refer(self._agent, fork.rref, None if mine else fork.fork, fork.owner))
             self.perform(instructions)
         return accepted
@@ -266,11 +275,17 @@ class References:
                 if self.forks.standing(fork) is not Standing.PENDING
                 for then in self._waiting.pop(fork)
             ]
+            never = self.forks.expected_from(incarnation)
             for rref, jobs in list(self._parked.items()):
+                if rref.incarnation == incarnation:
+                    going_on += [job for sender, job in self._parked.pop(rref) if sender != incarnation]
+                    continue
                 self._parked[rref] = [(sender, job) for sender, job in jobs if sender != incarnation]
                 if not self._parked[rref]:
                     del self._parked[rref]
         self.perform(instructions)
+        for rref in never:
+            self.settle(rref, None, RRefError("the worker that was to create the value is lost"))
         return going_on
 
     def clear(self) -> None:

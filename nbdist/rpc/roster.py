@@ -38,6 +38,7 @@ class Store(Protocol):
 class _Document(msgspec.Struct):
     gathering: list[bytes] = []
     formed: list[bytes] = []
+    left: list[bytes] = []
     dynamic: list[bytes] = []
 
 
@@ -60,7 +61,7 @@ class Roster:
             text, document = self._read(deadline)
             formed = self._records(document.formed)
             if any(record.incarnation == me.incarnation for record in formed):
-                return self._checked(formed)
+                return self._checked([*formed, *self._records(document.left)])
             if any(self._seems_alive(record) for record in self._records(document.dynamic)):
                 raise RendezvousError(_MIXED)
             gathering = [record for record in self._records(document.gathering) if self._seems_alive(record)]
@@ -68,6 +69,7 @@ class Roster:
                 gathering = [*self._without_twin(gathering, me), me]
                 if {record.id for record in gathering} == set(range(size)):
                     document.formed, gathering = [self._sealed(record) for record in gathering], []
+                    document.left = []
                 document.gathering = [self._sealed(record) for record in gathering]
                 self._write(text, document)
                 continue
@@ -107,8 +109,9 @@ class Roster:
         """Enter a dynamic world; those who seem to be there already."""
         while True:
             text, document = self._read(deadline)
-            fixed = self._records(document.formed) + self._records(document.gathering)
-            if any(self._seems_alive(record) for record in fixed):
+            gathering = self._records(document.gathering)
+            # Who has formed a fixed world and did not leave in order stands for it, dead or alive.
+            if document.formed or any(self._seems_alive(record) for record in gathering):
                 raise RendezvousError(_MIXED)
             present = [record for record in self._records(document.dynamic) if self._seems_alive(record)]
             for record in present:
@@ -127,9 +130,12 @@ class Roster:
         try:
             while True:
                 text, document = self._read(0.0)
+                # Who leaves a fixed world stays known to those of it who have not read yet who was in it.
+                departed = [r for r in self._records(document.formed) if r.incarnation in gone]
                 for name in ("gathering", "formed", "dynamic"):
                     records = self._records(getattr(document, name))
                     setattr(document, name, [self._sealed(r) for r in records if r.incarnation not in gone])
+                document.left = [*document.left, *map(self._sealed, departed)] if document.formed else []
                 if self._write(text, document):
                     return
         except Exception:  # torch's stores raise what they like when their server has gone

@@ -134,6 +134,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             if is_packable(obj):
                 return _tensor, (self.packer.add(obj),)
             return NotImplemented
+        if obj is _tensor:
+            return NotImplemented
         self.plain = False
         if kind in _reference_types:
             return _reference, (self._refer(obj),)

@@ -146,8 +146,9 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag=3):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag=4):
-    """The receiver's message was not taken, and why."""
+    """A message to incarnation ``about`` was not taken, and why."""
 
+    about: int
     reason: str
     version: int = VERSION
 

@@ -45,7 +45,7 @@ def is_packable(tensor: torch.Tensor) -> bool:
         return False
     return (
         tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and (tensor.is_cpu or tensor.is_cuda)
         and tensor.dtype in _DTYPE_CODES
         and not tensor.__dict__
     )
@@ -94,6 +94,8 @@ class TensorPacker:
         """Metas, where each storage lies as (frame, offset, length), and the frames."""
         if not self.tensors:
             return [], [], []
+        if len(self.tensors) == 1 and (packed := _pack_simple(self.tensors[0])) is not None:
+            return packed
         storages: dict[int, _Storage] = {}
         placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
         users: dict[int, int] = {}
@@ -148,6 +150,19 @@ class TensorPacker:
         return TensorMeta(
             storage.number, _DTYPE_CODES[data.dtype], list(data.shape), strides, offset, flags, device
         )
+
+
+def _pack_simple(tensor: torch.Tensor) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
+    """The usual case, one small contiguous tensor, without the general one's bookkeeping."""
+    length = tensor.nbytes
+    if length >= LARGE or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    flags = _REQUIRES_GRAD if tensor.requires_grad else 0
+    if type(tensor) is torch.nn.Parameter:
+        flags |= _PARAMETER
+    data = ctypes.string_at(tensor.data_ptr(), length) if length else b""
+    meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
+    return [meta], [(0, 0, length)], [data]
 
 
 def _copy_out(storages: Sequence[_Storage]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:

@@ -1,0 +1,127 @@
+"""What every benchmark here shares: contestants in processes of their own, taking turns, and honest tables.
+
+Contestants alternate within one run, so that a machine that slows down slows all of them; what is compared is
+the ratio of medians over all rounds. A contestant is a subprocess that reads a case's name and a count per
+line and answers with seconds per operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Times = dict[str, dict[str, list[float]]]
+"""Seconds per operation, by case and contestant."""
+
+
+class Contestant:
+    """A library under test, in its own process."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+        self.version = self._read()["version"]
+
+    def run(self, case: str, count: int) -> list[float]:
+        """Seconds per operation, ``count`` times."""
+        assert self._process.stdin is not None
+        print(json.dumps({"case": case, "count": count}), file=self._process.stdin, flush=True)
+        return list(self._read()["times"])
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise RuntimeError(f"{self.name} ended with {self._process.wait()}")
+
+    def close(self) -> None:
+        """End the contestant's processes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def serve(version: str, cases: Mapping[str, Any]) -> None:
+    """A contestant's side: run cases as asked, until the input ends."""
+    print(json.dumps({"version": version}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps({"times": cases[request["case"]](request["count"])}), flush=True)
+
+
+def race(contestants: Sequence[Contestant], cases: Mapping[str, int], rounds: int) -> Times:
+    """Let the contestants take turns at every case; the first round warms up and is not counted."""
+    times: Times = {case: {contestant.name: [] for contestant in contestants} for case in cases}
+    for number in range(rounds + 1):
+        for case, count in cases.items():
+            for contestant in contestants:
+                measured = contestant.run(case, count)
+                if number:
+                    times[case][contestant.name] += measured
+    return times
+
+
+def table(times: Times, base: str, subject: str, limits: Mapping[str, float]) -> str:
+    """Medians of all, and the subject's ratio to the base, as Markdown."""
+    names = list(next(iter(times.values())))
+    lines = [
+        f"| case | {' | '.join(names)} | {subject} / {base} | limit |",
+        f"| --- |{' ---: |' * (len(names) + 2)}",
+    ]
+    for case, by_name in times.items():
+        medians = {name: statistics.median(values) if values else None for name, values in by_name.items()}
+        cells = [_time(medians[name]) for name in names]
+        ours, theirs = medians.get(subject), medians.get(base)
+        ratio = f"{ours / theirs:.2f}" if ours and theirs else "–"
+        limit = f"{limits[case]:g}" if case in limits else "–"
+        lines.append(f"| {case} | {' | '.join(cells)} | {ratio} | {limit} |")
+    return "\n".join(lines)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1e6:.0f} µs" if seconds < 0.01 else f"{seconds * 1e3:.1f} ms"
+
+
+def machine() -> str:
+    """One line about where this ran."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        model = models[0] if models else model
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    return f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, load {load}"
+
+
+def write(results: dict[str, Any], path: str | None) -> None:
+    """Keep the raw numbers."""
+    if path:
+        Path(path).write_text(json.dumps(results, indent=1))
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="write the raw numbers to this file")
+    return parser

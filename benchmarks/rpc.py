@@ -1,0 +1,142 @@
+"""Calls between two processes of one host: nbdist beside torch's TensorPipe and bare ZeroMQ, in one run.
+
+``--peers`` adds Ray, Dask, ipyparallel, Monarch and RPyC where they are installed; ``--agents`` asks what a call
+costs with more agents alive; ``--memory`` what is left after 100,000 calls.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import harness
+from harness import Contestant
+
+CASES = {
+    "empty call": 400,
+    "torch.add, small tensor": 400,
+    "remote().to_here()": 200,
+    "5,000 outstanding, per call": 5000,
+    "echo 1 MB": 60,
+    "echo 64 MB": 4,
+}
+LIMITS = {"empty call": 1.5, "torch.add, small tensor": 1.5}
+PEERS = {"ray": "ray", "dask": "distributed", "ipyparallel": "ipyparallel", "rpyc": "rpyc", "monarch": "monarch"}
+SCRIPT = str(Path(__file__).parent / "contestants.py")
+
+
+def start(name: str, **environment: str) -> Contestant:
+    """A contestant by name."""
+    return Contestant(name, [sys.executable, SCRIPT, name], environment)
+
+
+def main_table(rounds: int, json_path: str | None) -> None:
+    """The comparison that counts."""
+    contestants = [start("nbdist"), start("tensorpipe"), start("zeromq")]
+    times = harness.race(contestants, CASES, rounds)
+    for contestant in contestants:
+        contestant.close()
+    versions = ", ".join(f"{contestant.name} {contestant.version}" for contestant in contestants)
+    print(f"{versions}; medians of {rounds} rounds\n")
+    print(harness.table(times, "tensorpipe", "nbdist", LIMITS))
+    harness.write({"machine": harness.machine(), "times": times}, json_path)
+
+
+def peers_table(rounds: int) -> None:
+    """The other peers, as far as they are installed."""
+    installed = [name for name, module in PEERS.items() if importlib.util.find_spec(module)]
+    absent = sorted(PEERS.keys() - set(installed))
+    print(f"\nOther peers; not installed: {', '.join(absent) or 'none'}\n")
+    if not installed:
+        return
+    contestants = [start("nbdist"), *(start(name) for name in installed)]
+    cases = {case: count for case, count in CASES.items() if "remote" not in case and "outstanding" not in case}
+    times = harness.race(contestants, cases, rounds)
+    for contestant in contestants:
+        contestant.close()
+    print(harness.table(times, "nbdist", "nbdist", {}))
+
+
+def agents_table(rounds: int) -> None:
+    """One call's cost with more agents alive (on as many cores as there are)."""
+    print("\n| agents alive | empty call |\n| ---: | ---: |")
+    contestants = {count: start("nbdist", BENCH_AGENTS=str(count)) for count in (2, 8, 16)}
+    times: dict[int, list[float]] = {count: [] for count in contestants}
+    for number in range(rounds + 1):
+        for count, contestant in contestants.items():
+            measured = contestant.run("empty call", 300)
+            times[count] += measured if number else []
+    for count, values in times.items():
+        print(f"| {count} | {statistics.median(values) * 1e6:.0f} µs |")
+    for contestant in contestants.values():
+        contestant.close()
+
+
+def memory_table(calls: int) -> None:
+    """Resident memory of both processes after 1,000 calls and after ``calls``."""
+    import torch
+    from contestants import identity
+
+    from nbdist import rpc
+
+    path = tempfile.mktemp()
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}")
+    server = subprocess.Popen([sys.executable, SCRIPT, "nbdist", "serve", "1", path], stdin=subprocess.DEVNULL)
+    rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+    tensor, small = torch.ones(1 << 18), torch.ones(2)
+
+    def run(count: int) -> tuple[float, float]:
+        for _ in range(count // 2):
+            rpc.rpc_sync("worker1", identity, args=(tensor,))
+            rref = rpc.remote("worker1", torch.add, args=(small, 1))
+            rref.to_here()
+        del rref
+        time.sleep(1)  # let acknowledgements and deletions settle
+        return _resident(os.getpid()), _resident(server.pid)
+
+    few, start_time = run(1000), time.perf_counter()
+    many = run(calls)
+    took = time.perf_counter() - start_time
+    print(f"\n| resident memory | after 1,000 calls | after {calls:,} more ({took:.0f} s) | grown |")
+    print("| --- | ---: | ---: | ---: |")
+    for name, before, after in zip(("caller", "callee"), few, many, strict=True):
+        print(f"| {name} | {before:.1f} MB | {after:.1f} MB | {after - before:+.1f} MB |")
+    rpc.shutdown()
+    server.wait()
+    Path(path).unlink(missing_ok=True)
+
+
+def _resident(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = harness.arguments(__doc__ or "")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--agents", action="store_true")
+    parser.add_argument("--memory", type=int, nargs="?", const=100_000, default=0, metavar="CALLS")
+    options = parser.parse_args()
+    print(f"{harness.machine()}\n")
+    main_table(options.rounds, options.json)
+    if options.peers:
+        peers_table(options.rounds)
+    if options.agents:
+        agents_table(options.rounds)
+    if options.memory:
+        memory_table(options.memory)
+
+
+if __name__ == "__main__":
+    main()

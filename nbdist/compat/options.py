@@ -1,0 +1,59 @@
+"""torch's classes of options: two spellings of nbdist's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbdist.rpc.options import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+    RpcBackendOptions,
+)
+
+__all__ = ["FaultyTensorPipeRpcBackendOptions", "TensorPipeRpcBackendOptions"]
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """nbdist's options, as torch spells them; TensorPipe's transports and channels are ignored."""
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
+        devices: Sequence[Any] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(rpc_timeout, int | float):
+            raise TypeError(f"incompatible constructor arguments: rpc_timeout is seconds, not {rpc_timeout!r}")
+        super().__init__(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            device_maps=device_maps,
+            devices=devices,
+            **options,
+        )
+
+
+class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Options of the backend some of whose messages fail or are late, by torch's names of messages."""
+
+    def __init__(
+        self,
+        *,
+        messages_to_fail: Sequence[str],
+        messages_to_delay: Mapping[str, float],
+        num_fail_sends: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay)
+        self.num_fail_sends = num_fail_sends

@@ -1,0 +1,148 @@
+"""Stands for torch.distributed.rpc itself: its public names, and the private ones that torch's suites use."""
+# ruff: noqa: F401 - torch's package has many names that its __all__ does not list
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from nbdist.compat import autograd as dist_autograd
+from nbdist.compat.agents import RpcAgent, TensorPipeAgent
+from nbdist.compat.references import debug_info
+from nbdist.compat.rpc import api, backend_registry, constants, functions, internal, options, rref_proxy
+from nbdist.compat.rpc.api import (
+    RRef,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _wait_all,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from nbdist.compat.rpc.backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from nbdist.compat.rpc.options import TensorPipeRpcBackendOptions
+from nbdist.compat.rpc.server_process_global_profiler import _server_process_global_profile
+from nbdist.errors import UsageError
+from nbdist.rpc.api import current_agent
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.options import RpcBackendOptions
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "RRef",
+    "TensorPipeRpcBackendOptions",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+PyRRef = RRef
+_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+_is_tensorpipe_available = True
+
+
+def is_available() -> bool:
+    """Whether there is RPC: there is."""
+    return True
+
+
+# -- life ---------------------------------------------------------------------------------------
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process a member of an RPC world; see `nbdist.rpc.init_rpc`."""
+    if backend is not None and not backend_registry.is_backend(backend):
+        raise TypeError("Argument backend must be a member of BackendType")
+    is_ours = backend is None or backend_registry.is_ours(backend)
+    if is_ours and rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    chosen = backend or backend_registry.backend_of(rpc_backend_options)
+    settings = rpc_backend_options or construct_rpc_backend_options(chosen)
+    # Without a store, an agent of nbdist opens its own.
+    store = None if is_ours else backend_registry.open_store(settings, rank, world_size)
+    _init_rpc_backend(chosen, store, name, rank, world_size, settings)
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"Argument name must be a str, not {name!r}")
+    if _is_current_rpc_agent_set():
+        raise UsageError("RPC is already initialized")
+    chosen = backend or backend_registry.backend_of(rpc_backend_options)
+    agent = init_backend(
+        chosen,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options or construct_rpc_backend_options(chosen),
+    )
+    api._init_rpc_states(agent)
+
+
+# -- the current agent --------------------------------------------------------------------------
+
+
+def get_rpc_timeout() -> float:
+    """The default time limit of calls, in seconds."""
+    return current_agent().rpc_timeout
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    current_agent().rpc_timeout = float(seconds)
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    return debug_info(current_agent())
+
+
+def _get_debug_info() -> dict[str, str]:
+    return {
+        **_rref_context_get_debug_info(),
+        **_get_current_rpc_agent().get_debug_info(),
+        **dist_autograd._get_debug_info(),
+    }
+
+
+def enable_gil_profiling(enabled: bool) -> None:
+    """Would measure how long calls wait for the interpreter's lock; that cannot be seen from Python."""
+    if enabled:
+        _refuse_profiling()
+
+
+def _refuse_profiling() -> NoReturn:
+    raise UsageError("nbdist does not measure how long calls wait for the interpreter's lock")

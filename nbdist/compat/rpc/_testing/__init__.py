@@ -1,0 +1,13 @@
+"""Stands for torch.distributed.rpc._testing: the backend that injects faults."""
+
+from __future__ import annotations
+
+from nbdist.compat.agents import FaultyTensorPipeAgent
+from nbdist.compat.options import FaultyTensorPipeRpcBackendOptions
+
+__all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
+
+
+def is_available() -> bool:
+    """Whether faults can be injected: they can."""
+    return True

@@ -1,0 +1,197 @@
+"""Stands for torch.distributed.rpc.api: the calls, and what torch's suites reach for beneath them.
+
+The calls are nbdist's. They differ here in three things: two errors have torch's words, futures are collected
+inside a ``_wait_all``, and a pickler of the program's own is used where one is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.compat import gathering, references
+from nbdist.compat.agents import RpcAgent, agent_of_torch
+from nbdist.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from nbdist.compat.rpc.functions import async_execution
+from nbdist.compat.rpc.internal import PythonUDF, _internal_rpc_pickler
+from nbdist.errors import NbdistError, NotInitialized, RRefError, UnknownWorker, UsageError
+from nbdist.rpc import api as rpc
+from nbdist.rpc.executor import ASYNC_MARK
+from nbdist.rpc.futures import Future
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.rref import RRef
+
+__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+
+logger = logging.getLogger("nbdist.compat")
+
+_ignore_rref_leak = True
+"""Whether `shutdown` may find references that nobody has let go of; set by the program."""
+
+_default_pickler: Any = _internal_rpc_pickler
+_thread_local_var = threading.local()
+
+_gather_to_leader = gathering.gather_to_leader
+_broadcast_to_followers = gathering.broadcast_to_followers
+_is_current_rpc_agent_set = rpc.is_initialized
+
+
+# -- calls --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _in_torchs_words() -> Iterator[None]:
+    try:
+        yield
+    except NotInitialized:
+        raise NotInitialized("RPC has not been initialized: call rpc.init_rpc first") from None
+    except UnknownWorker as error:
+        raise UnknownWorker(f"could not find destination: {error}") from None
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`."""
+    with _in_torchs_words():
+        return rpc.rpc_sync(to, *_pickled(func, args, kwargs), timeout)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`."""
+    with _in_torchs_words():
+        future = rpc.rpc_async(to, *_pickled(func, args, kwargs), timeout)
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`."""
+    with _in_torchs_words():
+        return rpc.remote(to, *_pickled(func, args, kwargs), timeout)
+
+
+def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """Name and id of a worker; of the current one without a name."""
+    with _in_torchs_words():
+        return rpc.get_worker_info(worker_name)
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait, at the end of the block, for what `rpc_async` was asked for in it."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+# -- a pickler of the program's own -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Serialize the functions that are called in the block, and their arguments, with another pickler."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The call to make: this one, or one that unpickles this one and runs it."""
+    pickler = _default_pickler
+    if pickler is _internal_rpc_pickler or not callable(func):
+        return func, args, kwargs
+    data, tensors = pickler.serialize(PythonUDF(func, tuple(args or ()), dict(kwargs or {})))
+    return (_run_async if hasattr(func, ASYNC_MARK) else _run), (data, tensors), None
+
+
+def _run(data: bytes, tensors: list[torch.Tensor]) -> Any:
+    function, args, kwargs = _internal_rpc_pickler.deserialize(data, tensors)
+    return function(*args, **kwargs)
+
+
+_run_async = async_execution(_run)
+
+
+# -- the current agent --------------------------------------------------------------------------
+
+
+def _get_current_rpc_agent() -> RpcAgent:
+    return agent_of_torch()
+
+
+def _init_rpc_states(agent: Any) -> None:
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    raise UsageError(f"nbdist cannot make calls through an agent that is not its own: {agent!r}")
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """End RPC in this process; see `nbdist.rpc.shutdown`."""
+    with _in_torchs_words():
+        agent = rpc.current_agent()
+    rpc.shutdown(graceful, timeout)
+    leaked = agent.references.forks.forks
+    if graceful and leaked and not _ignore_rref_leak:
+        raise RRefError(f"Leaking RRefs: {leaked} references to values of {agent.me.name} were never let go")
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
+    references.release_users(rpc.current_agent(), timeout)
+
+
+# -- gathering ----------------------------------------------------------------------------------
+
+
+def _all_gather(
+    obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """What every worker, or every one of those, has given, by name; all of them must call this."""
+    with _in_torchs_words():
+        return gathering.all_gather(obj, worker_names, timeout)
+
+
+def _barrier(worker_names: Collection[str]) -> None:
+    """Wait until all those workers have called this; a failure is logged."""
+    try:
+        _all_gather(None, worker_names)
+    except NbdistError:
+        logger.exception("a barrier of %s failed", ", ".join(worker_names))
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until all workers have called this."""
+    _all_gather(None, timeout=timeout)

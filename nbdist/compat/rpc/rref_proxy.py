@@ -1,0 +1,7 @@
+"""Stands for torch.distributed.rpc.rref_proxy."""
+
+from __future__ import annotations
+
+from nbdist.rpc.rref import Proxy as RRefProxy
+
+__all__ = ["RRefProxy"]

@@ -1,0 +1,81 @@
+"""Has a process use nbdist for torch's RPC as soon as it imports torch.
+
+Python imports a module of this name when it starts. ``python -m nbdist run`` puts this directory on
+PYTHONPATH, so that the program's own process and every Python process below it gets here. It must be light:
+most processes never import torch. Nothing is imported from nbdist before torch is there.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _AfterTorch(MetaPathFinder):
+    """Finds torch where everybody else finds it, and has nbdist installed when it has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            loader.exec_module = execute
+            execute(module)
+            _install()
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _install() -> None:
+    root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+    checkout = importlib.util.find_spec("nbdist") is None and os.path.basename(root) not in (
+        "site-packages",
+        "dist-packages",
+    )
+    if checkout:
+        sys.path.append(root)
+    try:
+        from nbdist import compat
+    except ImportError as error:
+        print(
+            f"python -m nbdist run: {sys.executable} cannot import nbdist ({error}); in this process, "
+            "torch.distributed.rpc remains torch's own",
+            file=sys.stderr,
+        )
+    else:
+        compat.install()
+    finally:
+        if checkout:
+            sys.path.remove(root)
+
+
+def _run_the_other() -> None:
+    """Import the sitecustomize that this one hides."""
+    others = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, _AfterTorch())
+_run_the_other()

@@ -1,0 +1,104 @@
+"""Puts modules of nbdist in the place of torch's.
+
+A module can be reached by three ways: its entry in ``sys.modules``, the attribute of its parent package, and
+the globals of modules that imported it, or a name out of it, before. All three are changed; torch itself does
+the third when it is imported (``torch.nn.parallel.distributed`` looks for RRefs in what it is given).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import threading
+import types
+from typing import Any
+
+import torch
+import torch.distributed
+
+from nbdist.compat import autograd, echo, references, rpc
+from nbdist.errors import UsageError
+
+__all__ = ["install", "is_installed"]
+
+_HOMES = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_")
+
+_lock = threading.Lock()
+_installed = False
+
+
+def is_installed() -> bool:
+    """Whether ``torch.distributed.rpc`` means nbdist in this process."""
+    return _installed
+
+
+def install() -> None:
+    """Make ``torch.distributed.rpc`` and ``torch.distributed.autograd`` mean nbdist, from now on.
+
+    A second call does nothing. It is too late once torch's own RPC is running.
+    """
+    global _installed
+    with _lock:
+        if _installed:
+            return
+        if _torch_rpc_runs():
+            raise UsageError(
+                "torch's own RPC is running in this process; call nbdist.compat.install() before init_rpc"
+            )
+        references.extend()
+        echo.start()
+        _replace("torch.distributed.rpc", rpc)
+        _replace("torch.distributed.autograd", autograd)
+        _installed = True
+
+
+def _torch_rpc_runs() -> bool:
+    extension = getattr(torch._C, "_distributed_rpc", None)
+    return extension is not None and bool(extension._is_current_rpc_agent_set())
+
+
+def _replace(name: str, module: types.ModuleType) -> None:
+    """Have ``module`` and its submodules go by ``name``, and no other module."""
+    new = {name: module}
+    for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
+        new[name + info.name.removeprefix(module.__name__)] = importlib.import_module(info.name)
+    old = {known: sys.modules.pop(known) for known in list(sys.modules) if f"{known}.".startswith(f"{name}.")}
+    sys.modules.update(new)
+    parent, _, attribute = name.rpartition(".")
+    setattr(sys.modules[parent], attribute, module)
+    _rebind(_successors(old, new))
+
+
+def _successors(
+    old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]
+) -> dict[int, tuple[Any, Any]]:
+    """What takes the place of which module, function or class, by the id of the old one."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for name, module in old.items():
+        if name not in new:
+            continue
+        found[id(module)] = module, new[name]
+        for attribute, value in vars(module).items():
+            successor = getattr(new[name], attribute, None)
+            if successor is not None and not attribute.startswith("__") and _is_torch_rpcs(value):
+                found[id(value)] = value, successor
+    return found
+
+
+def _is_torch_rpcs(value: Any) -> bool:
+    if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return False
+    return str(value.__module__).startswith(_HOMES)
+
+
+def _rebind(successors: dict[int, tuple[Any, Any]]) -> None:
+    """Change the globals of the modules that hold an old object."""
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if not isinstance(namespace, dict):
+            continue
+        for name, value in list(namespace.items()):
+            known = successors.get(id(value))
+            if known is not None and known[0] is value:
+                namespace[name] = known[1]

@@ -1,0 +1,225 @@
+"""What tests need: agents in one process, channels that go wrong on purpose, a clock that waits to be told.
+
+>>> from nbdist import rpc
+>>> from nbdist.testing import Faults, World
+>>> with World(2, faults=Faults(drop={"*": 0.1}, duplicate={"*": 0.1})) as world:  # doctest: +SKIP
+...     with world[0].activate():
+...         rpc.rpc_sync("worker1", max, args=(1, 2))
+2
+
+The words by which `Faults` names messages are those of `nbdist.wire.messages.kind`: ``call``, ``remote``,
+``fetch``, ``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Literal
+
+from nbdist.channel.contract import Channel
+from nbdist.channel.faulty import Faults, FaultyChannel
+from nbdist.channel.inprocess import InProcessChannel, Network
+from nbdist.channel.liveness import started_at
+from nbdist.channel.security import Secret
+from nbdist.channel.zeromq import ZmqChannel, host_identity
+from nbdist.errors import UsageError
+from nbdist.ids import new_incarnation
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.options import RpcBackendOptions
+from nbdist.wire.messages import Record
+
+__all__ = ["Faults", "FaultyChannel", "InProcessChannel", "ManualClock", "Network", "World"]
+
+
+class ManualClock:
+    """A clock that stands still until it is told otherwise.
+
+    The pure parts (`nbdist.wire.peer.Peer` and their like) take the time as an argument; a test gives them
+    this clock's.
+    """
+
+    def __init__(self, start: float = 1000.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        """The time, in seconds."""
+        return self._now
+
+    def advance(self, seconds: float) -> float:
+        """Let time pass; the time then."""
+        if seconds < 0:
+            raise UsageError(f"time does not run backwards ({seconds:g} s)")
+        self._now += seconds
+        return self._now
+
+
+class World:
+    """Several agents in this process, ``worker0`` and so on, that have joined one world.
+
+    ``channel``
+        ``"inprocess"``, or ``"zeromq"`` for the real one (over ``ipc://``).
+    ``faults``
+        what goes wrong on every agent's channel, from the handshake on. The object stays ``world.faults``
+        and may be changed while the world runs.
+    ``options``
+        as for ``init_rpc``; an ``init_method`` in it means nothing here.
+    ``dynamic``
+        whether agents may join later (`add`) and leave.
+    ``apart``
+        have every agent take the others for members on other hosts, so that their silence is judged.
+    ``timeout``
+        seconds that joining may take.
+
+    Leaving the ``with`` block closes all agents at once; `shutdown` ends the world in order.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        channel: Literal["inprocess", "zeromq"] = "inprocess",
+        faults: Faults | None = None,
+        options: RpcBackendOptions | None = None,
+        dynamic: bool = False,
+        apart: bool = False,
+        timeout: float = 30.0,
+    ) -> None:
+        if channel not in ("inprocess", "zeromq"):
+            raise UsageError(f'channel must be "inprocess" or "zeromq", not {channel!r}')
+        if size < 1 and not dynamic:
+            raise UsageError(f"a world has at least one agent, not {size}")
+        self.faults = faults
+        self.agents: list[Agent] = []
+        self._channel = channel
+        self._options = options or RpcBackendOptions()
+        self._dynamic = dynamic
+        self._apart = apart
+        self._timeout = timeout
+        self._network = Network()
+        self._secret = Secret(secrets.token_bytes(32), shared_off_host=True)
+        try:
+            if dynamic:
+                for _ in range(size):
+                    self.add()
+            else:
+                for id in range(size):
+                    self.agents.append(self._make(f"worker{id}", id, size))
+                world = [agent.me for agent in self.agents]
+                deadline = time.monotonic() + timeout
+                self._all_at_once(lambda agent: agent.handshake.join_fixed(world, deadline))
+        except BaseException:
+            self.close()
+            raise
+
+    # -- joining ------------------------------------------------------------------------------
+
+    def _make(self, name: str, id: int, size: int | None) -> Agent:
+        incarnation = new_incarnation()
+        channel = self._open(f"{os.getpid()}-{incarnation:x}")
+        host = host_identity()
+        me = Record(
+            name=name,
+            id=id,
+            incarnation=incarnation,
+            addresses=channel.addresses,
+            host=f"{host}/{name}" if self._apart else host,
+            pid=os.getpid(),
+            started=started_at(os.getpid()),
+            world_size=size,
+            device_maps={
+                to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
+                for to, device_map in self._options.device_maps.items()
+            },
+        )
+        try:
+            agent = Agent(me, channel, self._options)
+        except BaseException:
+            channel.close()
+            raise
+        agent.start()
+        return agent
+
+    def _open(self, label: str) -> Channel:
+        channel: Channel
+        channel = self._network.open() if self._channel == "inprocess" else ZmqChannel(label, self._secret)
+        return channel if self.faults is None else FaultyChannel(channel, self.faults)
+
+    def add(self, name: str | None = None, id: int | None = None) -> Agent:
+        """Have one more agent join a dynamic world."""
+        if not self._dynamic:
+            raise UsageError("only a dynamic world takes in more agents: World(..., dynamic=True)")
+        number = len(self.agents) if id is None else id
+        present = [agent.me for agent in self.agents if not agent.closed]
+        agent = self._make(name or f"worker{number}", number, None)
+        self.agents.append(agent)
+        agent.handshake.join_dynamic(present, time.monotonic() + self._timeout)
+        return agent
+
+    # -- living -------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.agents)
+
+    def __getitem__(self, index: int) -> Agent:
+        return self.agents[index]
+
+    def __iter__(self) -> Iterator[Agent]:
+        return iter(self.agents)
+
+    def kill(self, index: int, why: str = "died") -> None:
+        """End one agent as a SIGKILL would: it says nothing more, and the others learn of it at once."""
+        victim = self.agents[index]
+        for agent in self.agents:
+            if agent is not victim and not agent.closed:
+                agent.lose(victim.me.incarnation, why)
+        victim.close("was killed")
+
+    # -- ending -------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float = 30.0) -> None:
+        """End the world in order: wait until nothing is under way, then close all agents."""
+        try:
+            self._all_at_once(lambda agent: agent.ending.end(timeout))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close all agents at once."""
+        for agent in self.agents:
+            agent.close("has shut down")
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _all_at_once(self, action: Callable[[Agent], object]) -> None:
+        """Do ``action`` for every living agent, each in a thread of its own; raise the first error."""
+        errors: list[BaseException] = []
+
+        def act(agent: Agent) -> None:
+            with agent.activate():
+                try:
+                    action(agent)
+                except BaseException as error:
+                    errors.append(error)
+
+        _join_all([threading.Thread(target=act, args=(agent,)) for agent in self.agents if not agent.closed])
+        if errors:
+            raise errors[0]
+
+
+def _join_all(threads: Sequence[threading.Thread]) -> None:
+    with contextlib.ExitStack() as joins:
+        for thread in threads:
+            thread.start()
+            joins.callback(thread.join)

@@ -1,0 +1,127 @@
+"""Runs tests out of torch's own suites on nbdist: a process that has imported them and forks for each test.
+
+It reads one JSON line a test from its standard input and answers with one. Every test runs in a session of
+its own, with its output in a file, so that whatever it leaves behind is seen, and ended.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import unittest
+from pathlib import Path
+from unittest import mock
+
+DUMP_AFTER = 60  # torch's test case prints the stacks of all workers then
+KILL_AFTER = 90
+
+
+def load():
+    """torch's suites by name, each mixed with its fixture and with processes that are forked."""
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(DUMP_AFTER)
+    import torch
+
+    import nbdist.compat
+
+    nbdist.compat.install()
+    with mock.patch.object(torch.jit, "script", lambda function, *_, **__: function):
+        from torch.testing._internal.common_distributed import MultiProcessTestCase
+        from torch.testing._internal.distributed.rpc import faulty_agent_rpc_test, rpc_test
+        from torch.testing._internal.distributed.rpc.examples import (
+            parameter_server_test,
+            reinforcement_learning_rpc_test,
+        )
+        from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
+            FaultyRpcAgentTestFixture,
+        )
+        from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
+            TensorPipeRpcAgentTestFixture,
+        )
+
+    class Forked(MultiProcessTestCase):
+        def setUp(self):
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+        def tearDown(self):
+            super().tearDown()
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.file_name)
+
+        def _check_return_codes(self, fn, elapsed_time):
+            super()._check_return_codes(fn, elapsed_time)
+            codes = [process.exitcode for process in self.processes]
+            assert codes == [0] * len(codes), "a worker did not end well"
+
+    plain = [
+        rpc_test.RpcTest,
+        rpc_test.TensorPipeAgentRpcTest,
+        parameter_server_test.ParameterServerTest,
+        reinforcement_learning_rpc_test.ReinforcementLearningRpcTest,
+    ]
+    suites = [(suite, TensorPipeRpcAgentTestFixture) for suite in plain]
+    suites.append((faulty_agent_rpc_test.FaultyAgentRpcTest, FaultyRpcAgentTestFixture))
+    return {suite.__name__: type(suite.__name__, (suite, fixture, Forked), {}) for suite, fixture in suites}
+
+
+def run(suites, name):
+    """In the child: run one test; whether it passed."""
+    suite, _, method = name.partition(".")
+    result = unittest.TextTestRunner(stream=sys.stderr, verbosity=2).run(suites[suite](method))
+    for _, reason in result.skipped:
+        print(f"skipped, which is not passed: {reason}", file=sys.stderr)
+    return result.wasSuccessful() and not result.skipped
+
+
+def run_forked(suites, name, output):
+    """Run one test in a child; "" if it passed, else what went wrong."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.setsid()
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            code = 0 if run(suites, name) else 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + KILL_AFTER
+    problem = f"did not end within {KILL_AFTER} s"
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            problem = f"failed (exit code {code})" if code else ""
+            break
+        time.sleep(0.01)
+    try:
+        os.killpg(child, signal.SIGKILL)
+        problem = problem or "passed, but left processes behind"
+    except ProcessLookupError:
+        pass
+    if problem.startswith("did not end"):
+        os.waitpid(child, 0)
+    return problem
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    suites = load()
+    print(json.dumps({"ready": sorted(suites)}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        began = time.monotonic()
+        problem = run_forked(suites, request["test"], request["output"])
+        answer = {"problem": problem, "seconds": round(time.monotonic() - began, 2)}
+        Path(request["output"]).touch()
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Workers that die, hang, leave and come back; the waits of those who stay (G3, G5)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import workers
+
+import nbdist
+from nbdist import rpc
+from nbdist.channel.security import runtime_directory
+from nbdist.rpc.api import current_agent
+
+
+def run_directories() -> set[str]:
+    return {path.name for path in runtime_directory().glob("agent-*")}
+
+
+def test_sigkill_among_a_thousand_calls():
+    before = run_directories()
+    with workers.world(3, graceful=False) as others:
+        rref = rpc.remote("worker1", workers.Counter)
+        rref.to_here()
+        mine = rpc.RRef("mine")
+        rpc.rpc_sync("worker1", workers.keep, args=(mine,))
+        workers.eventually(lambda: current_agent().statistics()["forks_of_owned"] == 1)
+        slow = [rpc.rpc_async("worker1", workers.sleep, args=(30,)) for _ in range(8)]
+        calls = slow + [rpc.rpc_async("worker1", workers.identity, args=(i,), timeout=0) for i in range(992)]
+        failed: list[float] = []
+        slow[0].add_done_callback(lambda _: failed.append(time.monotonic()))
+        killed = others.kill("worker1")
+        outcomes = []
+        for call in calls:
+            try:
+                outcomes.append(call.wait(20))
+            except nbdist.WorkerLost as error:
+                outcomes.append(error)
+        lost = [outcome for outcome in outcomes if isinstance(outcome, nbdist.WorkerLost)]
+        assert len(lost) >= 8
+        assert "worker1 died" in str(outcomes[0])
+        assert "sleep" in str(outcomes[0])
+        print(f"noticed {(failed[0] - killed) * 1e3:.1f} ms after the kill")
+        # The rest works, and says what it knows.
+        assert rpc.rpc_sync("worker2", workers.name) == "worker2"
+        with pytest.raises(nbdist.WorkerLost, match="worker1 died"):
+            rpc.rpc_sync("worker1", workers.name)
+        with pytest.raises(nbdist.WorkerLost, match="worker1"):
+            rref.to_here()
+        with pytest.raises(nbdist.WorkerLost, match="worker1"):
+            rref.rpc_sync().add(1)
+        assert "dead" in repr(rref)
+        # What it held is dropped.
+        workers.eventually(lambda: current_agent().statistics()["forks_of_owned"] == 0)
+        # Its directory is removed by who saw it die; ours are still there.
+        pid = others.processes["worker1"].pid
+        workers.eventually(lambda: not any(name.startswith(f"agent-{pid}-") for name in run_directories()))
+    workers.eventually(lambda: run_directories() <= before)
+
+
+def test_a_third_that_waits_for_the_dead():
+    """worker2 waits for worker1 on our behalf; worker1's death ends that wait as well."""
+    with workers.world(3, graceful=False) as others:
+        through = rpc.rpc_async("worker2", workers.call_there, args=("worker1", workers.sleep, 60))
+        rref = rpc.remote("worker1", workers.sleep, args=(60,))
+        passed = rpc.rpc_async("worker2", workers.fetch, args=(rref,))
+        workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["running_calls"] >= 4)
+        others.kill("worker1")
+        for future in (through, passed):
+            with pytest.raises(nbdist.NbdistError, match="worker1"):
+                future.wait(20)
+
+
+def test_a_stopped_local_process_is_not_lost():
+    with workers.world(2) as others:
+        process = others.processes["worker1"]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            future = rpc.rpc_async("worker1", workers.name, timeout=30)
+            with pytest.raises(nbdist.RpcTimeout):
+                future.wait(1.5)
+            with pytest.raises(nbdist.RpcTimeout, match="has not acknowledged"):
+                rpc.rpc_sync("worker1", workers.name, timeout=0.3)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert future.wait() == "worker1"
+
+
+def test_leaving_without_the_others():
+    code = "import time; workers._release.wait(60)"
+    with workers.world(2, graceful=False, then=f"{code}\nrpc.shutdown(graceful=False)\nraise SystemExit") as others:
+        held = rpc.rpc_async("worker1", workers.sleep, args=(60,))
+        rpc.rpc_sync("worker1", workers.release)
+        with pytest.raises(nbdist.WorkerLost, match="worker1 has shut down"):
+            held.wait(20)
+        with pytest.raises(nbdist.WorkerLost, match="worker1 has shut down"):
+            rpc.rpc_sync("worker1", workers.name)
+        others.end()
+
+
+def test_exit_without_shutdown_is_told():
+    with workers.world(2, graceful=False, then="workers._release.wait(60); raise SystemExit(0)"):
+        rpc.rpc_async("worker1", workers.release)
+
+        def gone() -> bool:
+            try:
+                rpc.rpc_sync("worker1", workers.name, timeout=5)
+            except nbdist.WorkerLost as error:
+                assert "exited without shutdown" in str(error) or "died" in str(error)
+                return True
+            return False
+
+        workers.eventually(gone)
+
+
+def test_shutdown_with_a_limit_names_who_is_missing():
+    with workers.world(3, graceful=False, then="workers._release.wait(60)"):
+        rpc.rpc_sync("worker1", workers.release)
+        with pytest.raises(nbdist.RendezvousError, match="worker2 to call shutdown"):
+            rpc.shutdown(timeout=1.0)
+        assert not workers.is_running()
+
+
+def test_shutdown_without_one_that_dies_meanwhile():
+    with workers.world(3, graceful=False, then="workers._release.wait(60)") as others:
+        rpc.rpc_sync("worker1", workers.release)
+        killer = threading.Timer(0.5, lambda: others.kill("worker2"))
+        killer.start()
+        with pytest.raises(nbdist.WorkerLost, match="worker2"):
+            rpc.shutdown()
+        killer.join()
+        others.output("worker1", 20)
+
+
+def test_init_that_fails_leaves_nothing_behind():
+    before = run_directories()
+    threads = threading.active_count()
+    store = tempfile.mktemp(prefix="nbdist-test-")
+    options = rpc.RpcBackendOptions(init_method=f"file://{store}", rpc_timeout=0.5)
+    with pytest.raises(nbdist.RendezvousError, match="no sign of rank 1"):
+        rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+    assert run_directories() <= before
+    workers.eventually(lambda: threading.active_count() <= threads)
+    other = workers.Workers()
+    try:
+        other.start("worker1", workers.member("worker1", 1, 2, store))
+        options = rpc.RpcBackendOptions(init_method=f"file://{store}")
+        rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+        assert rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1)).item() == 2
+        rpc.shutdown()
+        other.output("worker1")
+    finally:
+        other.end()
+        Path(store).unlink(missing_ok=True)
+
+
+def test_a_tcp_store_can_be_tried_again_at_once():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    method = f"tcp://127.0.0.1:{port}"
+    for _ in range(2):
+        with pytest.raises(nbdist.RendezvousError):
+            rpc.init_rpc(
+                "worker0", rank=0, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=method, rpc_timeout=0.3)
+            )
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=method))
+    assert rpc.rpc_sync("worker0", workers.name) == "worker0"
+    rpc.shutdown()
+
+
+def test_a_name_can_be_taken_again_in_a_dynamic_world():
+    store = tempfile.mktemp(prefix="nbdist-test-")
+    others = workers.Workers()
+    options = rpc.RpcBackendOptions(init_method=f"file://{store}")
+    rpc.init_rpc("worker0", rank=0, rpc_backend_options=options)
+    try:
+        code = workers.member("late", 1, None, store, then="workers._release.wait(60)")
+        others.start("late", code)
+        workers.eventually(lambda: len(current_agent().membership.members()) == 2)
+        rref = rpc.remote("late", workers.Counter, args=(1,))
+        assert rref.rpc_sync().add(1) == 2
+        others.kill("late")
+        workers.eventually(lambda: len(current_agent().membership.members()) == 1)
+        others.start("late", code)
+        workers.eventually(lambda: len(current_agent().membership.members()) == 2)
+        assert rpc.rpc_sync("late", workers.count, args=("fresh",)) == 1
+        with pytest.raises(nbdist.WorkerLost, match="late"):
+            rref.to_here()
+        # A third one joins, and takes part in everything.
+        others.start("third", workers.member("third", 2, None, store, then="workers._release.wait(60)"))
+        workers.eventually(lambda: len(current_agent().membership.members()) == 3)
+        assert rpc.rpc_sync("late", workers.call_there, args=("third", workers.name)) == "third"
+        again = rpc.remote("third", torch.ones, args=(2,))
+        assert rpc.rpc_sync("late", workers.fetch, args=(again,)).tolist() == [1, 1]
+        for name in ("late", "third"):
+            rpc.rpc_sync(name, workers.release)
+            assert others.output(name)[1] == ""
+        workers.eventually(lambda: len(current_agent().membership.members()) == 1)
+    finally:
+        rpc.shutdown()
+        others.end()
+        Path(store).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("wait", ["rpc.rpc_sync('me', time.sleep, args=(30,))", "torch.futures.wait_all([f])", "f.wait()",
+                                  "rpc.wait_all([f])", "r.to_here()"])
+def test_ctrl_c_ends_every_wait(wait):
+    code = f"""
+import os, signal, tempfile, threading, time, torch
+from nbdist import rpc
+rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + tempfile.mktemp()))
+f = rpc.rpc_async("me", time.sleep, args=(30,))
+r = rpc.remote("me", time.sleep, args=(30,))
+def interrupt():
+    global sent
+    sent = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Timer(0.5, interrupt).start()
+try:
+    {wait}
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - sent, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
+    assert done.stdout.startswith("interrupted"), done.stderr
+    print(done.stdout)

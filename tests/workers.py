@@ -1,0 +1,302 @@
+"""Real worker processes for tests, and the functions that they run for others.
+
+The test's own process is ``worker0``; the others are separate interpreters. Functions that must travel by
+reference live here, since test modules cannot be imported by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbdist import rpc
+
+HERE = str(Path(__file__).parent)
+
+
+class Workers:
+    """The other processes of a world."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, code: str, **environment: str) -> subprocess.Popen[str]:
+        """Another interpreter that runs ``code``."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *_checkout()]), "OMP_NUM_THREADS": "1", **environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self.processes[name] = process
+        return process
+
+    def kill(self, name: str) -> float:
+        """SIGKILL; the moment it happened."""
+        process = self.processes[name]
+        moment = time.monotonic()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return moment
+
+    def output(self, name: str, timeout: float = 60) -> tuple[str, str]:
+        """What a process printed, once it has ended."""
+        return self.processes[name].communicate(timeout=timeout)
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def _checkout() -> list[str]:
+    path = os.environ.get("PYTHONPATH", "")
+    return [path] if path else []
+
+
+def member(
+    name: str, rank: int, world_size: int | None, store: str, options: str = "", then: str = "", first: str = ""
+) -> str:
+    """Code for a member that does ``first``, joins, does ``then``, and shuts down with the others."""
+    return (
+        "import workers, torch\n"
+        "from nbdist import rpc\n"
+        f"{first}\n"
+        f"rpc.init_rpc({name!r}, rank={rank}, world_size={world_size}, rpc_backend_options="
+        f"rpc.RpcBackendOptions(init_method='file://{store}'{', ' + options if options else ''}))\n"
+        f"{then}\n"
+        "rpc.shutdown()\n"
+    )
+
+
+@contextlib.contextmanager
+def world(
+    size: int, *, options: dict[str, Any] | None = None, graceful: bool = True, then: str = ""
+) -> Iterator[Workers]:
+    """A fixed world: this process as worker0, and ``size - 1`` others; yields those."""
+    store = tempfile.mktemp(prefix="nbdist-test-")
+    options = options or {}
+    described = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    others = Workers()
+    try:
+        for rank in range(1, size):
+            others.start(f"worker{rank}", member(f"worker{rank}", rank, size, store, described, then))
+        rpc.init_rpc(
+            "worker0",
+            rank=0,
+            world_size=size,
+            rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}", **options),
+        )
+        ended = False
+        try:
+            yield others
+            ended = True
+        finally:
+            if is_running():
+                rpc.shutdown(graceful=graceful and ended)
+        if graceful:
+            for name in others.processes:
+                _, errors = others.output(name)
+                assert others.processes[name].returncode == 0, f"{name}:\n{errors}"
+    finally:
+        others.end()
+        Path(store).unlink(missing_ok=True)
+
+
+def is_running() -> bool:
+    """Whether this process has an agent."""
+    from nbdist.rpc import api
+
+    return api.is_initialized()
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
+    """Wait for something that comes about by itself, such as a release."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+# -- what workers run ---------------------------------------------------------------------------
+
+_calls: dict[str, int] = {}
+_kept: list[Any] = []
+_release = threading.Event()
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def count(key: str) -> int:
+    """How often this was called with ``key`` on this worker."""
+    _calls[key] = _calls.get(key, 0) + 1
+    return _calls[key]
+
+
+def name() -> str:
+    return rpc.get_worker_info().name
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def hold() -> bool:
+    """Block until `release` is called here."""
+    return _release.wait(60)
+
+
+def release() -> None:
+    _release.set()
+
+
+def keep(value: Any) -> None:
+    _kept.append(value)
+
+
+def unkeep() -> None:
+    _kept.clear()
+
+
+def statistics() -> dict[str, int]:
+    from nbdist.rpc.api import current_agent
+
+    return current_agent().statistics()
+
+
+def recurse(ring: list[str], depth: int) -> int:
+    """Call on round the ring, ``depth`` deep."""
+    if depth == 0:
+        return 0
+    return 1 + rpc.rpc_sync(ring[depth % len(ring)], recurse, args=(ring, depth - 1))
+
+
+def call_there(to: str, function: Any, *args: Any) -> Any:
+    return rpc.rpc_sync(to, function, args=args)
+
+
+def fetch(rref: Any) -> Any:
+    return rref.to_here()
+
+
+def describe(rref: Any) -> str:
+    return repr(rref.local_value())
+
+
+def pass_on(to: str, rref: Any) -> Any:
+    """Hand a reference to somebody else, who fetches it."""
+    return rpc.rpc_sync(to, fetch, args=(rref,))
+
+
+def make(value: Any) -> Any:
+    return rpc.RRef(value)
+
+
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+class Odd(Exception):
+    """Its constructor does not take its args."""
+
+    def __init__(self, code: int, *, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+def fail_oddly() -> None:
+    raise Odd(7, detail="seven")
+
+
+def exit_process() -> None:
+    raise SystemExit(3)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("I stay here")
+
+
+class Explosive:
+    """Cannot be rebuilt."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise OSError("no room")
+
+    def __getstate__(self) -> Any:
+        return {"a": 1}
+
+
+class FailsToDie:
+    def __del__(self) -> None:
+        raise RuntimeError("not yet")
+
+
+def unpicklable() -> Any:
+    return Unpicklable()
+
+
+def explosive() -> Any:
+    return Explosive()
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+        self.tensor = torch.zeros(3)
+
+    def add(self, by: int) -> int:
+        self.value += by
+        return self.value
+
+    @rpc.functions.async_execution
+    def add_later(self, to: str, by: int) -> Any:
+        return rpc.rpc_async(to, identity, args=(by,)).then(lambda done: self.add(done.value()))
+
+    @staticmethod
+    @rpc.functions.async_execution
+    def static_async(to: str, a: int, b: int) -> Any:
+        return rpc.rpc_async(to, torch.add, args=(torch.tensor(a), b)).then(lambda done: int(done.value()))
+
+    @classmethod
+    @rpc.functions.async_execution
+    def class_async(cls, to: str, a: int, b: int) -> Any:
+        return rpc.rpc_async(to, torch.add, args=(torch.tensor(a), b)).then(lambda done: int(done.value()))
+
+
+def not_a_future() -> int:
+    return 3
+
+
+async_not_a_future = rpc.functions.async_execution(not_a_future)
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def repr_kept() -> str:
+    return repr(_kept)
