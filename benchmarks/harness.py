@@ -90,15 +90,15 @@ def table(times: Times, base: str, subject: str, limits: Mapping[str, float]) ->
         medians = {name: statistics.median(values) if values else None for name, values in by_name.items()}
         cells = [_time(medians[name]) for name in names]
         ours, theirs = medians.get(subject), medians.get(base)
-        ratio = f"{ours / theirs:.2f}" if ours and theirs else "–"
-        limit = f"{limits[case]:g}" if case in limits else "–"
+        ratio = f"{ours / theirs:.2f}" if ours and theirs else "-"
+        limit = f"{limits[case]:g}" if case in limits else "-"
         lines.append(f"| {case} | {' | '.join(cells)} | {ratio} | {limit} |")
     return "\n".join(lines)
 
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "–"
+        return "-"
     return f"{seconds * 1e6:.0f} µs" if seconds < 0.01 else f"{seconds * 1e3:.1f} ms"
 
 
@@ -110,7 +110,9 @@ def machine() -> str:
         models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
         model = models[0] if models else model
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    return f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, load {load}"
+    return (
+        f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, load {load}"
+    )
 
 
 def write(results: dict[str, Any], path: str | None) -> None:

@@ -29,7 +29,13 @@ CASES = {
     "echo 64 MB": 4,
 }
 LIMITS = {"empty call": 1.5, "torch.add, small tensor": 1.5}
-PEERS = {"ray": "ray", "dask": "distributed", "ipyparallel": "ipyparallel", "rpyc": "rpyc", "monarch": "monarch"}
+PEERS = {
+    "ray": "ray",
+    "dask": "distributed",
+    "ipyparallel": "ipyparallel",
+    "rpyc": "rpyc",
+    "monarch": "monarch",
+}
 SCRIPT = str(Path(__file__).parent / "contestants.py")
 
 

@@ -35,7 +35,12 @@ class Workers:
         """Another interpreter that runs ``code``."""
         process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *_checkout()]), "OMP_NUM_THREADS": "1", **environment},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([HERE, *_checkout()]),
+                "OMP_NUM_THREADS": "1",
+                **environment,
+            },
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -69,7 +74,13 @@ def _checkout() -> list[str]:
 
 
 def member(
-    name: str, rank: int, world_size: int | None, store: str, options: str = "", then: str = "", first: str = ""
+    name: str,
+    rank: int,
+    world_size: int | None,
+    store: str,
+    options: str = "",
+    then: str = "",
+    first: str = "",
 ) -> str:
     """Code for a member that does ``first``, joins, does ``then``, and shuts down with the others."""
     return (

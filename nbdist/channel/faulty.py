@@ -6,6 +6,7 @@ paths of their own programs with it, through `nbdist.testing`.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import random
@@ -124,10 +125,8 @@ class FaultyLink:
                 self._inner.send(kept, kind)
 
     def _send_late(self, frames: Sequence[Buffer], kind: str) -> None:
-        try:
+        with contextlib.suppress(ChannelError):  # a message that is lost late is lost
             self._inner.send(frames, kind)
-        except ChannelError:
-            pass  # a message that is lost late is lost
 
     def close(self, *, at_once: bool = False) -> None:
         self._inner.close(at_once=at_once)

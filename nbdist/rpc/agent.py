@@ -271,9 +271,12 @@ class Agent:
         message = envelope.message
         connection = self._connections.get(envelope.sender)
         if isinstance(message, Refused):  # perhaps from whoever listens now where the one we meant did
-            return self.handshake.on_refused(message) if envelope.receiver == self.me.incarnation else None
+            if envelope.receiver == self.me.incarnation:
+                self.handshake.on_refused(message)
+            return None
         if isinstance(message, Hello) and connection is None:
-            return self.handshake.on_stranger(message)
+            self.handshake.on_stranger(message)
+            return None
         if connection is None or envelope.receiver != self.me.incarnation:
             self._refuse(envelope)
             return None
@@ -326,7 +329,9 @@ class Agent:
                         lost.append((incarnation, f"has been silent for {action.silent:.1f} s"))
                     elif isinstance(action, Suspect):
                         _log.warning(
-                            "%s has been silent for %.1f s; calls to it wait", connection.record.name, action.silent
+                            "%s has been silent for %.1f s; calls to it wait",
+                            connection.record.name,
+                            action.silent,
                         )
                         trace.emit("peer.suspect", name=connection.record.name, silent=action.silent)
                     elif isinstance(action, Undelivered):

@@ -157,7 +157,9 @@ def _drain(agent: Agent, timeout: float) -> None:
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while agent.executor.active or len(agent.pending):
         if time.monotonic() > deadline:
-            raise WorkerLost(f"shutdown of {agent.me.name}: {agent.executor.doing() or 'calls of its own'} still running")
+            raise WorkerLost(
+                f"shutdown of {agent.me.name}: {agent.executor.doing() or 'calls of its own'} still running"
+            )
         time.sleep(0.002)
     agent.references.release_all()
     while agent.outstanding() and time.monotonic() < min(deadline, time.monotonic() + 1.0):

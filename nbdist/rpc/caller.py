@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nbdist import trace
 from nbdist.channel.contract import ChannelError
-from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.errors import EncodeError, NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.failures import rebuild
 from nbdist.rpc.futures import Future
@@ -18,7 +18,7 @@ from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.references import MessageForker, creation_error
 from nbdist.rpc.rref import RRef, local_type
 from nbdist.wire import codec, names
-from nbdist.wire.messages import Call, Fork, Mode, Record, Reply
+from nbdist.wire.messages import Call, Fork, Mode, Payload, Record, Reply
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -42,13 +42,23 @@ class Caller:
     # -- the ways to call ---------------------------------------------------------------------
 
     def sync(
-        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
     ) -> Any:
         """Call and wait."""
         return self._call(to, function, args, kwargs, timeout, internal=True).future.wait()
 
     def asynchronous(
-        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
     ) -> Future[Any]:
         """Call, and have a Future; it fails where the worker is gone."""
         try:
@@ -59,7 +69,12 @@ class Caller:
             return failed
 
     def remote(
-        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
     ) -> RRef[Any]:
         """Call, and have an RRef to the outcome, which stays there."""
         _check(function, args, kwargs)
@@ -213,7 +228,14 @@ class Caller:
         return call
 
     def _encode(
-        self, call: Pending, to: Record, mode: Mode, builtin: bool, body: Any, target: RRef[Any] | None, by_value: bool
+        self,
+        call: Pending,
+        to: Record,
+        mode: Mode,
+        builtin: bool,
+        body: Any,
+        target: RRef[Any] | None,
+        by_value: bool,
     ) -> tuple[Call, codec.Encoded, tuple[MessageForker, RRef[Any] | None]]:
         agent = self._agent
         forker = MessageForker(agent.references, to.incarnation)
@@ -234,8 +256,8 @@ class Caller:
                 )
         except BaseException as error:
             forker.take_back()
-            if isinstance(error, codec.EncodeError):
-                raise codec.EncodeError(f"an argument of {call.function} (or the function) {error}") from error
+            if isinstance(error, EncodeError):
+                raise EncodeError(f"an argument of {call.function} (or the function) {error}") from error
             raise
         message = Call(
             call.id,
@@ -359,7 +381,7 @@ class Caller:
                 self._fail(call, error, may_exist=True)
 
 
-_NO_PAYLOAD = codec.Payload()
+_NO_PAYLOAD = Payload()
 
 
 def _check(function: Any, args: Any, kwargs: Any) -> None:

@@ -45,9 +45,7 @@ class Survey:
     def missing(self) -> set[int]:
         """The members that have not reached this round."""
         return {
-            member
-            for member in self.members
-            if (state := self._states.get(member)) is None or state.round < self.round
+            member for member in self.members if (state := self._states.get(member)) is None or state.round < self.round
         }
 
     def forget(self, member: int) -> None:

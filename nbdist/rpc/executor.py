@@ -51,7 +51,7 @@ class Executor:
 
     def doing(self) -> str:
         """What runs here, the longest first, in a few words."""
-        running = sorted(list(self._running.values()), key=lambda entry: entry[1])
+        running = sorted(self._running.copy().values(), key=lambda entry: entry[1])
         if not running:
             return ""
         function, since, caller = running[0]
@@ -137,7 +137,7 @@ class _Request:
     def _invoke(self) -> tuple[Any, bool]:
         call = self._call
         if call.mode == Mode.FETCH:
-            assert self._target is not None  # noqa: S101  # `run` is only made a job when it is there
+            assert self._target is not None  # `run` is only made a job when it is there
             return self._target.value(), False
         function, args, kwargs = codec.decode(call.payload, self._frames, self._references)
         self._frames, self._references = [], []
@@ -188,7 +188,9 @@ class _Request:
         except BaseException as error:
             forker.take_back()
             what = names.display_name(type(result))
-            self._fail(EncodeError(f"the result of {self._call.function} (a {what}) {error}") if _ours(error) else error)
+            self._fail(
+                EncodeError(f"the result of {self._call.function} (a {what}) {error}") if _ours(error) else error
+            )
             return
         self._reply(True, encoded.payload, encoded.frames, holds=forker)
 

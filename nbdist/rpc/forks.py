@@ -127,9 +127,7 @@ class Forks:
 
     def expected_from(self, creator: int) -> list[GlobalId]:
         """The values that are referred to already, and that this agent has still to create here."""
-        return [
-            rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created
-        ]
+        return [rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created]
 
     def forks_of(self, rref: GlobalId) -> int:
         """How many forks of an owned value are out."""

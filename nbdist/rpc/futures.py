@@ -87,22 +87,24 @@ class Future(torch.futures.Future[T]):
 
     def _publish(self, outcome: Any, error: BaseException | None) -> None:
         self._outcome, self._error = outcome, error
-        # torch's own waiters see the same; its ``set_exception`` would call our ``set_result``.
-        if error is not None:
-            self._failure = _Failure(self)
-            super()._set_unwrap_func(_raise)  # type: ignore[misc]
-            super().set_result(cast(T, self._failure))
-        else:
-            super().set_result(outcome)
         with self._setting:
             callbacks, self._callbacks = self._callbacks, []
             self._latch.release()
+        # torch's own waiters see the same, and not before us: whoever its `wait_all` wakes may ask `done` of us.
+        # Its ``set_exception`` would call our ``set_result``.
+        if error is not None:
+            self._failure = _Failure(self)
+            super()._set_unwrap_func(_raise)
+            super().set_result(cast(T, self._failure))
+        else:
+            super().set_result(outcome)
         for callback in callbacks:
             _call(callback, self)
 
     def __del__(self) -> None:
-        if getattr(self, "_failure", None) is not None:
-            self._failure.error = self._error  # torch's side may live on, in what `collect_all` made of it
+        failure = getattr(self, "_failure", None)
+        if failure is not None:
+            failure.error = self._error  # torch's side may live on, in what `collect_all` made of it
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -143,7 +145,11 @@ class Future(torch.futures.Future[T]):
         arrived: asyncio.Future[None] = loop.create_future()
 
         def arrive(_: Any) -> None:
-            loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+            loop.call_soon_threadsafe(tell)
+
+        def tell() -> None:
+            if not arrived.done():
+                arrived.set_result(None)
 
         self.add_done_callback(arrive)
         yield from arrived
@@ -151,7 +157,7 @@ class Future(torch.futures.Future[T]):
 
     # -- chaining -----------------------------------------------------------------------------
 
-    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:  # type: ignore[override]
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call ``callback(self)`` once the future is done, at once if it is."""
         with self._setting:
             if self._latch.locked():
@@ -159,7 +165,7 @@ class Future(torch.futures.Future[T]):
                 return
         _call(callback, self)
 
-    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future for ``callback(self)``, called once this one is done."""
         child: Future[S] = Future()
 

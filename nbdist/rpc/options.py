@@ -98,7 +98,6 @@ class RpcBackendOptions:
             del self.device_maps[to]
             raise UsageError(f"the device map for {to!r} must be one to one, not {known}")
 
-
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Name the local devices that calls use; kept for torch's programs, nothing here needs it."""
         self.devices = [torch.device(device) for device in devices]

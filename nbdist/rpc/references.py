@@ -6,6 +6,7 @@ Python may collect an `RRef` in any thread and in the middle of anything, so its
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -252,10 +253,7 @@ class References:
         while self._released:
             rref, fork = self._released.popleft()
             with self._lock:
-                if fork is None:
-                    instructions = self.forks.release_owned(rref)
-                else:
-                    instructions = self.forks.release(fork)
+                instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
             self.perform(instructions)
 
     def release_all(self) -> None:
@@ -308,10 +306,8 @@ class References:
         """Carry out what `Forks` asks for."""
         for instruction in instructions:
             if isinstance(instruction, Send):
-                try:
+                with contextlib.suppress(NbdistError):  # gone: `on_lost` has seen or will see to its forks
                     self._agent.post(instruction.to, instruction.message)
-                except NbdistError:
-                    pass  # it is gone, and `on_lost` has seen or will see to its forks
             elif isinstance(instruction, Drop):
                 with self._lock:
                     dropped = self._values.pop(instruction.rref, None)

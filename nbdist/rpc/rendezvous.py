@@ -12,11 +12,13 @@ import socket
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-import torch.distributed as dist
+import torch.distributed
 
 from nbdist.errors import SecurityError
 
-__all__ = ["Meeting", "parse"]
+__all__ = ["Meeting", "parse", "require_shared_secret"]
+
+dist: Any = torch.distributed  # which does not declare what it exports
 
 
 class Meeting:

@@ -56,7 +56,7 @@ class Roster:
     def form(self, me: Record, deadline: float) -> list[Record]:
         """Wait until a fixed world is complete; its members."""
         size = me.world_size
-        assert size is not None  # noqa: S101  # a fixed world has a size
+        assert size is not None  # a fixed world has a size
         while True:
             text, document = self._read(deadline)
             formed = self._records(document.formed)
@@ -179,5 +179,3 @@ class Roster:
 
     def _seems_alive(self, record: Record) -> bool:
         return record.host != self._host or is_alive(record.pid, record.started)
-
-

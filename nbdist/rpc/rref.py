@@ -53,7 +53,12 @@ class RRef(Generic[T]):
 
     @classmethod
     def _refer(
-        cls, agent: Agent, id: GlobalId, fork: GlobalId | None, owner: int, creation: Future[Any] | None = None
+        cls,
+        agent: Agent,
+        id: GlobalId,
+        fork: GlobalId | None,
+        owner: int,
+        creation: Future[Any] | None = None,
     ) -> RRef[T]:
         self = cls.__new__(cls)
         self._agent, self._id, self._fork, self._owner, self._creation = agent, id, fork, owner, creation

@@ -100,9 +100,7 @@ def _store(
 
 
 def _prefixed(store: Any) -> Any:
-    import torch.distributed as dist
-
-    return dist.PrefixStore("nbdist", store)
+    return rendezvous.dist.PrefixStore("nbdist", store)
 
 
 def _clean_after(agent: Agent, record: Record) -> None:
@@ -114,5 +112,3 @@ def _clean_after(agent: Agent, record: Record) -> None:
 def _sweep_soon() -> None:
     with contextlib.suppress(OSError, NbdistError):
         sweep()
-
-

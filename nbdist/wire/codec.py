@@ -101,7 +101,12 @@ def _script_function(data: bytes) -> Any:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
     def __init__(
-        self, file: io.BytesIO, buffers: list[Buffer], packer: TensorPacker, forker: Forker | None, by_value: bool
+        self,
+        file: io.BytesIO,
+        buffers: list[Buffer],
+        packer: TensorPacker,
+        forker: Forker | None,
+        by_value: bool,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._out_of_band)
         self.packer = packer
@@ -285,7 +290,11 @@ class _Globals(dict[str, Any]):
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, body: bytes, buffers: Sequence[Buffer], tensors: Sequence[torch.Tensor], references: Sequence[Any]
+        self,
+        body: bytes,
+        buffers: Sequence[Buffer],
+        tensors: Sequence[torch.Tensor],
+        references: Sequence[Any],
     ) -> None:
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
         self._tensors = tensors

@@ -25,6 +25,7 @@ _TORCH_HOMES = (
     ("torch", torch.Tensor),
 )
 
+
 def name_of(function: Any) -> str | None:
     """How another process finds ``function``; None where it cannot, or where ``__main__`` decides."""
     if isinstance(function, types.MethodType) and not isinstance(function.__self__, type):
@@ -64,7 +65,9 @@ def resolve(name: str) -> Any:
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
-        raise DecodeError(f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}") from error
+        raise DecodeError(
+            f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}"
+        ) from error
     for part in qualname.split("."):
         try:
             found = getattr(found, part)

@@ -36,7 +36,17 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.tensors import Buffer
 
-__all__ = ["Lost", "Outgoing", "Peer", "PeerLimits", "SeqSet", "Standing", "Suspect", "Transmit", "Undelivered"]
+__all__ = [
+    "Lost",
+    "Outgoing",
+    "Peer",
+    "PeerLimits",
+    "SeqSet",
+    "Standing",
+    "Suspect",
+    "Transmit",
+    "Undelivered",
+]
 
 _RELIABLE = (Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast)
 _ACK_DELAY = 0.05
@@ -201,9 +211,7 @@ class Peer:
         base = next(iter(self._kept), self._next_seq)
         above = self._arrived.above
         more = sorted(above)[:_MORE] if above else []
-        envelope = Envelope(
-            self._me, self._other, outgoing.seq, base, self._arrived.mark, more, outgoing.message
-        )
+        envelope = Envelope(self._me, self._other, outgoing.seq, base, self._arrived.mark, more, outgoing.message)
         outgoing.frames[0] = encode_envelope(envelope)
         self._ack_due = math.inf
         self._ack_bytes = 0
@@ -322,9 +330,7 @@ class Peer:
         if self._retrying:
             due = min(due, *(kept.retry_at for kept in self._kept.values()))
         if self._watch:
-            patience = (
-                self._limits.suspect_after if self.standing is Standing.LIVE else self._limits.lost_after
-            )
+            patience = self._limits.suspect_after if self.standing is Standing.LIVE else self._limits.lost_after
             due = min(due, self._heard + patience)
         return due
 

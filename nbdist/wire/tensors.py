@@ -29,9 +29,10 @@ LARGE = 256 * 1024
 _ALIGN = 64
 _SPARSE_VIEW = 4
 _DTYPE_NAMES = (
-    "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64 bool complex64 complex128 complex32 "
-    "uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-).split()
+    *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
+    *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
@@ -54,7 +55,7 @@ def is_packable(tensor: torch.Tensor) -> bool:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that ``tensor`` can touch: start and end."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return start, start
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -145,14 +146,14 @@ class TensorPacker:
         flags = _REQUIRES_GRAD if original.requires_grad else 0
         if isinstance(original, torch.nn.Parameter):
             flags |= _PARAMETER
-        offset = data.storage_offset() - storage.start // data.element_size()
+        offset = int(data.storage_offset()) - storage.start // data.element_size()
         strides = None if offset == 0 and data.is_contiguous() else list(data.stride())
-        return TensorMeta(
-            storage.number, _DTYPE_CODES[data.dtype], list(data.shape), strides, offset, flags, device
-        )
+        return TensorMeta(storage.number, _DTYPE_CODES[data.dtype], list(data.shape), strides, offset, flags, device)
 
 
-def _pack_simple(tensor: torch.Tensor) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
+def _pack_simple(
+    tensor: torch.Tensor,
+) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
     """The usual case, one small contiguous tensor, without the general one's bookkeeping."""
     length = tensor.nbytes
     if length >= LARGE or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -250,7 +251,7 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
             strides.insert(0, step)
             step *= max(n, 1)
     try:
-        return tensor.set_(storage, meta.offset, meta.shape, strides)  # type: ignore[arg-type]
+        return tensor.set_(storage, meta.offset, meta.shape, strides)
     except RuntimeError as error:
         raise ProtocolError(f"a tensor's bytes do not match its shape: {error}") from None
 
@@ -262,7 +263,7 @@ def _copy_in(pointer: int, frame: bytes, offset: int, length: int) -> None:
         frame = bytes(frame)
     source: int | bytes = frame
     if offset:
-        address = ctypes.cast(frame, ctypes.c_void_p).value
-        assert address is not None  # noqa: S101  # a bytes object always has an address
+        address = ctypes.cast(ctypes.c_char_p(frame), ctypes.c_void_p).value
+        assert address is not None  # a bytes object always has one
         source = address + offset
     ctypes.memmove(pointer, source, length)

@@ -96,7 +96,9 @@ def test_futures(others):
     assert [done.value() for done in collected.wait()] == [0, 1, 2]
 
     async def together() -> list[int]:
-        return await asyncio.gather(*(_awaited(rpc.rpc_async("worker1", workers.identity, args=(i,))) for i in range(5)))
+        return await asyncio.gather(
+            *(_awaited(rpc.rpc_async("worker1", workers.identity, args=(i,))) for i in range(5))
+        )
 
     assert asyncio.run(together()) == [0, 1, 2, 3, 4]
 
@@ -183,11 +185,23 @@ def test_timeouts_say_what_and_where(others):
         (lambda: rpc.rpc_sync(1.5, workers.name), nbdist.UsageError, "named by"),
         (lambda: rpc.rpc_sync("worker1", 3), TypeError, "callable"),
         (lambda: rpc.rpc_sync("worker1", workers.name, args=3), TypeError, "tuple"),
-        (lambda: rpc.rpc_sync("worker1", workers.identity, args=(workers.Unpicklable(),)), nbdist.EncodeError, "I stay"),
+        (
+            lambda: rpc.rpc_sync("worker1", workers.identity, args=(workers.Unpicklable(),)),
+            nbdist.EncodeError,
+            "I stay",
+        ),
         (lambda: rpc.rpc_sync("worker1", workers.unpicklable), nbdist.EncodeError, "I stay here"),
         (lambda: rpc.rpc_sync("worker1", workers.explosive), nbdist.DecodeError, "no room"),
-        (lambda: rpc.rpc_sync("worker1", workers.identity, args=(workers.Explosive(),)), nbdist.DecodeError, "no room"),
-        (lambda: rpc.rpc_sync("worker1", workers.identity, args=(torch.futures.Future(),)), RuntimeError, "Can not pickle"),
+        (
+            lambda: rpc.rpc_sync("worker1", workers.identity, args=(workers.Explosive(),)),
+            nbdist.DecodeError,
+            "no room",
+        ),
+        (
+            lambda: rpc.rpc_sync("worker1", workers.identity, args=(torch.futures.Future(),)),
+            RuntimeError,
+            "Can not pickle",
+        ),
         (lambda: rpc.init_rpc("again", rank=0, world_size=1), nbdist.UsageError, "already initialized"),
     ],
 )

@@ -108,17 +108,18 @@ def test_leaving_without_the_others():
 
 def test_exit_without_shutdown_is_told():
     with workers.world(2, graceful=False, then="workers._release.wait(60); raise SystemExit(0)"):
+        said: list[str] = []
         rpc.rpc_async("worker1", workers.release)
 
         def gone() -> bool:
             try:
                 rpc.rpc_sync("worker1", workers.name, timeout=5)
             except nbdist.WorkerLost as error:
-                assert "exited without shutdown" in str(error) or "died" in str(error)
-                return True
-            return False
+                said.append(str(error))
+            return bool(said)
 
         workers.eventually(gone)
+        assert "exited without shutdown" in said[0] or "died" in said[0]
 
 
 def test_shutdown_with_a_limit_names_who_is_missing():
@@ -172,7 +173,10 @@ def test_a_tcp_store_can_be_tried_again_at_once():
     for _ in range(2):
         with pytest.raises(nbdist.RendezvousError):
             rpc.init_rpc(
-                "worker0", rank=0, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=method, rpc_timeout=0.3)
+                "worker0",
+                rank=0,
+                world_size=2,
+                rpc_backend_options=rpc.RpcBackendOptions(init_method=method, rpc_timeout=0.3),
             )
     rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=method))
     assert rpc.rpc_sync("worker0", workers.name) == "worker0"
@@ -213,13 +217,22 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
         Path(store).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("wait", ["rpc.rpc_sync('me', time.sleep, args=(30,))", "torch.futures.wait_all([f])", "f.wait()",
-                                  "rpc.wait_all([f])", "r.to_here()"])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "rpc.rpc_sync('me', time.sleep, args=(30,))",
+        "torch.futures.wait_all([f])",
+        "f.wait()",
+        "rpc.wait_all([f])",
+        "r.to_here()",
+    ],
+)
 def test_ctrl_c_ends_every_wait(wait):
     code = f"""
 import os, signal, tempfile, threading, time, torch
 from nbdist import rpc
-rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file://" + tempfile.mktemp()))
+options = rpc.RpcBackendOptions(init_method="file://" + tempfile.mktemp())
+rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
 f = rpc.rpc_async("me", time.sleep, args=(30,))
 r = rpc.remote("me", time.sleep, args=(30,))
 def interrupt():

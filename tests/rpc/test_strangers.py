@@ -129,7 +129,9 @@ def test_a_replay_of_a_members_messages(over_tcp):
     link = agent.channel.connect(record.addresses)
     payload, frames = codec.encode(("workers:count", ("replayed",), {}))
     number = agent.peer(record.incarnation)._next_seq
-    envelope = Envelope(agent.me.incarnation, record.incarnation, number, number, 0, [], Call(10**6, 0, "count", payload))
+    envelope = Envelope(
+        agent.me.incarnation, record.incarnation, number, number, 0, [], Call(10**6, 0, "count", payload)
+    )
     agent.peer(record.incarnation)._next_seq += 1
     for _ in range(5):
         link.send([encode_envelope(envelope), *frames], "call")
@@ -147,7 +149,15 @@ def test_garbage_from_a_member(over_tcp):
     record = agent.membership.others()[0]
     link = agent.channel.connect(record.addresses)
     good = encode_envelope(Envelope(agent.me.incarnation, record.incarnation, 0, 1, 0, [], Hello(agent.me)))
-    for frames in ([b""], [b"\xc1"], [good[:-3]], [good + b"x"], [secrets.token_bytes(40)] * 5, [good[:10], good], [b"{}"]):
+    for frames in (
+        [b""],
+        [b"\xc1"],
+        [good[:-3]],
+        [good + b"x"],
+        [secrets.token_bytes(40)] * 5,
+        [good[:10], good],
+        [b"{}"],
+    ):
         link.send(frames, "garbage")
     payload, frames = codec.encode(("workers:identity", (torch.ones(10),), {}))
     broken = msgspec.structs.replace(payload, buffers=[(0, 10**9, 40)])
@@ -230,7 +240,12 @@ def test_off_host_without_a_secret_is_refused(monkeypatch):
     with pytest.raises(nbdist.SecurityError, match="NBDIST_HOST"):
         rpc.init_rpc("worker1", rank=1, world_size=2, rpc_backend_options=options)
     with pytest.raises(nbdist.SecurityError, match="at least 16"):
-        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method="file:///tmp/x", secret="short"))
+        rpc.init_rpc(
+            "a",
+            rank=0,
+            world_size=1,
+            rpc_backend_options=rpc.RpcBackendOptions(init_method="file:///tmp/x", secret="short"),
+        )
     assert not workers.is_running()
 
 

@@ -1,0 +1,14 @@
+"""Tests keep their sockets and their secret in a directory of their own, and leave none behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+_runtime = tempfile.mkdtemp(prefix="nbdist-tests-", dir="/tmp")
+os.environ["NBDIST_RUNTIME_DIR"] = _runtime
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_runtime, ignore_errors=True)

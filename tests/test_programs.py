@@ -1,0 +1,77 @@
+"""Programs written for torch.distributed.rpc, by changing their imports and unchanged; and the README's."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+README = Path(__file__).parent.parent / "README.md"
+EXPECTED = {"sync": "tensor([4., 4.])\n", "async": "tensor([5., 5.])\n"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_together(*commands: list[str]) -> list[str]:
+    """What the processes of one world print; they meet by env://."""
+    environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for command in commands
+    ]
+    try:
+        done = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, done, strict=True):
+        assert process.returncode == 0, errors
+    return [output for output, _ in done]
+
+
+@pytest.mark.parametrize("program", EXPECTED)
+def test_with_only_the_imports_changed(program, tmp_path):
+    for rank in (0, 1):
+        text = (PROGRAMS / f"{program}_worker{rank}.py").read_text()
+        changed = text.replace("import torch.distributed.rpc as rpc", "import nbdist.rpc as rpc")
+        assert changed != text
+        (tmp_path / f"worker{rank}.py").write_text(changed)
+    outputs = run_together(*([sys.executable, str(tmp_path / f"worker{rank}.py")] for rank in (0, 1)))
+    assert outputs == [EXPECTED[program], ""]
+
+
+@pytest.mark.parametrize("program", EXPECTED)
+def test_unchanged_under_run(program):
+    outputs = run_together(
+        *([sys.executable, "-m", "nbdist", "run", str(PROGRAMS / f"{program}_worker{rank}.py")] for rank in (0, 1))
+    )
+    assert outputs == [EXPECTED[program], ""]
+
+
+def test_the_readmes_first_program(tmp_path):
+    found = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README.read_text(), re.DOTALL))
+    assert set(found) == {"worker0", "worker1"}
+    for name, code in found.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    output, _ = run_together(*([sys.executable, str(tmp_path / f"{name}.py")] for name in ("worker0", "worker1")))
+    assert "tensor([4., 4.])\ntensor([5., 5.])\ntorch.Size([128, 64]) torch.Size([128, 64])" in output
+    assert "<RRef to Tensor float32(128, 64) on worker1, confirmed>" in output
+    assert "tensor([10., 10.])" in output
+
+
+def test_the_demo():
+    demo = Path(__file__).parent.parent / "examples" / "demo.py"
+    done = subprocess.run([sys.executable, str(demo)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for line in ("ZeroDivisionError: division by zero", "raised on worker1, in divide", "WorkerLost: worker2 died"):
+        assert line in done.stdout
