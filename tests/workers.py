@@ -311,3 +311,11 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 def repr_kept() -> str:
     return repr(_kept)
+
+
+def chain(depth: int) -> None:
+    """Start the next call and return; the last one leaves a mark."""
+    if depth:
+        rpc.rpc_async(f"worker{depth % 3}", chain, args=(depth - 1,))
+    else:
+        _kept.append("end of a chain")
