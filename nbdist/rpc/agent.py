@@ -160,7 +160,7 @@ class Agent:
                         self._transmit(connection, connection.peer.send(Goodbye(why), (), time.monotonic()))
         for call in self.pending.all():
             self.pending.pop(call.id)
-            call.future.try_settle(None, WorkerLost(f"{self.me.name} {why} before {call.worker} had answered"))
+            call.outcome.try_settle(None, WorkerLost(f"{self.me.name} {why} before {call.worker} had answered"))
         self.references.clear()
         if forked:
             return  # the sockets and threads are the parent's

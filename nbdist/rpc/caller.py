@@ -13,7 +13,7 @@ from nbdist.channel.contract import ChannelError
 from nbdist.errors import EncodeError, NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.failures import rebuild
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.references import MessageForker, creation_error
 from nbdist.rpc.rref import RRef, local_type
@@ -50,7 +50,7 @@ class Caller:
         timeout: float,
     ) -> Any:
         """Call and wait."""
-        return self._call(to, function, args, kwargs, timeout, internal=True).future.wait()
+        return self._call(to, function, args, kwargs, timeout, Latch()).outcome.wait()
 
     def asynchronous(
         self,
@@ -62,7 +62,7 @@ class Caller:
     ) -> Future[Any]:
         """Call, and have a Future; it fails where the worker is gone."""
         try:
-            return self._call(to, function, args, kwargs, timeout).future
+            return self._call(to, function, args, kwargs, timeout, Future()).future
         except WorkerLost as error:
             failed: Future[Any] = Future()
             failed.set_exception(error)
@@ -85,16 +85,15 @@ class Caller:
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """A copy of a referenced value."""
         owner = self._owner(rref)
-        call = self._send(owner, Mode.FETCH, None, "to_here", None, timeout, target=rref, internal=True)
-        return call.future.wait()
+        return self._send(owner, Mode.FETCH, None, "to_here", None, timeout, Latch(), target=rref).outcome.wait()
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a referenced value and wait."""
-        return self._method(rref, name, timeout, args, kwargs, internal=True).wait()
+        return self._method(rref, name, timeout, args, kwargs, Latch()).outcome.wait()
 
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of a referenced value, and have a Future."""
-        return self._method(rref, name, timeout, args, kwargs, internal=False)
+        return self._method(rref, name, timeout, args, kwargs, Future()).future
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Call a method of a referenced value, and have an RRef to the outcome."""
@@ -116,25 +115,22 @@ class Caller:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float,
-        *,
-        internal: bool = False,
+        outcome: Future[Any] | Latch,
     ) -> Pending:
         _check(function, args, kwargs)
         callee = self._agent.find(to)
         body = (names.name_of(function) or function, tuple(args or ()), dict(kwargs or {}))
         label = names.display_name(function)
-        return self._send(callee, Mode.CALL, function, label, body, timeout, internal=internal)
+        return self._send(callee, Mode.CALL, function, label, body, timeout, outcome)
 
     def _method(
-        self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, *, internal: bool
-    ) -> Future[Any]:
+        self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Future[Any] | Latch
+    ) -> Pending:
         self._agent.references.check_alive(rref)
         state = rref.state
         label = f"{state.qualname}.{name}" if state is not None else name
         body = (name, args, kwargs)
-        return self._send(
-            self._owner(rref), Mode.METHOD, None, label, body, timeout, target=rref, internal=internal
-        ).future
+        return self._send(self._owner(rref), Mode.METHOD, None, label, body, timeout, outcome, target=rref)
 
     def _owner(self, rref: RRef[Any]) -> Record:
         record = self._agent.membership.get(rref._owner)
@@ -163,7 +159,7 @@ class Caller:
         rref: RRef[Any] = RRef._refer(agent, rref_id, None if mine else fork_id, owner.incarnation, creation)
         result = Fork(rref_id, fork_id, owner.incarnation, agent.me.incarnation)
         try:
-            self._send(owner, mode, function, label, body, timeout, target=target, result=result, future=creation)
+            self._send(owner, mode, function, label, body, timeout, creation, target=target, result=result)
         except ChannelError as error:
             self._creation_failed(result, error, may_exist=False)
             creation.try_settle(None, error)
@@ -181,11 +177,10 @@ class Caller:
         label: str,
         body: Any,
         timeout: float,
+        outcome: Future[Any] | Latch,
         *,
         target: RRef[Any] | None = None,
         result: Fork | None = None,
-        future: Future[Any] | None = None,
-        internal: bool = False,
     ) -> Pending:
         agent = self._agent
         call = Pending(
@@ -193,12 +188,11 @@ class Caller:
             to=to.incarnation,
             worker=to.name,
             function=label,
-            future=future or Future(),
+            outcome=outcome,
             started=time.monotonic(),
             timeout=agent.timeout_of(timeout),
             thread=threading.get_ident(),
             result=result,
-            internal=internal,
         )
         builtin = mode in (Mode.CALL, Mode.REMOTE) and names.is_builtin(function)
         if target is not None:
@@ -301,7 +295,7 @@ class Caller:
                 peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
         if call.result is not None:
             self._agent.references.confirm(call.result.fork, reply.state)
-        if call.internal and reply.ok and reply.payload.plain and sum(map(len, frames)) < _INLINE:
+        if call.is_waited_for and reply.ok and reply.payload.plain and sum(map(len, frames)) < _INLINE:
             self._settle(call, reply, frames, references)
             return None
         return partial(self._settle, call, reply, frames, references)
@@ -323,7 +317,7 @@ class Caller:
     def _end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
         call.again = None
         trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
-        call.future.try_settle(outcome, error)
+        call.outcome.try_settle(outcome, error)
 
     def _fail(self, call: Pending, error: NbdistError, *, may_exist: bool) -> None:
         """A call ends without an answer."""

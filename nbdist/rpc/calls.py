@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import Future, Latch
 from nbdist.wire.messages import Fork
 
 __all__ = ["Pending", "PendingCalls"]
@@ -24,16 +24,26 @@ class Pending:
     to: int
     worker: str
     function: str
-    future: Future[Any]
+    outcome: Future[Any] | Latch
     started: float
     timeout: float
     thread: int
     result: Fork | None = None
     seq: int = 0
-    internal: bool = False
     again: Callable[[], None] | None = None
     asked: bool = False
     definitions: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def future(self) -> Future[Any]:
+        """The outcome, where it was promised to somebody as a future."""
+        assert isinstance(self.outcome, Future)
+        return self.outcome
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether one thread waits for the outcome, and nobody else can see it."""
+        return isinstance(self.outcome, Latch)
 
     @property
     def deadline(self) -> float:

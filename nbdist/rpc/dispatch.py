@@ -134,7 +134,10 @@ class Pool:
                         self._running += 1
                         if not self._reading:
                             self._provide_reader()
-                        return self._queue.popleft()
+                        queued = self._queue.popleft()
+                        if self._queue:
+                            self._provide()  # two jobs may have been announced to one sleeper
+                        return queued
                     self._extra = 0 if not self._queue else self._extra
                     if not self._reading:
                         self._reading = True

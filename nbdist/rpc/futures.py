@@ -20,7 +20,7 @@ import torch
 
 from nbdist.errors import RpcTimeout
 
-__all__ = ["Future", "blocking_wait", "set_blocking_hook", "wait_all"]
+__all__ = ["Future", "Latch", "blocking_wait", "set_blocking_hook", "wait_all"]
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -46,6 +46,38 @@ def blocking_wait() -> AbstractContextManager[None]:
     return hook() if hook is not None else nullcontext()
 
 
+class Latch:
+    """An outcome that one thread waits for: what is left of a future that nobody else will see."""
+
+    __slots__ = ("_error", "_lock", "_outcome", "_setting", "_settled")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._setting = threading.Lock()
+        self._settled = False
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+
+    def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
+        """Let the waiting thread go on, unless it has been let already."""
+        with self._setting:
+            if self._settled:
+                return False
+            self._settled = True
+        self._outcome, self._error = outcome, error
+        self._lock.release()
+        return True
+
+    def wait(self) -> Any:
+        """The outcome, once; Ctrl-C ends the wait."""
+        with blocking_wait():
+            self._lock.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+
 class Future(torch.futures.Future[T]):
     """The outcome of a call, now or later."""
 
@@ -55,6 +87,7 @@ class Future(torch.futures.Future[T]):
         self._latch.acquire()
         self._setting = threading.Lock()
         self._settled = False
+        self._done = False  # the latch cannot tell: who waits takes it for a moment
         self._outcome: Any = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
@@ -89,6 +122,7 @@ class Future(torch.futures.Future[T]):
         self._outcome, self._error = outcome, error
         with self._setting:
             callbacks, self._callbacks = self._callbacks, []
+            self._done = True
             self._latch.release()
         # torch's own waiters see the same, and not before us: whoever its `wait_all` wakes may ask `done` of us.
         # Its ``set_exception`` would call our ``set_result``.
@@ -110,7 +144,7 @@ class Future(torch.futures.Future[T]):
 
     def done(self) -> bool:
         """Whether the outcome is there."""
-        return not self._latch.locked()
+        return self._done
 
     def value(self) -> T:
         """The value of a completed future; raises its error."""
@@ -133,11 +167,12 @@ class Future(torch.futures.Future[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """The value, as soon as it is there; Ctrl-C ends the wait, and so does ``timeout`` (seconds)."""
-        if self._latch.locked():
+        if not self._done:
             with blocking_wait():
-                if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
+                if self._latch.acquire(timeout=-1 if timeout is None else timeout):
+                    self._latch.release()
+                elif not self._done:
                     raise RpcTimeout(f"waited {timeout:g} s for a future")
-                self._latch.release()
         return self._result()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -160,7 +195,7 @@ class Future(torch.futures.Future[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call ``callback(self)`` once the future is done, at once if it is."""
         with self._setting:
-            if self._latch.locked():
+            if not self._done:
                 self._callbacks.append(callback)
                 return
         _call(callback, self)

@@ -6,7 +6,6 @@ Python may collect an `RRef` in any thread and in the middle of anything, so its
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -306,8 +305,12 @@ class References:
         """Carry out what `Forks` asks for."""
         for instruction in instructions:
             if isinstance(instruction, Send):
-                with contextlib.suppress(NbdistError):  # gone: `on_lost` has seen or will see to its forks
+                try:
                     self._agent.post(instruction.to, instruction.message)
+                except NbdistError:  # gone: `on_lost` has seen or will see to its forks, if it ever was known here
+                    if isinstance(instruction.message, ForkRequest):
+                        rref, fork = instruction.message.rref, instruction.message.fork
+                        self._on_fork_confirm(ForkConfirm(rref, fork, gone=True))
             elif isinstance(instruction, Drop):
                 with self._lock:
                     dropped = self._values.pop(instruction.rref, None)

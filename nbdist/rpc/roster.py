@@ -163,7 +163,10 @@ class Roster:
 
     def _write(self, before: str, document: _Document) -> bool:
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode()
-        return self._store.compare_set(_KEY, before, text).decode() == text
+        try:
+            return self._store.compare_set(_KEY, before, text).decode() == text
+        except Exception:  # as in `_read`, which comes next and knows how long to be patient
+            return False
 
     def _sealed(self, record: Record) -> bytes:
         return self._secret.sign(msgspec.msgpack.encode((record.version, msgspec.msgpack.encode(record))))

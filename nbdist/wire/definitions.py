@@ -132,6 +132,8 @@ _IGNORED = {
     "__firstlineno__",
     "__static_attributes__",
     "__annotations__",
+    "__annotations_cache__",
+    "__slotnames__",  # put there by the first pickling of an instance
     "_abc_impl",
 }
 

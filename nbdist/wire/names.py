@@ -19,6 +19,7 @@ __all__ = ["MAIN_NAMES", "display_name", "is_builtin", "name_of", "resolve"]
 MAIN_NAMES = ("__main__", "__mp_main__")
 """The modules whose definitions may differ between workers."""
 
+_PYTHON = (types.FunctionType, types.MethodType, type)
 _TORCH_HOMES = (
     ("torch", torch),
     ("torch.nn.functional", torch.nn.functional),
@@ -81,7 +82,7 @@ def resolve(name: str) -> Any:
 
 def is_builtin(function: Any) -> bool:
     """Whether ``function`` is one of torch's operators, rather than somebody's Python."""
-    return not isinstance(function, types.FunctionType | types.MethodType | type) and (
+    return not isinstance(function, _PYTHON) and (
         getattr(torch, getattr(function, "__name__", ""), None) is function
     )
 

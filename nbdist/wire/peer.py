@@ -271,6 +271,8 @@ class Peer:
         """What has not arrived although the ping behind it has, goes again."""
         self.doing, self.doing_at = pong.doing, now
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
+        if late:
+            self._ping_wait = _PING_FIRST  # it listens: what was lost is not to wait for long again
         return [action for kept in late for action in self._again(kept, now)]
 
     def _again(self, kept: _Kept, now: float) -> list[Action]:

@@ -27,6 +27,11 @@ LARGE = 256 * 1024
 """From here on a storage travels in a frame of its own, which ZeroMQ need not copy again."""
 
 _ALIGN = 64
+_COPY_HELD = 64 * 1024
+_copy_held = ctypes.PyDLL(None).memmove
+"""A copy that keeps the GIL: giving it up for a few bytes costs a change of threads."""
+_copy_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
 _SPARSE_VIEW = 4
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
@@ -266,4 +271,4 @@ def _copy_in(pointer: int, frame: bytes, offset: int, length: int) -> None:
         address = ctypes.cast(ctypes.c_char_p(frame), ctypes.c_void_p).value
         assert address is not None  # a bytes object always has one
         source = address + offset
-    ctypes.memmove(pointer, source, length)
+    (_copy_held if length < _COPY_HELD else ctypes.memmove)(pointer, source, length)
