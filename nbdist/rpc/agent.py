@@ -157,7 +157,8 @@ class Agent:
             for connection in connections:
                 if connection.record is not self.me:
                     with contextlib.suppress(NbdistError):
-                        self._transmit(connection, connection.peer.send(Goodbye(why), (), time.monotonic()))
+                        goodbye = Goodbye(why, self.ending.completed)
+                        self._transmit(connection, connection.peer.send(goodbye, (), time.monotonic()))
         for call in self.pending.all():
             self.pending.pop(call.id)
             call.outcome.try_settle(None, WorkerLost(f"{self.me.name} {why} before {call.worker} had answered"))
@@ -420,6 +421,8 @@ class Agent:
                 self.lose(incarnation, f"died (process {pid} has ended)")
 
     def _on_goodbye(self, message: Goodbye, sender: int, _: list[bytes]) -> None:
+        if message.orderly:
+            self.ending.on_orderly_goodbye()
         self.lose(sender, message.reason)
 
     def lose(self, incarnation: int, why: str) -> None:

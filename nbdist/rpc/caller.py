@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from nbdist import trace
-from nbdist.channel.contract import ChannelError
-from nbdist.errors import EncodeError, NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.channel.contract import Buffer, ChannelError
+from nbdist.errors import EncodeError, MissingDefinition, NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.failures import rebuild
 from nbdist.rpc.futures import Future, Latch
@@ -28,6 +28,15 @@ __all__ = ["Caller"]
 
 To = str | int | WorkerInfo
 _INLINE = 64 * 1024
+
+
+class _Encoded(NamedTuple):
+    """A call ready to be sent; kept alive, with the references in it, until it has arrived."""
+
+    message: Call
+    frames: list[Buffer]
+    forker: MessageForker
+    target: RRef[Any] | None
 
 
 class Caller:
@@ -198,24 +207,15 @@ class Caller:
         if target is not None:
             agent.references.check_alive(target)
 
-        def post(by_value: bool) -> None:
-            message, encoded, holds = self._encode(call, to, mode, builtin, body, target, by_value)
-            try:
-                call.seq = agent.post(to.incarnation, message, encoded.frames, holds)
-            except NbdistError:
-                holds[0].take_back()
-                raise
-
-        if body is not None:
-            call.again = partial(self._repeat, call, post)
+        first = self._encode(call, to, mode, builtin, body, target, by_value=False)
+        self._prepare_repeat(call, to, lambda: self._encode(call, to, mode, builtin, body, target, by_value=True))
         agent.pending.add(call)
         try:
-            post(False)
+            self._post(call, first)
         except BaseException:
             agent.pending.pop(call.id)
+            self._drop_repeat(call)
             raise
-        with self._counting:
-            self.issued[call.to] = self.issued.get(call.to, 0) + 1
         if call.deadline != float("inf"):
             agent.hurry(call.started + call.timeout * 0.5)
         trace.emit("call.sent", agent=agent.me.name, to=to.name, function=label, id=call.id)
@@ -229,8 +229,9 @@ class Caller:
         builtin: bool,
         body: Any,
         target: RRef[Any] | None,
+        *,
         by_value: bool,
-    ) -> tuple[Call, codec.Encoded, tuple[MessageForker, RRef[Any] | None]]:
+    ) -> _Encoded:
         agent = self._agent
         forker = MessageForker(agent.references, to.incarnation)
         peer = agent.peer(to.incarnation)
@@ -253,6 +254,7 @@ class Caller:
             if isinstance(error, EncodeError):
                 raise EncodeError(f"an argument of {call.function} (or the function) {error}") from error
             raise
+        call.definitions = encoded.payload.definitions
         message = Call(
             call.id,
             mode,
@@ -262,18 +264,62 @@ class Caller:
             call.result,
             target._id if target is not None else None,
         )
-        call.definitions = encoded.payload.definitions
-        return message, encoded, (forker, target)
+        return _Encoded(message, encoded.frames, forker, target)
 
-    def _repeat(self, call: Pending, post: Callable[[bool], None]) -> None:
-        """The callee lacks definitions: the same call again, with them."""
-        call.again = None
+    def _post(self, call: Pending, encoded: _Encoded) -> None:
+        try:
+            call.seq = self._agent.post(call.to, encoded.message, encoded.frames, encoded)
+        except NbdistError:
+            encoded.forker.take_back()
+            raise
+        with self._counting:
+            self.issued[call.to] = self.issued.get(call.to, 0) + 1
+
+    # -- once more, with definitions ----------------------------------------------------------
+
+    def _prepare_repeat(self, call: Pending, to: Record, encode: Callable[[], _Encoded]) -> None:
+        """Be ready for a callee that lacks definitions of our ``__main__``.
+
+        What is sent is the value at the call. So where the callee is not known to have them, the call is
+        encoded by value right away, before the caller can change an argument; it costs that once for each
+        definition and callee.
+        """
+        if not call.definitions:
+            return
+        peer = self._agent.peer(to.incarnation)
+        if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
+            if call.is_waited_for:  # the caller cannot touch its arguments meanwhile
+                call.again = lambda: self._repeat(call, encode)
+            return
+        names_only = call.definitions
+        try:
+            spare = encode()
+        except EncodeError as error:
+            failure = error  # of no matter unless it is needed
+
+            def fail() -> _Encoded:
+                raise failure
+
+            call.again = lambda: self._repeat(call, fail)
+        else:
+            call.again = lambda: self._repeat(call, lambda: spare)
+            call.unsent = spare.forker.take_back
+        call.definitions = names_only
+
+    def _repeat(self, call: Pending, encode: Callable[[], _Encoded]) -> None:
+        call.again = call.unsent = None
         self._agent.pending.add(call)
         try:
-            post(True)
+            self._post(call, encode())
         except BaseException as error:
             if self._agent.pending.pop(call.id) is not None:
                 self._end(call, None, error)
+
+    @staticmethod
+    def _drop_repeat(call: Pending) -> None:
+        unsent, call.again, call.unsent = call.unsent, None, None
+        if unsent is not None:
+            unsent()
 
     # -- settling -----------------------------------------------------------------------------
 
@@ -288,6 +334,12 @@ class Caller:
                 lacking = {digest for _, digest in reply.missing}
                 peer.lacking.update(lacking)
                 peer.definitions.difference_update(lacking)
+            if call.again is None:
+                names = ", ".join(name for name, _ in reply.missing)
+                error = MissingDefinition(
+                    f"{call.worker} no longer has the definition of {names} that it had; call again"
+                )
+                return partial(self._fail, call, error, may_exist=False)
             return call.again
         if call.definitions:
             peer = self._agent.peer(sender)
@@ -315,7 +367,7 @@ class Caller:
         self._end(call, outcome, error)
 
     def _end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
-        call.again = None
+        self._drop_repeat(call)
         trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
         call.outcome.try_settle(outcome, error)
 

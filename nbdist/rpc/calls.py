@@ -31,6 +31,7 @@ class Pending:
     result: Fork | None = None
     seq: int = 0
     again: Callable[[], None] | None = None
+    unsent: Callable[[], None] | None = None
     asked: bool = False
     definitions: list[tuple[str, str]] = field(default_factory=list)
 

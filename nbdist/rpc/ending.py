@@ -83,6 +83,7 @@ class Ending:
         self._answers: dict[int, ShutdownState] = {}
         self._lost: list[str] = []
         self._survey: Survey | None = None
+        self.completed = False
         agent.handle(AskShutdown, self._on_ask)
         agent.handle(ShutdownState, self._on_state)
         agent.on_lost(self._on_lost)
@@ -102,6 +103,7 @@ class Ending:
                 self._agent.references.release_all()
             with self._changed:
                 self._reached = round_over
+        self.completed = True
         if not self._is_leader():
             self._tell(self._leader())
         else:
@@ -213,6 +215,13 @@ class Ending:
             self._answers[sender] = message
             if self._survey is not None:
                 self._changed.notify_all()
+
+    def on_orderly_goodbye(self) -> None:
+        """A member closes because the world has ended; the leader's word for that may yet be on its way."""
+        with self._changed:
+            if self._reached >= DRAINING:
+                self._wanted = CLOSING
+            self._changed.notify_all()
 
     def _on_lost(self, record: Record, why: str) -> None:
         with self._changed:

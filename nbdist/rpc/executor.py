@@ -179,8 +179,11 @@ class _Request:
 
     def _answer(self, result: Any) -> None:
         if self._call.result is not None:
-            state = self._agent.references.settle(self._call.result.rref, result, None)
+            # The reply goes first: who then asks for the value finds the reference confirmed.
+            state = self._agent.references.announce(self._call.result.rref, result, None)
             self._reply(True, Payload(), [], state)
+            self._agent.references.fulfil(self._call.result.rref, result, None)
+            self._finish()
             return
         forker = MessageForker(self._agent.references, self._sender)
         try:
@@ -193,6 +196,7 @@ class _Request:
             )
             return
         self._reply(True, encoded.payload, encoded.frames, holds=forker)
+        self._finish()
 
     def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
         agent, sender = self._agent, self._agent.connected(self._sender)
@@ -208,14 +212,21 @@ class _Request:
             return codec.encode(result, forker=forker, devices=devices, receiver=receiver)
 
     def _fail(self, error: BaseException) -> None:
-        agent = self._agent
+        agent, call = self._agent, self._call
+        failure = None
+        if call.target is not None and self._target is not None and self._target.exception() is error:
+            failure = agent.references.failure(call.target)  # it arose earlier, where the value should have been made
+        failure = failure or describe(error, agent.me.name, call.function)
         state = None
-        if self._call.result is not None:
-            state = agent.references.settle(self._call.result.rref, None, error)
-        failure = describe(error, agent.me.name, self._call.function)
-        trace.emit("call.failed", agent=agent.me.name, function=self._call.function, error=error, note=failure[2])
+        if call.result is not None:
+            error.__traceback__ = None  # its frames would keep the arguments, for as long as the reference lives
+            state = agent.references.announce(call.result.rref, None, error, failure)
+        trace.emit("call.failed", agent=agent.me.name, function=call.function, error=error, note=failure[2])
         encoded = codec.encode(failure, by_value=True)
         self._reply(False, encoded.payload, encoded.frames, state)
+        if call.result is not None:
+            agent.references.fulfil(call.result.rref, None, error)
+        self._finish()
 
     def _answer_missing(self, error: MissingDefinition) -> None:
         """The caller may repeat the call with the definitions in it; nothing has run."""
@@ -226,6 +237,7 @@ class _Request:
         if self._call.result is not None:
             self._agent.references.uncreate(self._call.result)
         self._reply(False, Payload(), [], missing=missing)
+        self._finish(created=False)
 
     def _reply(
         self,
@@ -242,7 +254,11 @@ class _Request:
         except NbdistError:
             if isinstance(holds, MessageForker):
                 holds.take_back()  # the caller is gone
-        if call.result is not None and not missing:
+
+    def _finish(self, *, created: bool = True) -> None:
+        """Let go of what was held for the call."""
+        agent, call = self._agent, self._call
+        if call.result is not None and created:
             agent.references.release(call.result.rref)
         if call.target is not None and self._target is not None:
             self._target = None

@@ -71,11 +71,14 @@ class Latch:
 
     def wait(self) -> Any:
         """The outcome, once; Ctrl-C ends the wait."""
-        with blocking_wait():
-            self._lock.acquire()
-        if self._error is not None:
-            raise self._error
-        return self._outcome
+        try:
+            with blocking_wait():
+                self._lock.acquire()
+            if self._error is not None:
+                raise self._error
+            return self._outcome
+        finally:
+            del self  # or the error, by its traceback and this frame, would hold itself
 
 
 class Future(torch.futures.Future[T]):
@@ -159,9 +162,12 @@ class Future(torch.futures.Future[T]):
         return self._error
 
     def _result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._outcome)
+        try:
+            if self._error is not None:
+                raise self._error
+            return cast(T, self._outcome)
+        finally:
+            del self
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -173,7 +179,10 @@ class Future(torch.futures.Future[T]):
                     self._latch.release()
                 elif not self._done:
                     raise RpcTimeout(f"waited {timeout:g} s for a future")
-        return self._result()
+        try:
+            return self._result()
+        finally:
+            del self  # as in `Latch.wait`
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import NbdistError, RRefError, WorkerLost
 from nbdist.ids import GlobalId
+from nbdist.rpc.failures import Failure
 from nbdist.rpc.forks import Drop, Forks, Instruction, Send, Standing
 from nbdist.rpc.futures import Future
-from nbdist.rpc.rref import RRef, describe_value
+from nbdist.rpc.rref import RRef, describe_error, describe_value
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class References:
         self._agent = agent
         self._lock = threading.RLock()
         self._values: dict[GlobalId, Future[Any]] = {}
+        self._failures: dict[GlobalId, Failure] = {}
         self._parked: dict[GlobalId, list[tuple[int, Job]]] = {}
         self._waiting: dict[GlobalId, list[Callable[[], None]]] = {}
         self._released: deque[tuple[GlobalId, GlobalId | None]] = deque()
@@ -99,20 +101,33 @@ class References:
         """The call that `create` prepared for did not run, and is going to be repeated."""
         self._perform_locked(self.forks.uncreate, result.rref, result.fork)
 
-    def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> State:
-        """The value (or the error in its place) has come to be."""
-        if error is None:
-            state = describe_value(value)
-        else:
-            cls = type(error)
-            state = State(cls.__module__, cls.__qualname__, error=str(error))
+    def announce(
+        self, rref: GlobalId, value: Any, error: BaseException | None, failure: Failure | None = None
+    ) -> State:
+        """Tell what the value is going to be, or the error in its place, described by ``failure``."""
+        state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
-            future = self._values.get(rref)
+            if failure is not None and rref in self._values:
+                self._failures[rref] = failure
             instructions = self.forks.set_state(rref, state)
-        if future is not None:
-            future.try_settle(value, error)
         self.perform(instructions)
         return state
+
+    def fulfil(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
+        """Let those have the value who wait for it."""
+        with self._lock:
+            future = self._values.get(rref)
+        if future is not None:
+            future.try_settle(value, error)
+
+    def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
+        """The value has come to be, or the error in its place."""
+        self.announce(rref, value, error)
+        self.fulfil(rref, value, error)
+
+    def failure(self, rref: GlobalId) -> Failure | None:
+        """How the call failed that should have made the value."""
+        return self._failures.get(rref)
 
     def release(self, rref: GlobalId) -> None:
         """One handle on an owned value less."""
@@ -289,6 +304,7 @@ class References:
         """The agent has ended."""
         with self._lock:
             values, self._values = self._values, {}
+            self._failures.clear()
             self._parked.clear()
             self._waiting.clear()
         for future in values.values():
@@ -314,4 +330,5 @@ class References:
             elif isinstance(instruction, Drop):
                 with self._lock:
                     dropped = self._values.pop(instruction.rref, None)
+                    self._failures.pop(instruction.rref, None)
                 del dropped  # outside of the lock: a value's own finaliser may do anything

@@ -114,6 +114,8 @@ class Roster:
             if document.formed or any(self._seems_alive(record) for record in gathering):
                 raise RendezvousError(_MIXED)
             present = [record for record in self._records(document.dynamic) if self._seems_alive(record)]
+            if any(record.incarnation == me.incarnation for record in present):
+                return [record for record in present if record.incarnation != me.incarnation]
             for record in present:
                 if record.name == me.name or record.id == me.id:
                     raise NotUnique(

@@ -25,7 +25,7 @@ from nbdist.wire.messages import State
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["Proxy", "RRef", "describe_value"]
+__all__ = ["Proxy", "RRef", "describe_error", "describe_value"]
 
 T = TypeVar("T")
 
@@ -184,10 +184,26 @@ def local_type(state: State) -> type | None:
     return found if isinstance(found, type) else None
 
 
+def describe_error(error: BaseException) -> State:
+    """What goes to the users of a reference in whose place there is an error."""
+    cls = type(error)
+    try:
+        return State(cls.__module__, cls.__qualname__, error=str(error))
+    except Exception:
+        return State(cls.__module__, cls.__qualname__, error="its text cannot be had")
+
+
 def describe_value(value: Any) -> State:
     """What goes to the users of a reference, so that they can show it."""
     cls = type(value)
-    module, qualname = cls.__module__, cls.__qualname__
+    try:
+        return _describe(value, cls.__module__, cls.__qualname__)
+    except Exception:  # a property of the user's class that fails
+        return State(cls.__module__, cls.__qualname__)
+
+
+def _describe(value: Any, module: str, qualname: str) -> State:
+    cls = type(value)
     if isinstance(value, torch.Tensor):
         function = value.grad_fn
         return State(

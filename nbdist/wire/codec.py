@@ -99,6 +99,23 @@ def _script_function(data: bytes) -> Any:
     return torch.jit.load(io.BytesIO(data)).forward
 
 
+class _TakeBuffers:
+    """Puts large buffers, such as numpy's, in frames of their own."""
+
+    def __init__(self, frames: list[Buffer]) -> None:
+        self._frames = frames
+
+    def __call__(self, buffer: pickle.PickleBuffer) -> bool:
+        try:
+            raw = buffer.raw()
+        except BufferError:  # not contiguous
+            return True
+        if raw.nbytes < LARGE:
+            return True
+        self._frames.append(bytes(raw))
+        return False
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
     def __init__(
         self,
@@ -108,7 +125,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         forker: Forker | None,
         by_value: bool,
     ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._out_of_band)
+        # A method of this pickler as its callback would be a circle, and keep what was pickled until a collection.
+        super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
         self.forks: list[Fork] = []
         self.references: dict[int, int] = {}
@@ -117,21 +135,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.lacking: Collection[str] = ()
         self.known: Collection[str] = ()
         self.plain = True
-        self._buffers = buffers
         self._forker = forker
         self._by_value = by_value
         self._wrappers: dict[int, _ByValue] = {}
         self._inner: set[int] = set()
-
-    def _out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
-        try:
-            raw = buffer.raw()
-        except BufferError:
-            return True
-        if raw.nbytes < LARGE:
-            return True
-        self._buffers.append(bytes(raw))
-        return False
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -245,6 +252,18 @@ def _size(value: Any, depth: int = 2) -> int:
     return nbytes if isinstance(nbytes, int) else sys.getsizeof(value, 0)
 
 
+class _Again:
+    """A forker for a second attempt at the same message: what was handed over is not handed over twice."""
+
+    def __init__(self, first: _Pickler, forker: Forker) -> None:
+        self._first = first
+        self._forker = forker
+
+    def fork(self, reference: Any) -> Fork:
+        index = self._first.references.get(id(reference))
+        return self._first.forks[index] if index is not None else self._forker.fork(reference)
+
+
 def encode(
     value: Any,
     *,
@@ -268,7 +287,8 @@ def encode(
         pickler.dump(value)
         tensors, where, frames = packer.pack()
     except _ValueWanted:
-        return encode(value, by_value=True, forker=forker, devices=devices, receiver=receiver)
+        again = _Again(pickler, forker) if forker is not None else None
+        return encode(value, by_value=True, forker=again, devices=devices, receiver=receiver)
     except NbdistError:
         raise
     except Exception as error:
@@ -301,6 +321,13 @@ class _Unpickler(pickle.Unpickler):
         self._references = references
         self._globals: dict[int, tuple[Any, _Globals]] = {}
         self.missing: list[tuple[str, str]] = []
+
+    def read(self) -> Any:
+        """The value, and nothing that keeps it."""
+        try:
+            return self.load()
+        finally:
+            self.memo = {}  # it holds methods of this very object: a circle, and with it all values
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__:
@@ -346,10 +373,9 @@ def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] 
     if not frames:
         raise DecodeError("the message has no body")
     tensor_frames = 1 + max((frame for frame, _, _ in payload.buffers), default=-1)
-    tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1 : 1 + tensor_frames])
-    unpickler = _Unpickler(frames[0], frames[1 + tensor_frames :], tensors, references)
     try:
-        return unpickler.load()
+        tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1 : 1 + tensor_frames])
+        return _Unpickler(frames[0], frames[1 + tensor_frames :], tensors, references).read()
     except NbdistError:
         raise
     except Exception as error:

@@ -57,7 +57,7 @@ _digests: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDicti
 def digest(definition: Any) -> str:
     """A fingerprint of a function's or class's code that ignores where it was written."""
     if isinstance(definition, types.FunctionType):
-        version: Any = definition.__code__
+        version: list[Any] = [definition.__code__, id(definition.__defaults__), id(definition.__kwdefaults__)]
     else:
         version = [id(member) for member in vars(definition).values()]
     cached = _digests.get(definition)
@@ -97,6 +97,7 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
         code.co_freevars,
         code.co_cellvars,
         code.co_flags,
+        code.co_exceptiontable,  # two functions may differ in nothing but what their handlers cover
         code.co_argcount,
         code.co_posonlyargcount,
         code.co_kwonlyargcount,

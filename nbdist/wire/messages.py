@@ -154,9 +154,10 @@ class Refused(msgspec.Struct, array_like=True, frozen=True, tag=4):
 
 
 class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """The sender leaves; nothing more will come from it."""
+    """The sender leaves; nothing more will come from it. ``orderly``: as all do, the world having ended."""
 
     reason: str
+    orderly: bool = False
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag=6):

@@ -12,6 +12,7 @@ whose inner dense parts come back here.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -62,6 +63,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
+        start = min(start, tensor.untyped_storage().nbytes())  # where an empty view begins, nobody checks
         return start, start
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
@@ -116,6 +118,8 @@ class TensorPacker:
                 data = data.contiguous()
                 key = data.untyped_storage()._cdata
                 start, end = _extent(data)
+            elif users[key] > 1:
+                start -= start % _ALIGN  # views of one storage may be of different dtypes
             storage = storages.get(key)
             if storage is None:
                 pointer = data.untyped_storage().data_ptr()
@@ -226,9 +230,9 @@ def unpack_tensors(
         if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
             raise ProtocolError("a tensor's bytes lie outside of the message")
         if users[meta.buffer] == 1 and meta.strides is None:
-            tensor = torch.empty(meta.shape, dtype=dtype)
-            if tensor.nbytes != length:
+            if math.prod(meta.shape) * dtype.itemsize != length:
                 raise ProtocolError("a tensor's bytes do not match its shape")
+            tensor = torch.empty(meta.shape, dtype=dtype)
             _copy_in(tensor.data_ptr(), frames[frame], offset, length)
         else:
             storage = shared.get(meta.buffer)
@@ -255,10 +259,15 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
         for n in reversed(meta.shape):
             strides.insert(0, step)
             step *= max(n, 1)
-    try:
-        return tensor.set_(storage, meta.offset, meta.shape, strides)
-    except RuntimeError as error:
-        raise ProtocolError(f"a tensor's bytes do not match its shape: {error}") from None
+    # Checked here, because torch would make the storage larger where it is too small.
+    last = sum((n - 1) * stride for n, stride in zip(meta.shape, strides, strict=False))
+    if (
+        len(strides) != len(meta.shape)
+        or min((meta.offset, *meta.shape, *strides)) < 0
+        or (0 not in meta.shape and (meta.offset + last + 1) * dtype.itemsize > storage.nbytes())
+    ):
+        raise ProtocolError("a tensor's bytes do not match its shape")
+    return tensor.set_(storage, meta.offset, meta.shape, strides)
 
 
 def _copy_in(pointer: int, frame: bytes, offset: int, length: int) -> None:

@@ -257,3 +257,51 @@ def test_callbacks_and_finalisers_that_fail_kill_no_thread(others):
     assert "FailsToDie" in rpc.rpc_sync("worker1", workers.describe, args=(rref,))
     del rref
     assert rpc.rpc_sync("worker1", workers.identity, args=(5,)) == 5
+
+
+MAIN = """
+import torch
+from nbdist import rpc
+
+class Thing:
+    def __init__(self, value):
+        self.value = value
+
+def double(tensor, thing):
+    return tensor * 2, type(thing).__name__, thing
+"""
+
+
+def test_definitions_of_main_go_by_value_where_the_other_lacks_them(others, monkeypatch):
+    """This process's __main__ has a function and a class that the workers' have not."""
+    import sys
+    import types
+
+    main = types.ModuleType("__main__")
+    exec(MAIN, main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    tensor = torch.ones(3)
+    future = rpc.rpc_async("worker1", main.double, args=(tensor, main.Thing(4)))
+    tensor.fill_(100)  # what is sent is the value at the call, also when it has to be sent twice
+    result, name, thing = future.wait()
+    assert result.tolist() == [2, 2, 2]
+    assert name == "Thing"
+    assert type(thing) is main.Thing  # back home it is our own class again
+    assert thing.value == 4
+    # The latest definition wins.
+    exec("def double(tensor, thing):\n    return tensor * 3, thing.value, thing", main.__dict__)
+    assert rpc.rpc_sync("worker1", main.double, args=(torch.ones(1), main.Thing(5)))[:2] == (torch.tensor([3.0]), 5)
+    # A reference travels, and ends, with a call that is sent twice.
+    exec("def fetch(rref):\n    return rref.to_here()", main.__dict__)
+    rref = rpc.remote("worker2", workers.identity, args=(6,))
+    assert rpc.rpc_sync("worker1", main.fetch, args=(rref,)) == 6
+    made = rpc.remote("worker1", main.Thing, args=(7,))
+    assert made.to_here().value == 7
+    del rref, made
+    workers.eventually(lambda: rpc.rpc_sync("worker2", workers.statistics)["forks_of_owned"] == 0)
+    workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["owned_values"] == 0)
+
+
+def test_global_names_are_looked_up_where_the_function_runs(others):
+    rpc.rpc_sync("worker1", lambda: setattr(__import__("__main__"), "only_there", 41))
+    assert rpc.rpc_sync("worker1", lambda: only_there + 1) == 42  # noqa: F821

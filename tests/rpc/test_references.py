@@ -131,8 +131,10 @@ def test_a_proxy_waits_for_a_slow_value_without_a_thread(others):
 
 def test_errors(others):
     failed = rpc.remote("worker1", workers.fail, args=("no",))
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(ValueError, match="no") as caught:
         failed.to_here()
+    assert "raised on worker1, in fail" in caught.value.__notes__[0]
+    assert "raise ValueError(message)" in caught.value.__notes__[0]
     assert "error" in repr(failed)
     with pytest.raises(ValueError, match="no"):
         rpc.rpc_sync("worker2", workers.fetch, args=(failed,))
