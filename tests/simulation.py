@@ -72,6 +72,7 @@ class Node:
         self.released = deque()
         self.numbers = iter(range(1, 1 << 60))
         self.pending: dict[int, tuple[int, Call]] = {}
+        self.refused: set[int] = set()
         self.running: list[tuple[int, Call]] = []
         self.created: set = set()
         self.dropped: list = []
@@ -171,6 +172,8 @@ class Node:
         peer = self.peers.get(to)
         if peer is not None:
             self.wire.put(to, peer.send(message, (), self.clock.now(), holds))
+        elif isinstance(message, ForkRequest):
+            self.perform(self.forks.on_fork_confirm(ForkConfirm(message.rref, message.fork, gone=True)))
 
     def perform(self, instructions):
         for instruction in instructions:
@@ -217,6 +220,7 @@ class Node:
                 if call is None:
                     return
                 if message.missing:
+                    self.refused.discard(call.id)
                     self.pending[call.id] = (sender, call)
                     self.post(sender, call)
                 else:

@@ -71,9 +71,7 @@ def problems(module: types.ModuleType) -> list[str]:
             found.append(f"{full} has no docstring")
         if is_class:
             for method, function, bound in methods(value):
-                found += [
-                    f"{full}.{method}: no annotation: {p}" for p in not_annotated(function, bound=bound)
-                ]
+                found += [f"{full}.{method}: no annotation: {p}" for p in not_annotated(function, bound=bound)]
         else:
             found += [f"{full}: no annotation: {p}" for p in not_annotated(value, bound=False)]
     return found

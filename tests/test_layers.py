@@ -137,9 +137,7 @@ def violations(
                 if theirs is None:
                     found.append(f"{where} imports {target}, which is in no layer")
                 elif own is not None and theirs > own:
-                    found.append(
-                        f"{where} {module.name} (layer {own}) imports {target} (layer {theirs}), a higher one"
-                    )
+                    found.append(f"{where} {module.name} (layer {own}) imports {target} (layer {theirs}), a higher one")
             elif top in third_party:
                 places = third_party[top]
                 if longest_prefix(inside(module.name), dict.fromkeys(places)) is None:
@@ -219,9 +217,7 @@ def check(name: str, source: str, *, is_package: bool = False) -> list[str]:
 )
 def test_an_import_of_a_higher_layer_is_found(source):
     (found,) = check("nbdist.wire.codec", source)
-    assert found.startswith(
-        f"m.py:{len(source.splitlines())}: nbdist.wire.codec (layer 1) imports nbdist.rpc"
-    )
+    assert found.startswith(f"m.py:{len(source.splitlines())}: nbdist.wire.codec (layer 1) imports nbdist.rpc")
     assert found.endswith("(layer 3), a higher one")
 
 
@@ -247,9 +243,7 @@ def test_relative_imports_of_a_package_count_from_the_package_itself():
 
 
 def test_a_relative_import_that_leads_out_is_found():
-    assert check("nbdist.errors", "from ... import x") == [
-        "m.py:1: a relative import that leads out of nbdist"
-    ]
+    assert check("nbdist.errors", "from ... import x") == ["m.py:1: a relative import that leads out of nbdist"]
 
 
 def test_the_package_itself_is_layer_0():
@@ -262,9 +256,7 @@ def test_a_module_in_no_layer_is_found():
     assert check("nbdist.wires.codec", "") == [
         "m.py:1: nbdist.wires.codec is in no layer: add it to LAYERS",
     ]
-    assert check("nbdist.rpc.x", "import nbdist.wires") == [
-        "m.py:1: imports nbdist.wires, which is in no layer"
-    ]
+    assert check("nbdist.rpc.x", "import nbdist.wires") == ["m.py:1: imports nbdist.wires, which is in no layer"]
 
 
 def test_tools_import_anything_and_nobody_imports_them():

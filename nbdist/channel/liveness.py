@@ -7,6 +7,7 @@ alone says nothing (it is reused), so a process is named by its pid and the time
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -16,6 +17,8 @@ from pathlib import Path
 __all__ = ["ProcessWatch", "is_alive", "started_at"]
 
 _POLL_MS = 50
+
+_log = logging.getLogger("nbdist.channel")
 
 
 def started_at(pid: int) -> int:
@@ -56,7 +59,7 @@ class ProcessWatch:
     def watch(self, pid: int, started: int) -> None:
         """Tell when this process ends; at once, if it has."""
         with self._lock:
-            if pid in self._polled or pid in self._files.values():
+            if self._closed or pid in self._polled or pid in self._files.values():
                 return
             try:
                 file = os.pidfd_open(pid)
@@ -104,7 +107,10 @@ class ProcessWatch:
                 for pid in ended:
                     self._polled.pop(pid, None)
             for pid in ended:
-                self._on_end(pid)
+                try:
+                    self._on_end(pid)
+                except Exception:
+                    _log.exception("a listener failed to hear of the end of process %d", pid)
 
     def close(self) -> None:
         """Stop watching."""
@@ -119,5 +125,6 @@ class ProcessWatch:
         for file in self._files:
             os.close(file)
         self._files.clear()
-        os.close(self._wake_in)
+        wake_in, self._wake_in = self._wake_in, -1  # the number may soon be another file's
+        os.close(wake_in)
         os.close(self._wake_out)

@@ -94,7 +94,7 @@ def sweep() -> int:
                 removed += 1
         except BlockingIOError:
             pass  # its agent lives
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             # Half removed: only an old one is litter.
             with contextlib.suppress(OSError):
                 if path.exists() and not any(path.iterdir()) and _age(path) > 60:
@@ -128,7 +128,8 @@ class ZmqChannel:
         self._max_message = max_message
         self._closed = False
         self._lock = threading.Lock()
-        self._links: list[ZmqLink] = []
+        self._receiving = threading.Lock()
+        self._links: weakref.WeakSet[ZmqLink] = weakref.WeakSet()
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context(1)
@@ -216,12 +217,20 @@ class ZmqChannel:
                 sock.set(zmq.CURVE_PUBLICKEY, member.public)
                 sock.set(zmq.CURVE_SECRETKEY, member.private)
                 sock.set(zmq.CURVE_SERVERKEY, self._secret.curve("door").public)
-            sock.connect(address)
+            try:
+                sock.connect(address)
+            except zmq.ZMQError as error:
+                sock.close(0)
+                raise ChannelError(f"cannot connect to {address}: {error}") from error
             link = ZmqLink(sock)
-            self._links.append(link)
+            self._links.add(link)
             return link
 
     def receive(self, timeout: float | None) -> list[bytes] | None:
+        with self._receiving:
+            return self._receive(timeout)
+
+    def _receive(self, timeout: float | None) -> list[bytes] | None:
         try:
             return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
@@ -253,10 +262,13 @@ class ZmqChannel:
             if self._closed:
                 return
             self._closed = True
-        for link in self._links:
-            link.close()
-        self._inbox.close(0)
-        self._resources.close()
+        self.wake()
+        with self._receiving:  # a socket must not be closed under a thread that waits for it
+            for link in list(self._links):
+                link.close()
+            self._inbox.close(0)
+            self._wake_in = -1  # the number may soon be another file's, and `wake` be called by a late finaliser
+            self._resources.close()
 
 
 class _OnlyMembers:

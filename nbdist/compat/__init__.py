@@ -8,6 +8,21 @@ for a program and every process that it starts.
 
 from __future__ import annotations
 
-from nbdist.compat.substitution import install, is_installed
-
 __all__ = ["install", "is_installed"]
+
+
+def install() -> None:
+    """Make ``torch.distributed.rpc`` and ``torch.distributed.autograd`` mean nbdist, from now on.
+
+    A second call does nothing. It is too late once torch's own RPC is running.
+    """
+    from nbdist.compat import substitution  # imports torch, which `nbdist.compat.run` need not wait for
+
+    substitution.install()
+
+
+def is_installed() -> bool:
+    """Whether ``torch.distributed.rpc`` means nbdist in this process."""
+    from nbdist.compat import substitution
+
+    return substitution.installed

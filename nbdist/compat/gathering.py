@@ -100,8 +100,7 @@ def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any
 
 def _broadcast(sequence_id: str, whole: dict[str, Any], followers: list[str], timeout: float) -> None:
     calls = {
-        name: api.rpc_async(name, broadcast_to_followers, (sequence_id, whole), None, timeout)
-        for name in followers
+        name: api.rpc_async(name, broadcast_to_followers, (sequence_id, whole), None, timeout) for name in followers
     }
     errors: dict[str, RuntimeError] = {}
     for name, call in calls.items():

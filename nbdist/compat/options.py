@@ -31,7 +31,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         **options: Any,
     ) -> None:
         if not isinstance(rpc_timeout, int | float):
-            raise TypeError(f"incompatible constructor arguments: rpc_timeout is seconds, not {rpc_timeout!r}")
+            raise TypeError(f"incompatible constructor arguments: {rpc_timeout!r} is not a number of seconds")
         super().__init__(
             num_worker_threads=num_worker_threads,
             rpc_timeout=rpc_timeout,

@@ -20,37 +20,28 @@ import torch.distributed
 from nbdist.compat import autograd, echo, references, rpc
 from nbdist.errors import UsageError
 
-__all__ = ["install", "is_installed"]
+__all__ = ["install", "installed"]
 
 _HOMES = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_")
 
 _lock = threading.Lock()
-_installed = False
-
-
-def is_installed() -> bool:
-    """Whether ``torch.distributed.rpc`` means nbdist in this process."""
-    return _installed
+installed = False
+"""Whether it has been done in this process."""
 
 
 def install() -> None:
-    """Make ``torch.distributed.rpc`` and ``torch.distributed.autograd`` mean nbdist, from now on.
-
-    A second call does nothing. It is too late once torch's own RPC is running.
-    """
-    global _installed
+    """See `nbdist.compat.install`."""
+    global installed
     with _lock:
-        if _installed:
+        if installed:
             return
         if _torch_rpc_runs():
-            raise UsageError(
-                "torch's own RPC is running in this process; call nbdist.compat.install() before init_rpc"
-            )
+            raise UsageError("torch's own RPC is running in this process; call nbdist.compat.install() before init_rpc")
         references.extend()
         echo.start()
         _replace("torch.distributed.rpc", rpc)
         _replace("torch.distributed.autograd", autograd)
-        _installed = True
+        installed = True
 
 
 def _torch_rpc_runs() -> bool:
@@ -70,9 +61,7 @@ def _replace(name: str, module: types.ModuleType) -> None:
     _rebind(_successors(old, new))
 
 
-def _successors(
-    old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]
-) -> dict[int, tuple[Any, Any]]:
+def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]) -> dict[int, tuple[Any, Any]]:
     """What takes the place of which module, function or class, by the id of the old one."""
     found: dict[int, tuple[Any, Any]] = {}
     for name, module in old.items():

@@ -20,7 +20,6 @@ from nbdist.channel.contract import Channel
 from nbdist.errors import Interrupted, NotInitialized, UsageError, WorkerLost
 from nbdist.rpc import rref as rref_module
 from nbdist.rpc.agent import Agent, active_agent
-from nbdist.rpc.ending import SHUT_DOWN
 from nbdist.rpc.futures import Future
 from nbdist.rpc.interrupts import InterruptWatch
 from nbdist.rpc.membership import WorkerInfo
@@ -147,7 +146,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def finish(agent: Agent) -> None:
     """End an agent at once."""
     global _agent
-    agent.close(SHUT_DOWN)
+    agent.close("has shut down")
     with _lock:
         if _agent is agent:
             _agent = None

@@ -20,12 +20,9 @@ from nbdist.wire.messages import AskShutdown, Record, ShutdownState
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["SHUT_DOWN", "Ending", "Survey"]
+__all__ = ["Ending", "Survey"]
 
 RUNNING, DRAINING, RELEASING, CLOSING = range(4)
-
-SHUT_DOWN = "has shut down"
-"""What an agent that ends in order says when it goes."""
 
 _ASK_FIRST = 0.002
 _ASK_MOST = 0.05
@@ -225,9 +222,7 @@ class Ending:
 
     def _on_lost(self, record: Record, why: str) -> None:
         with self._changed:
-            # Who leaves in order knows already that it is over: all had reached the second round by then.
-            in_order = self._reached >= RELEASING and why == SHUT_DOWN
-            if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING and not in_order:
+            if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:
                 self._lost.append(f"{record.name}, which {why}")
             self._answers.pop(record.incarnation, None)
             self._changed.notify_all()

@@ -89,7 +89,8 @@ def is_builtin(function: Any) -> bool:
 
 def display_name(function: Any) -> str:
     """A short name for messages to people."""
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    name = None if is_builtin(function) else getattr(function, "__qualname__", None)
+    name = name or getattr(function, "__name__", None)
     if isinstance(name, str):
         return name
     wrapped = getattr(function, "func", None)

@@ -50,8 +50,8 @@ def load():
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.file_name)
 
-        def _check_return_codes(self, fn, elapsed_time):
-            super()._check_return_codes(fn, elapsed_time)
+        def _check_return_codes(self, *arguments):
+            super()._check_return_codes(*arguments)
             codes = [process.exitcode for process in self.processes]
             assert codes == [0] * len(codes), "a worker did not end well"
 
@@ -82,6 +82,7 @@ def run_forked(suites, name, output):
         code = 1
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(file, 1)
             os.dup2(file, 2)
@@ -90,29 +91,38 @@ def run_forked(suites, name, output):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    deadline = time.monotonic() + KILL_AFTER
     problem = f"did not end within {KILL_AFTER} s"
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            code = os.waitstatus_to_exitcode(status)
-            problem = f"failed (exit code {code})" if code else ""
-            break
-        time.sleep(0.01)
     try:
-        os.killpg(child, signal.SIGKILL)
-        problem = problem or "passed, but left processes behind"
-    except ProcessLookupError:
-        pass
-    if problem.startswith("did not end"):
-        os.waitpid(child, 0)
+        deadline = time.monotonic() + KILL_AFTER
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                problem = f"failed (exit code {code})" if code else ""
+                break
+            time.sleep(0.01)
+    finally:
+        if end_session(child):
+            problem = problem or "passed, but left processes behind"
     return problem
+
+
+def end_session(leader):
+    """Kill what there is of the session that a child leads; whether there was anything."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(leader, 0)
+    return True
 
 
 def main():
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     suites = load()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of `finally`
     print(json.dumps({"ready": sorted(suites)}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)

@@ -140,7 +140,8 @@ def test_a_replay_of_a_members_messages(over_tcp):
     for forged in (past, to_past):
         link.send([encode_envelope(forged), *frames], "call")
     workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["duplicates_dropped"] >= 4)
-    assert rpc.rpc_sync("worker1", workers.count, args=("replayed",)) == 2  # one of the five, and this one
+    # At most one of the five has run (none, if an own message has meanwhile told that nothing is missing).
+    assert rpc.rpc_sync("worker1", workers.count, args=("replayed",)) <= 2
 
 
 def test_garbage_from_a_member(over_tcp):

@@ -44,8 +44,6 @@ class _Backend:
         return f"BackendType.{self.name}"
 
 
-
-
 def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> TensorPipeRpcBackendOptions:
     return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 

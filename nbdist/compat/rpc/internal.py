@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nbdist.rpc.rref import RRef
+from nbdist.wire import codec
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -42,6 +44,11 @@ class RemoteException(NamedTuple):
 Reducer = Callable[[Any], Any]
 _TENSOR, _RREF, _SCRIPT = "tensor", "rref", "script"
 
+_in_calls: dict[type, Reducer] = {}
+"""What programs have registered, for the pickler of nbdist's calls: torch's RemoteModule travels by this way."""
+
+codec._Pickler.dispatch_table = ChainMap(_in_calls, codec._Pickler.dispatch_table)
+
 
 class _InternalRPCPickler:
     """Serializes a value to bytes and a list of tensors, and back."""
@@ -50,8 +57,9 @@ class _InternalRPCPickler:
         self._reducers: dict[type, Reducer] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Reducer) -> None:
-        """Have instances of a class serialized by ``reducer``; the first one registered stays."""
+        """Have instances of a class serialized by ``reducer``, in calls too; the first one registered stays."""
         self._reducers.setdefault(obj_class, reducer)
+        _in_calls.setdefault(obj_class, self._reducers[obj_class])
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         """``obj`` without its tensors, and they."""

@@ -1,0 +1,139 @@
+"""When a world may end: the leader's view of it, look by look."""
+
+import itertools
+
+import pytest
+
+from nbdist.rpc.ending import CLOSING, DRAINING, RELEASING, RUNNING, Survey
+from nbdist.wire.messages import ShutdownState
+
+ALL = {1, 2, 3}
+
+
+def state(round=DRAINING, sent=0, taken=0, active=0):
+    return ShutdownState(round, sent, taken, active)
+
+
+def quiet(round=DRAINING):
+    return dict.fromkeys(ALL, state(round))
+
+
+def test_a_quiet_world_ends_after_two_looks_a_round():
+    survey = Survey(set(ALL))
+    assert [survey.look(quiet()), survey.look(quiet())] == [False, True]
+    assert survey.round == RELEASING
+    assert [survey.look(quiet(RELEASING)), survey.look(quiet(RELEASING))] == [False, True]
+    assert survey.round == CLOSING
+
+
+@pytest.mark.parametrize("late", [{1}, {2}, {3}, {1, 2}, {1, 2, 3}])
+def test_nobody_goes_before_all_want_to(late):
+    survey = Survey(set(ALL))
+    states = quiet() | dict.fromkeys(late, state(RUNNING))
+    for _ in range(5):
+        assert not survey.look(states)
+        assert survey.missing() == late
+    assert survey.round == DRAINING
+    survey.look(quiet())
+    assert survey.look(quiet())
+
+
+def test_who_has_not_answered_is_missing():
+    survey = Survey(set(ALL))
+    assert survey.missing() == ALL
+    survey.look({1: state(), 2: state()})
+    assert survey.missing() == {3}
+    assert not survey.look({3: state()})  # the first whole look
+    assert survey.look({1: state()})
+
+
+@pytest.mark.parametrize(
+    "busy", [{"sent": 1}, {"taken": 1}, {"active": 1}, {"sent": 1, "taken": 1, "active": 1}], ids=str
+)
+@pytest.mark.parametrize("where", sorted(ALL))
+def test_nobody_goes_while_something_is_under_way(where, busy):
+    survey = Survey(set(ALL))
+    for _ in range(5):
+        assert not survey.look(quiet() | {where: state(**busy)})
+    assert survey.round == DRAINING
+
+
+def test_two_looks_must_see_the_same():
+    """A call was sent and taken between the looks: what it set off may have been missed."""
+    survey = Survey(set(ALL))
+    assert not survey.look(quiet())
+    moved = quiet() | {1: state(sent=1), 2: state(taken=1)}
+    assert not survey.look(moved)
+    assert survey.look(moved)
+
+
+def test_a_busy_look_in_between_starts_over():
+    survey = Survey(set(ALL))
+    survey.look(quiet())
+    survey.look(quiet() | {1: state(active=1)})
+    assert not survey.look(quiet())
+    assert survey.look(quiet())
+
+
+def test_a_new_round_starts_over():
+    survey = Survey(set(ALL))
+    survey.look(quiet())
+    survey.look(quiet())
+    assert not survey.look(quiet())  # they have not heard of it yet
+    assert survey.missing() == ALL
+    assert not survey.look(quiet(RELEASING))
+    assert survey.look(quiet(RELEASING))
+
+
+@pytest.mark.parametrize("gone", sorted(ALL))
+def test_a_lost_member_is_not_waited_for(gone):
+    survey = Survey(set(ALL))
+    rest = {member: answer for member, answer in quiet().items() if member != gone}
+    survey.look(rest)
+    assert survey.missing() == {gone}
+    survey.forget(gone)
+    assert survey.missing() == set()
+    assert not survey.look(rest)
+    assert survey.look(rest)
+
+
+def test_a_loss_between_two_looks_starts_over():
+    survey = Survey(set(ALL))
+    survey.look(quiet() | {1: state(sent=1), 2: state(taken=1)})
+    survey.forget(3)
+    rest = {1: state(sent=1), 2: state(taken=1)}
+    assert not survey.look(rest)
+    assert survey.look(rest)
+
+
+def test_a_member_alone_may_go():
+    survey = Survey({1})
+    assert [survey.look({1: state()}) for _ in range(2)] == [False, True]
+
+
+def test_in_any_order_of_answers_a_chain_of_calls_is_seen():
+    """Worker 1 has called 2, which calls 3, does not wait for it, and answers; then 3 runs.
+
+    A look sees each member at some moment, in any order; those of the next look come after them. Whatever
+    they are, the world is not over before the chain is.
+    """
+    history = [  # what each member would answer at each moment: it waits for an answer or runs something
+        {1: state(sent=1, active=1), 2: state(), 3: state()},
+        {1: state(sent=1, active=1), 2: state(active=1), 3: state()},
+        {1: state(sent=1, active=1), 2: state(sent=1, active=2), 3: state()},
+        {1: state(sent=1, active=1), 2: state(sent=1, taken=1, active=1), 3: state()},
+        {1: state(sent=1), 2: state(sent=1, taken=1, active=1), 3: state()},
+        {1: state(sent=1), 2: state(sent=1, taken=1, active=1), 3: state(active=1)},
+        {1: state(sent=1), 2: state(sent=1, taken=1, active=1), 3: state(taken=1)},
+        {1: state(sent=1), 2: state(sent=1, taken=1), 3: state(taken=1)},
+    ]
+    last = len(history) - 1
+    moments = range(last)
+    for first in itertools.product(moments, repeat=3):
+        for second in itertools.product(range(max(first), last), repeat=3):
+            survey = Survey(set(ALL))
+            for look in (first, second):
+                over = survey.look({member: history[look[member - 1]][member] for member in ALL})
+            assert not over, (first, second)
+    survey.look(history[last])
+    assert survey.look(history[last])

@@ -1,0 +1,423 @@
+"""Values there and back: errors, references, what cannot be sent or read, and damaged bodies."""
+
+import collections
+import io
+import pickle
+import socket
+import sys
+import threading
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mains import Main, run, send
+
+from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError, RpcTimeout
+from nbdist.ids import GlobalId
+from nbdist.wire import codec, names
+from nbdist.wire.messages import Fork, Payload
+from nbdist.wire.tensors import LARGE
+
+
+def travel(value, **options):
+    payload, frames = codec.encode(value, **options)
+    return codec.decode(payload, [bytes(frame) for frame in frames])
+
+
+# --- plain values ---------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.frozensets(st.integers() | st.text())
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_plain_values(value):
+    received = travel(value)
+    assert received == value
+    assert type(received) is type(value)
+
+
+def test_a_value_that_holds_itself():
+    value = []
+    value.append(value)
+    received = travel(value)
+    assert received[0] is received
+
+
+def test_one_object_stays_one():
+    one = {"k": [1]}
+    first, second = travel((one, one))
+    assert first is second
+
+
+@pytest.mark.parametrize("size", [10, LARGE - 1, LARGE, 3 * LARGE])
+def test_large_buffers(size):
+    numpy = pytest.importorskip("numpy")
+    for value in (bytes(size), bytearray(b"x" * size)):
+        assert travel(value) == value
+    array = numpy.arange(size, dtype=numpy.uint8)
+    received = travel([array, array[::2], array.reshape(-1, 1).T])
+    assert (received[0] == array).all()
+    assert (received[1] == array[::2]).all()
+    received[0][0] = 7  # the receiver's own
+    assert array[0] == 0
+
+
+def test_functions_by_reference():
+    for function in (
+        torch.add,
+        torch.nn.functional.relu,
+        torch.Tensor.add_,
+        collections.OrderedDict.fromkeys,
+        len,
+        pickle.dumps,
+    ):
+        assert travel(function) == function
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_function_and_module():
+    @torch.jit.script
+    def twice(x):
+        return x * 2
+
+    assert travel(twice)(torch.ones(1)).item() == 2
+    module = torch.jit.script(torch.nn.Linear(2, 2))
+    assert torch.equal(travel(module)(torch.ones(2)), module(torch.ones(2)))
+
+
+# --- errors as values -----------------------------------------------------------------------------
+
+
+class Two(ValueError):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+        self.first = first
+
+
+class KeywordOnly(RuntimeError):
+    def __init__(self, *, code):
+        super().__init__()
+        self.code = code
+
+    def __str__(self):
+        return f"code {self.code}"
+
+
+class NoArguments(Exception):
+    def __init__(self):
+        super().__init__("fixed")
+
+
+class Reduced(Exception):
+    def __init__(self, a, b):
+        super().__init__("text")
+        self.pair = a, b
+
+    def __reduce__(self):
+        return Reduced, self.pair
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x"),
+        KeyError(("a", 1)),
+        StopIteration(3),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"),
+        FileNotFoundError(2, "No such file", "name"),
+        RpcTimeout("late"),
+        Two("a", "b"),
+        KeywordOnly(code=7),
+        NoArguments(),
+        Reduced(1, 2),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_keeps_type_text_and_attributes(error):
+    error.add_note("a note")
+    error.extra = [1, 2]
+    received = travel(raised(error))
+    assert type(received) is type(error)
+    assert str(received) == str(error)
+    assert received.args == error.args
+    if type(error) is not Reduced:
+        assert vars(received) == vars(error)
+    assert received.__traceback__ is None
+
+
+def test_an_error_of_a_cell():
+    sender, receiver = (
+        Main("class Oops(Exception):\n    def __init__(self, a, *, b):\n        super().__init__(a); self.b = b"),
+        Main(),
+    )
+    received, again = send(sender.Oops("x", b=2), sender, receiver)
+    assert again
+    assert (received.args, received.b) == (("x",), 2)
+
+
+# --- what cannot be sent --------------------------------------------------------------------------
+
+
+class Stubborn:
+    def __reduce__(self):
+        raise ArithmeticError("not me")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        threading.Lock,
+        lambda: sys._getframe(),
+        lambda: (n for n in range(3)),
+        lambda: socket.socket(),
+        lambda: [1, {"deep": threading.Lock()}],
+        Stubborn,
+        lambda: torch.zeros(1, device="cpu").requires_grad_().sum().grad_fn,
+    ],
+    ids=["lock", "frame", "generator", "socket", "deep lock", "stubborn", "grad_fn"],
+)
+def test_what_cannot_be_pickled_is_an_encode_error(make):
+    value = make()
+    with pytest.raises(EncodeError, match=r"cannot be sent: ."):
+        codec.encode(value)
+    if isinstance(value, socket.socket):
+        value.close()
+
+
+def test_nesting_without_end_is_an_encode_error():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(EncodeError):
+        codec.encode(deep)
+    while deep:
+        deep = deep[0]
+
+
+# --- what cannot be read --------------------------------------------------------------------------
+
+
+def frames_of(value, **options):
+    payload, frames = codec.encode(value, **options)
+    return payload, [bytes(frame) for frame in frames]
+
+
+@pytest.fixture
+def one_sided():
+    """A module that the sender has; the test takes it away."""
+    module = types.ModuleType("one_sided")
+    exec("class Thing:\n    pass\ndef function(): return 1", module.__dict__)
+    sys.modules["one_sided"] = module
+    yield module
+    sys.modules.pop("one_sided", None)
+
+
+@pytest.mark.parametrize("what", ["class", "module"])
+def test_a_class_that_only_the_sender_has_is_named(one_sided, what):
+    payload, frames = frames_of([one_sided.Thing()])
+    if what == "class":
+        del one_sided.Thing
+    else:
+        del sys.modules["one_sided"]
+    with pytest.raises(DecodeError, match=r"Thing.*one_sided.*both sides"):
+        codec.decode(payload, frames)
+
+
+def test_a_function_that_only_the_caller_has_is_named(one_sided):
+    name = names.name_of(one_sided.function)
+    assert names.resolve(name) is one_sided.function
+    del one_sided.function
+    with pytest.raises(DecodeError, match=r"function.*both"):
+        names.resolve(name)
+    del sys.modules["one_sided"]
+    with pytest.raises(DecodeError, match="one_sided"):
+        names.resolve(name)
+
+
+class Unwilling:
+    def __init__(self, how):
+        self.how = how
+
+    def __setstate__(self, state):
+        raise state["how"]("will not")
+
+
+@pytest.mark.parametrize("how", [ValueError, RecursionError, MemoryError])
+def test_a_value_that_will_not_be_rebuilt_is_a_decode_error(how):
+    payload, frames = frames_of(Unwilling(how))
+    with pytest.raises(DecodeError, match=f"{how.__name__}: will not"):
+        codec.decode(payload, frames)
+
+
+def test_no_frames_are_a_decode_error():
+    with pytest.raises(DecodeError):
+        codec.decode(Payload(), [])
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_body_cut_short_is_a_named_error(data):
+    """Members are trusted, but a mistake of theirs must not become an error without a name.
+
+    The body is only cut short: a pickle that is changed at will can do anything.
+    """
+    payload, frames = frames_of({"text": "abcdefgh", "numbers": [1.5, 2, (3,)], "bytes": b"ijkl"})
+    body = frames[0]
+    cut = data.draw(st.integers(0, len(body) - 1))
+    with pytest.raises(NbdistError):
+        codec.decode(payload, [body[:cut], *frames[1:]])
+
+
+@pytest.mark.parametrize("body", [b"", b"garbage", b"\x80", b"\x80\x05.", b"\x80\x05N", b"\x80\x63N."], ids=repr)
+def test_a_garbage_body_is_a_decode_error(body):
+    with pytest.raises(DecodeError):
+        codec.decode(Payload(), [body])
+
+
+def test_a_body_that_refers_to_tensors_or_references_that_are_not_there():
+    payload, frames = frames_of([torch.ones(2)])
+    with pytest.raises(DecodeError):
+        codec.decode(Payload(), frames)
+    with pytest.raises(ProtocolError):
+        codec.decode(payload, frames[:1])
+    payload, frames = frames_of(Reference("x"), forker=Forker())
+    with pytest.raises(DecodeError):
+        codec.decode(payload, frames, [])
+
+
+def test_the_frames_of_a_message_are_read_by_nothing_else():
+    _, frames = frames_of([torch.ones(2)])
+    with pytest.raises(DecodeError, match="nbdist"):
+        pickle.Unpickler(io.BytesIO(frames[0])).load()
+
+
+# --- references -----------------------------------------------------------------------------------
+
+
+class Reference:
+    def __init__(self, name):
+        self.name = name
+
+    def __reduce__(self):
+        raise RuntimeError("only in a call")
+
+
+class Forker:
+    def __init__(self):
+        self.forked = []
+
+    @classmethod
+    def make(cls):
+        return cls()
+
+    def fork(self, reference):
+        self.forked.append(reference)
+        number = len(self.forked)
+        return Fork(GlobalId(0, number, 1), GlobalId(0, 100 + number, 1), 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def reference_type():
+    codec.register_reference(Reference)
+    yield
+    codec._reference_types.discard(Reference)
+
+
+def test_references_travel_as_forks():
+    forker, one, other = Forker(), Reference("one"), Reference("other")
+    payload, frames = codec.encode([one, {"k": (other, one)}], forker=forker)
+    assert forker.forked == [one, other]
+    assert [fork.rref.local_id for fork in payload.forks] == [1, 2]
+    assert codec.decode(payload, frames, ["first", "second"]) == ["first", {"k": ("second", "first")}]
+
+
+def test_a_reference_outside_of_a_call_is_an_encode_error():
+    with pytest.raises(EncodeError, match="in a call"):
+        codec.encode(Reference("x"))
+
+
+def test_a_reference_is_handed_over_once_even_if_the_message_is_made_twice():
+    """A definition that is known to be lacking makes the encoder start again, by value."""
+    sender, receiver = Main("def f(): return 1"), Main()
+    forker, one = Forker(), Reference("one")
+    with sender.active():
+        encoded = codec.encode([one, sender.f, one], lacking={sender.digest("f")}, forker=forker)
+    assert forker.forked == [one]
+    assert len(encoded.payload.forks) == 1
+    with receiver.active():
+        received = codec.decode(encoded.payload, encoded.frames, ["here"])
+    assert received[0] == received[2] == "here"
+    assert run(receiver, received[1]) == 1
+
+
+def test_a_reference_in_a_definition():
+    sender, receiver = Main("def f(): return kept"), Main()
+    sender.module.kept = Reference("kept")
+    forker = Forker()
+    with sender.active():
+        encoded = codec.encode(sender.f, by_value=True, forker=forker)
+    assert len(forker.forked) == 1
+    with receiver.active():
+        function = codec.decode(encoded.payload, encoded.frames, ["here"])
+    assert run(receiver, function) == "here"
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.add, torch.mm, torch.nn.functional.softmax, torch.ones_like, len, sorted, collections.Counter],
+    ids=str,
+)
+def test_a_name_leads_back(function):
+    assert names.resolve(names.name_of(function)) is function
+
+
+def test_a_class_method_leads_back():
+    assert names.resolve(names.name_of(Forker.make)) == Forker.make
+
+
+@pytest.mark.parametrize("function", [lambda: 1, [].append, torch.ones(1).add, collections.Counter().update], ids=str)
+def test_what_has_no_name_elsewhere_has_none(function):
+    assert names.name_of(function) is None
+
+
+def test_display_names():
+    import functools
+
+    assert names.display_name(torch.add) == "add"
+    assert names.display_name(Two.__init__) == "Two.__init__"
+    assert names.display_name(functools.partial(torch.add, 1)) == "partial(add)"
+    assert names.display_name(Forker()) == "Forker"
+
+
+def test_only_torchs_operators_are_builtin():
+    assert names.is_builtin(torch.add)
+    assert not names.is_builtin(len)
+    assert not names.is_builtin(test_display_names)
+    assert not names.is_builtin(torch.nn.Linear)

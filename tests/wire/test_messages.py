@@ -1,0 +1,131 @@
+"""What goes over the wire: every message there and back, and garbage."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbdist import ProtocolError
+from nbdist.ids import GlobalId
+from nbdist.wire import messages as m
+
+ID, OTHER = GlobalId(1, 2, 3), GlobalId(4, 5, 6)
+STATE = m.State("torch", "Tensor", [2, 3], "float32", "cpu", True, "AddBackward0", 24)
+FORK = m.Fork(ID, OTHER, 7, 8, STATE)
+PAYLOAD = m.Payload([(0, 0, 8)], [m.TensorMeta(0, 1, [2], None, 0, 1, "cuda:0")], [FORK], False, [("f", "digest")])
+RECORD = m.Record("worker0", 0, 9, ["ipc://x"], "host", 10, 11, None, device_maps={"a": {"cuda:0": "cuda:1"}})
+
+EVERY = [
+    m.Nothing(),
+    m.Hello(RECORD),
+    m.Welcome(RECORD),
+    m.Ready(),
+    m.Refused(5, "why"),
+    m.Goodbye("why"),
+    m.Ping(1),
+    m.Pong(1, "f"),
+    m.Call(1, m.Mode.CALL, "f", PAYLOAD),
+    m.Call(1, m.Mode.METHOD_REMOTE, "f", PAYLOAD, True, FORK, ID),
+    m.Reply(1, True, PAYLOAD, STATE, [("f", "digest")]),
+    m.ForkRequest(ID, OTHER),
+    m.ForkConfirm(ID, OTHER, STATE, True),
+    m.ChildAccept(ID),
+    m.UserDelete(ID, OTHER),
+    m.RRefState(ID, STATE),
+    m.AskShutdown(1, True, ["worker1"]),
+    m.ShutdownState(1, 2, 3, 4),
+    m.Cast("topic", PAYLOAD),
+]
+
+
+def sealed(message):
+    return m.encode_envelope(m.Envelope(1, 2, 3, 4, 5, [7, 9], message))
+
+
+def test_every_message_is_tried():
+    assert {type(message) for message in EVERY} == set(m.Message.__args__)
+
+
+@pytest.mark.parametrize("message", EVERY, ids=lambda message: m.kind(message))
+def test_a_message_comes_out_as_it_went_in(message):
+    envelope = m.decode_envelope(sealed(message))
+    assert envelope == m.Envelope(1, 2, 3, 4, 5, [7, 9], message)
+    assert type(envelope.message) is type(message)
+
+
+def test_kinds_are_words_of_their_own():
+    kinds = [m.kind(message) for message in EVERY]
+    assert len(set(kinds)) == len(kinds)
+    calls = [m.kind(m.Call(1, mode, "f", m.Payload())) for mode in m.Mode]
+    assert calls == ["call", "remote", "fetch", "method", "method_remote"]
+
+
+def test_an_empty_call_is_small():
+    big = 1 << 62
+    call = m.Call(1000, m.Mode.CALL, "module:function", m.Payload())
+    assert len(m.encode_envelope(m.Envelope(big, big, 1000, 1000, 1000, [], call))) < 80
+
+
+# --- garbage --------------------------------------------------------------------------------------
+
+
+def only_a_protocol_error(frame):
+    try:
+        envelope = m.decode_envelope(frame)
+    except ProtocolError:
+        return None
+    assert isinstance(envelope, m.Envelope)
+    return envelope
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=300))
+def test_garbage_is_a_protocol_error(frame):
+    only_a_protocol_error(frame)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(-9, 9), inner),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=500)
+@given(st.tuples(*[st.integers(-1, 1 << 63)] * 5, st.lists(st.integers(), max_size=3), st.lists(JSON, max_size=9)))
+def test_well_formed_garbage_is_a_protocol_error(fields):
+    try:
+        frame = msgspec.msgpack.encode(fields)
+    except OverflowError:
+        return
+    only_a_protocol_error(frame)
+
+
+@settings(max_examples=500)
+@given(st.sampled_from(EVERY), st.data())
+def test_a_damaged_message_is_a_protocol_error_or_another_message(message, data):
+    frame = bytearray(sealed(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    only_a_protocol_error(bytes(frame))
+
+
+@pytest.mark.parametrize("message", EVERY, ids=lambda message: m.kind(message))
+def test_a_message_cut_short_is_a_protocol_error(message):
+    whole = sealed(message)
+    for length in range(len(whole)):
+        with pytest.raises(ProtocolError):
+            m.decode_envelope(whole[:length])
+    with pytest.raises(ProtocolError):
+        m.decode_envelope(whole + b"\0")
+
+
+@pytest.mark.parametrize("depth", [10, 10_000, 1_000_000])
+def test_deep_nesting_is_a_protocol_error(depth):
+    with pytest.raises(ProtocolError):
+        m.decode_envelope(b"\x91" * depth)
+
+
+def test_an_unknown_message_is_a_protocol_error():
+    with pytest.raises(ProtocolError):
+        m.decode_envelope(msgspec.msgpack.encode([1, 2, 3, 4, 5, [], [99]]))
