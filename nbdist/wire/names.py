@@ -82,9 +82,7 @@ def resolve(name: str) -> Any:
 
 def is_builtin(function: Any) -> bool:
     """Whether ``function`` is one of torch's operators, rather than somebody's Python."""
-    return not isinstance(function, _PYTHON) and (
-        getattr(torch, getattr(function, "__name__", ""), None) is function
-    )
+    return not isinstance(function, _PYTHON) and (getattr(torch, getattr(function, "__name__", ""), None) is function)
 
 
 def display_name(function: Any) -> str:
