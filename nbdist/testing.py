@@ -157,8 +157,12 @@ class World:
         number = len(self.agents) if id is None else id
         present = [agent.me for agent in self.agents if not agent.closed]
         agent = self._make(name or f"worker{number}", number, None)
+        try:
+            agent.handshake.join_dynamic(present, time.monotonic() + self._timeout)
+        except BaseException:
+            agent.close("could not join its world")
+            raise
         self.agents.append(agent)
-        agent.handshake.join_dynamic(present, time.monotonic() + self._timeout)
         return agent
 
     # -- living -------------------------------------------------------------------------------

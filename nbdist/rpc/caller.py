@@ -409,7 +409,7 @@ class Caller:
         call = self._agent.pending.pop(id)
         if call is not None:
             error = WorkerLost(f"{call.worker} did not take the call of {call.function} in all tries")
-            self._fail(call, error, may_exist=False)
+            self._fail(call, error, may_exist=True)
 
     def lost(self, call: Pending, why: str, others: int) -> None:
         """The callee is gone."""

@@ -121,9 +121,10 @@ class Forks:
 
     def is_gone(self, rref: GlobalId) -> bool:
         """Whether a value that is not here has been here, or can no longer come to be."""
-        return rref not in self._owned and (
-            rref.incarnation == self._me or rref.incarnation in self._lost or rref in self._dropped
-        )
+        owned = self._owned.get(rref)
+        if owned is not None:
+            return not owned.created and rref.incarnation in self._lost
+        return rref.incarnation == self._me or rref.incarnation in self._lost or rref in self._dropped
 
     def expected_from(self, creator: int) -> list[GlobalId]:
         """The values that are referred to already, and that this agent has still to create here."""

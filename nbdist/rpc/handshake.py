@@ -78,6 +78,8 @@ class Handshake:
 
         with contextlib.suppress(RendezvousError):
             self._until(waiting, all_answered, patience)
+        if self._error is not None:
+            raise self._error  # who refuses is not dead
         for record in waiting:
             if record.incarnation not in self._welcomed:
                 dead.append(record)

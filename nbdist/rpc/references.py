@@ -138,12 +138,13 @@ class References:
     def retain(self, rref: GlobalId, sender: int, job: Job) -> Future[Any] | None:
         """A handle on an owned value for a running call; where it is still to come, ``job`` waits for it."""
         with self._lock:
-            if self.forks.is_gone(rref):
-                return _gone()
-            if not self.forks.owns(rref):
+            gone = self.forks.is_gone(rref)
+            if not gone and not self.forks.owns(rref):
                 self._parked.setdefault(rref, []).append((sender, job))
                 return None
             self.forks.retain(rref)
+            if gone:
+                return _gone()
             return self._values.setdefault(rref, Future())  # the call that creates it may be on its way
 
     def local_value(self, rref: GlobalId, timeout: float | None) -> Any:

@@ -1,0 +1,31 @@
+"""Memory after many calls is what it was after few (G4)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import workers
+
+from nbdist import rpc
+
+
+def calls(count: int) -> tuple[float, float]:
+    """Make them, half with tensors of 1 MB and half with references; memory here and there."""
+    tensor, small = torch.ones(1 << 18), torch.ones(2)
+    for _ in range(count // 2):
+        rpc.rpc_sync("worker1", workers.identity, args=(tensor,))
+        rpc.remote("worker1", torch.add, args=(small, 1)).to_here()
+    time.sleep(1)  # let acknowledgements and deletions settle, which nothing else tells of
+    return workers.resident(), rpc.rpc_sync("worker1", workers.resident)
+
+
+@pytest.mark.parametrize("count", [4_000, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+def test_memory_does_not_grow_with_calls(count):
+    with workers.world(2):
+        before = calls(1000)
+        after = calls(count)
+        print(f"MB after 1,000 calls {before}, after {count} more {after}")
+        assert after[0] - before[0] < 5
+        assert after[1] - before[1] < 5
