@@ -331,8 +331,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__:
+            if name == "_tensor":
+                return self._tensors.__getitem__
             bound: dict[str, Callable[..., Any]] = {
-                "_tensor": self._tensors.__getitem__,
                 "_reference": self._references.__getitem__,
                 "_own": self._own,
                 "_choose": self._choose,

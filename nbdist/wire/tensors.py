@@ -215,6 +215,8 @@ def unpack_tensors(
     metas: Sequence[TensorMeta], where: Sequence[tuple[int, int, int]], frames: Sequence[bytes]
 ) -> list[torch.Tensor]:
     """The tensors of a message, in memory of their own."""
+    if not metas:
+        return []
     users: dict[int, int] = {}
     for meta in metas:
         users[meta.buffer] = users.get(meta.buffer, 0) + 1

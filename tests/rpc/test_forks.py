@@ -731,7 +731,7 @@ LONG = settings(
     QUICK,
     derandomize=False,
     database=None,
-    max_examples=int(os.environ.get("NBDIST_SOAK_EXAMPLES", "20000")),
+    max_examples=int(os.environ.get("NBDIST_SOAK_EXAMPLES", "10000")),
     stateful_step_count=80,
 )
 
