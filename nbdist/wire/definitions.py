@@ -75,15 +75,13 @@ def _hash(description: Any) -> str:
 
 
 def _constant(value: Any) -> Any:
-    """``value`` in a form whose repr is the same in every process."""
+    """``value`` in a form whose repr is the same in every process; what can be changed is state, not code."""
     if isinstance(value, types.CodeType):
         return _code(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return type(value).__name__, [_constant(item) for item in value]
-    if isinstance(value, frozenset | set):
-        return "set", sorted(repr(_constant(item)) for item in value)
-    if isinstance(value, dict):
-        return "dict", [(_constant(k), _constant(v)) for k, v in value.items()]
+    if isinstance(value, frozenset):
+        return "frozenset", sorted(repr(_constant(item)) for item in value)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return type(value).__name__, value
     return "object", type(value).__module__, type(value).__qualname__
@@ -120,7 +118,7 @@ def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
         function.__qualname__,
         _code(function.__code__),
         _constant(function.__defaults__),
-        _constant(function.__kwdefaults__),
+        [(name, _constant(value)) for name, value in (function.__kwdefaults__ or {}).items()],
         cells,
     )
 

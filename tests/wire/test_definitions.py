@@ -477,3 +477,20 @@ def test_a_digest_is_the_same_in_every_process(tmp_path):
         found.append(done.stdout.split())
     assert found[0] == found[1] == found[2]
     assert len(set(found[0])) == 3
+
+
+def test_a_digest_is_of_code_and_not_of_state():
+    """A cache that fills up, on the class or around the function, does not make another definition of it."""
+
+    class Caching:
+        cache: dict[int, int] = {}  # noqa: RUF012
+        seen = []  # noqa: RUF012
+
+        def get(self, key: int) -> int:
+            return self.cache.setdefault(key, key)
+
+    before = definitions.digest(Caching)
+    Caching.cache[1] = 1
+    Caching.seen.append(2)
+    definitions._digests.clear()
+    assert definitions.digest(Caching) == before
