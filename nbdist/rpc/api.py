@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 from nbdist.channel.contract import Channel
-from nbdist.errors import Interrupted, NotInitialized, UsageError, WorkerLost
+from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
 from nbdist.rpc import rref as rref_module
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.futures import Future
@@ -37,6 +37,9 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
+
+_LAST_WORDS = 1.0
+"""Seconds that leaving a dynamic world waits for acknowledgements."""
 
 _log = logging.getLogger("nbdist.rpc")
 _lock = threading.Lock()
@@ -156,12 +159,13 @@ def _drain(agent: Agent, timeout: float) -> None:
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while agent.executor.active or len(agent.pending):
         if time.monotonic() > deadline:
-            raise WorkerLost(
+            raise RendezvousError(
                 f"shutdown of {agent.me.name}: {agent.executor.doing() or 'calls of its own'} still running"
             )
         time.sleep(0.002)
     agent.references.release_all()
-    while agent.outstanding() and time.monotonic() < min(deadline, time.monotonic() + 1.0):
+    deadline = min(deadline, time.monotonic() + _LAST_WORDS)  # who does not answer by then learns it by our Goodbye
+    while agent.outstanding() and time.monotonic() < deadline:
         time.sleep(0.002)
 
 

@@ -251,3 +251,25 @@ os._exit(0)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
     assert done.stdout.startswith("interrupted"), done.stderr
     print(done.stdout)
+
+
+def test_leaving_a_dynamic_world_does_not_wait_for_one_that_hangs(tmp_path):
+    store = str(tmp_path / "store")
+    others = workers.Workers()
+    rpc.init_rpc("worker0", rank=0, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
+    try:
+        others.start("late", workers.member("late", 1, None, store, then="workers._release.wait(60)"))
+        workers.eventually(lambda: len(current_agent().membership.members()) == 2)
+        rref = rpc.remote("late", workers.Counter)
+        assert rref.rpc_sync().add(1) == 1
+        others.processes["late"].send_signal(signal.SIGSTOP)
+        ended = threading.Event()
+
+        def leave() -> None:
+            rpc.shutdown()
+            ended.set()
+
+        threading.Thread(target=leave, daemon=True).start()
+        assert ended.wait(20)  # the deletion of `rref` will never be acknowledged
+    finally:
+        others.end()
