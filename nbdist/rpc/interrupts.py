@@ -46,6 +46,8 @@ class InterruptWatch:
     def _run(self) -> None:
         while not self._closed:
             select.select([self._read], [], [])
+            if self._closed:
+                return  # the file may be gone
             with contextlib.suppress(OSError):
                 numbers = os.read(self._read, 512)
                 if self._before >= 0:
@@ -67,12 +69,18 @@ class InterruptWatch:
         if self._closed:
             return
         self._closed = True
-        if threading.current_thread() is threading.main_thread():
-            with contextlib.suppress(ValueError):
-                if signal.set_wakeup_fd(self._before) not in (self._write, -1):
-                    pass  # somebody has taken it meanwhile and knows nothing of us
         with contextlib.suppress(OSError):
             os.write(self._write, b"\0")
         self._thread.join(0.5)
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread can take the file back from `signal`: it must stay open
+        _put_back(self._before)
         os.close(self._read)
         os.close(self._write)
+
+
+def _put_back(wakeup_file: int) -> None:
+    try:
+        signal.set_wakeup_fd(wakeup_file)
+    except (OSError, ValueError):  # its owner has closed it meanwhile
+        signal.set_wakeup_fd(-1)

@@ -1,0 +1,87 @@
+"""The watch for Ctrl-C leaves the process's wakeup file as it found it, whoever closes what, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+
+import pytest
+
+from nbdist.rpc.interrupts import InterruptWatch
+
+
+@pytest.fixture(autouse=True)
+def wakeup_file():
+    before = signal.set_wakeup_fd(-1)
+    yield
+    signal.set_wakeup_fd(before)
+
+
+def current() -> int:
+    found = signal.set_wakeup_fd(-1)
+    if found != -1:
+        signal.set_wakeup_fd(found)
+    return found
+
+
+def watch() -> InterruptWatch:
+    found = InterruptWatch.start(lambda: None)
+    assert found is not None
+    return found
+
+
+def test_what_was_there_is_put_back():
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+    with mine, theirs:
+        signal.set_wakeup_fd(mine.fileno())
+        watch().close()
+        assert current() == mine.fileno()
+        signal.set_wakeup_fd(-1)
+
+
+def test_what_was_there_may_be_gone_by_then():
+    read, write = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(write)
+    opened = watch()
+    os.close(read)
+    os.close(write)
+    opened.close()
+    assert current() == -1
+
+
+def test_one_closed_in_another_thread_leaves_no_dangling_file():
+    opened = watch()
+    thread = threading.Thread(target=opened.close)
+    thread.start()
+    thread.join()
+    os.fstat(current())  # what `signal` will write to is still a file
+    watch().close()
+    os.fstat(current())
+
+
+def test_signals_still_reach_who_was_there():
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+    theirs.settimeout(5)
+    with mine, theirs:
+        signal.set_wakeup_fd(mine.fileno())
+        opened = watch()
+        handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+            assert theirs.recv(8) == bytes([signal.SIGUSR1])
+        finally:
+            signal.signal(signal.SIGUSR1, handler)
+            opened.close()
+            signal.set_wakeup_fd(-1)
+
+
+def test_only_the_main_thread_can_watch():
+    found: list[InterruptWatch | None] = []
+    thread = threading.Thread(target=lambda: found.append(InterruptWatch.start(lambda: None)))
+    thread.start()
+    thread.join()
+    assert found == [None]
