@@ -7,6 +7,7 @@ only then becomes a job.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from nbdist.rpc.rref import RRef
 
 __all__ = ["ASYNC_MARK", "Executor"]
+
+_INLINE = 1 << 16
+"""Bytes up to which arguments are decoded by the thread that reads."""
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, knows a function that returns a Future for its result."""
@@ -87,6 +91,7 @@ class _Request:
         self._frames = frames
         self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks)
         self._target: Future[Any] | None = None
+        self._decoded: Any = None
 
     # -- in the reading thread ----------------------------------------------------------------
 
@@ -108,6 +113,7 @@ class _Request:
 
     def _with_target(self) -> Job | None:
         if self._call.target is None:
+            self._decode_early()
             return self.run
         self._target = self._agent.references.retain(self._call.target, self._sender, self._later)
         if self._target is None:
@@ -116,6 +122,15 @@ class _Request:
             return self.run
         self._target.add_done_callback(lambda _: self._agent.pool.submit(self.run))
         return None
+
+    def _decode_early(self) -> None:
+        """Decode what is small and runs nobody's code before another thread is woken to read.
+
+        Making tensors lets go of the GIL, which the woken thread would take: a hand-over in the midst of a call.
+        """
+        if self._call.payload.plain and sum(map(len, self._frames)) < _INLINE:
+            with contextlib.suppress(NbdistError):  # `run` meets it again, and answers with it
+                self._decoded = codec.decode(self._call.payload, self._frames)
 
     # -- in a thread of the pool --------------------------------------------------------------
 
@@ -139,8 +154,8 @@ class _Request:
         if call.mode == Mode.FETCH:
             assert self._target is not None  # `run` is only made a job when it is there
             return self._target.value(), False
-        function, args, kwargs = codec.decode(call.payload, self._frames, self._references)
-        self._frames, self._references = [], []
+        function, args, kwargs = self._decoded or codec.decode(call.payload, self._frames, self._references)
+        self._decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
             peer = self._agent.peer(self._sender)
             if peer is not None:
