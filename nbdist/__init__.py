@@ -14,8 +14,9 @@ layer  modules                      what is there
        __main__
 ====== ============================ ====================================================================
 
-The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.agent.post`
-→ `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `_read` → `rpc.executor`, and back.
+The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.links.post`
+→ `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `_read` → `rpc.executor`, and back to
+`rpc.outcomes`.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def release_users(agent: Agent, timeout: float) -> None:
     agent.references.release_all()
     while agent.references.forks.users and time.monotonic() < deadline:
         time.sleep(_POLL)
-    while agent.outstanding() and time.monotonic() < deadline:
+    while agent.links.outstanding() and time.monotonic() < deadline:
         time.sleep(_POLL)
 
 

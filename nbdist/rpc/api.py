@@ -126,7 +126,7 @@ def _give_up(agent: Agent) -> None:
     """Ctrl-C while the main thread sleeps in torch's C++: fail what it waits for."""
     main = threading.main_thread().ident
     calls = [call for call in agent.pending.all() if call.thread == main]
-    agent.caller.interrupt(calls, Interrupted("interrupted (Ctrl-C) while waiting for this call"))
+    agent.outcomes.interrupt(calls, Interrupted("interrupted (Ctrl-C) while waiting for this call"))
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -165,7 +165,7 @@ def _drain(agent: Agent, timeout: float) -> None:
         time.sleep(0.002)
     agent.references.release_all()
     deadline = min(deadline, time.monotonic() + _LAST_WORDS)  # who does not answer by then learns it by our Goodbye
-    while agent.outstanding() and time.monotonic() < deadline:
+    while agent.links.outstanding() and time.monotonic() < deadline:
         time.sleep(0.002)
 
 

@@ -1,33 +1,29 @@
-"""Makes calls, and settles them: the caller's side."""
+"""Makes calls: the caller's side. How they end is told in `rpc.outcomes`."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from nbdist import trace
 from nbdist.channel.contract import Buffer, ChannelError
-from nbdist.errors import EncodeError, MissingDefinition, NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.errors import EncodeError, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls import Pending
-from nbdist.rpc.failures import rebuild
 from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.references import MessageForker, creation_error
+from nbdist.rpc.references import MessageForker
 from nbdist.rpc.rref import RRef, local_type
 from nbdist.wire import codec, names
-from nbdist.wire.messages import Call, Fork, Mode, Payload, Record, Reply
+from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
-    from nbdist.rpc.dispatch import Job
 
 __all__ = ["Caller"]
 
 To = str | int | WorkerInfo
-_INLINE = 64 * 1024
 
 
 class _Encoded(NamedTuple):
@@ -46,7 +42,6 @@ class Caller:
         self.issued: dict[int, int] = {}
         self._agent = agent
         self._counting = threading.Lock()
-        agent.handle(Reply, self._on_reply)
 
     # -- the ways to call ---------------------------------------------------------------------
 
@@ -170,7 +165,7 @@ class Caller:
         try:
             self._send(owner, mode, function, label, body, timeout, creation, target=target, result=result)
         except ChannelError as error:
-            self._creation_failed(result, error, may_exist=False)
+            agent.outcomes.creation_failed(result, error, may_exist=False)
             creation.try_settle(None, error)
         except BaseException:
             if not mine:
@@ -214,10 +209,10 @@ class Caller:
             self._post(call, first)
         except BaseException:
             agent.pending.pop(call.id)
-            self._drop_repeat(call)
+            call.drop_repeat()
             raise
         if call.deadline != float("inf"):
-            agent.hurry(call.started + call.timeout * 0.5)
+            agent.links.hurry(call.started + call.timeout * 0.5)
         trace.emit("call.sent", agent=agent.me.name, to=to.name, function=label, id=call.id)
         return call
 
@@ -234,7 +229,7 @@ class Caller:
     ) -> _Encoded:
         agent = self._agent
         forker = MessageForker(agent.references, to.incarnation)
-        peer = agent.peer(to.incarnation)
+        peer = agent.links.peer(to.incarnation)
         devices = {str(ours): str(theirs) for ours, theirs in agent.options.device_maps.get(to.name, {}).items()}
         try:
             if body is None:
@@ -286,7 +281,7 @@ class Caller:
         """
         if not call.definitions:
             return
-        peer = self._agent.peer(to.incarnation)
+        peer = self._agent.links.peer(to.incarnation)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
             if call.is_waited_for:  # the caller cannot touch its arguments meanwhile
                 call.again = lambda: self._repeat(call, encode)
@@ -313,118 +308,7 @@ class Caller:
             self._post(call, encode())
         except BaseException as error:
             if self._agent.pending.pop(call.id) is not None:
-                self._end(call, None, error)
-
-    @staticmethod
-    def _drop_repeat(call: Pending) -> None:
-        unsent, call.again, call.unsent = call.unsent, None, None
-        if unsent is not None:
-            unsent()
-
-    # -- settling -----------------------------------------------------------------------------
-
-    def _on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
-        references = self._agent.references.accept(reply.payload.forks)
-        call = self._agent.pending.pop(reply.id)
-        if call is None or call.to != sender:
-            return None  # too late; the references it brought go as they came
-        if reply.missing:
-            peer = self._agent.peer(sender)
-            if peer is not None:
-                lacking = {digest for _, digest in reply.missing}
-                peer.lacking.update(lacking)
-                peer.definitions.difference_update(lacking)
-            if call.again is None:
-                names = ", ".join(name for name, _ in reply.missing)
-                error = MissingDefinition(
-                    f"{call.worker} no longer has the definition of {names} that it had; call again"
-                )
-                return partial(self._fail, call, error, may_exist=False)
-            return call.again
-        if call.definitions:
-            peer = self._agent.peer(sender)
-            if peer is not None:
-                peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
-        if call.result is not None:
-            self._agent.references.confirm(call.result.fork, reply.state)
-        if call.is_waited_for and reply.ok and reply.payload.plain and sum(map(len, frames)) < _INLINE:
-            self._settle(call, reply, frames, references)
-            return None
-        return partial(self._settle, call, reply, frames, references)
-
-    def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
-        outcome: Any = None
-        error: BaseException | None = None
-        try:
-            if frames:
-                outcome = codec.decode(reply.payload, frames, references)
-            if not reply.ok:
-                outcome, error = None, rebuild(outcome)
-        except BaseException as failed:
-            outcome, error = None, failed
-            if reply.ok and isinstance(failed, NbdistError):
-                error.add_note(f"while the result of {call.function} on {call.worker} was read")
-        self._end(call, outcome, error)
-
-    def _end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
-        self._drop_repeat(call)
-        trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
-        call.outcome.try_settle(outcome, error)
-
-    def _fail(self, call: Pending, error: NbdistError, *, may_exist: bool) -> None:
-        """A call ends without an answer."""
-        if call.result is not None:
-            self._creation_failed(call.result, error, may_exist=may_exist)
-        self._end(call, None, error)
-
-    def _creation_failed(self, result: Fork, why: NbdistError, *, may_exist: bool) -> None:
-        if result.owner == self._agent.me.incarnation:
-            self._agent.references.settle(result.rref, None, creation_error(why))
-        else:
-            self._agent.references.fail(result.fork, may_exist=may_exist)
-
-    def run_due(self, now: float) -> None:
-        """End the calls whose time is up; ask after those whose time is half over."""
-        half, over = self._agent.pending.due(now)
-        for worker in {call.to for call in half}:
-            self._agent.ask(worker)
-        errors = [(call, self._timeout_error(call, now)) for call in over]
-
-        def fail() -> None:
-            for call, error in errors:
-                self._fail(call, error, may_exist=True)
-
-        if errors:
-            self._agent.pool.submit(fail)
-
-    def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:
-        status = self._agent.status(call.to, call.seq)
-        return RpcTimeout(
-            f"RPC ran for more than {call.timeout:g} s ({call.timeout * 1000:.0f} ms): {call.function} on "
-            f"{call.worker}; {status}"
-        )
-
-    def undelivered(self, id: int) -> None:
-        """The callee never took the call."""
-        call = self._agent.pending.pop(id)
-        if call is not None:
-            error = WorkerLost(f"{call.worker} did not take the call of {call.function} in all tries")
-            self._fail(call, error, may_exist=True)
-
-    def lost(self, call: Pending, why: str, others: int) -> None:
-        """The callee is gone."""
-        if self._agent.pending.pop(call.id) is None:
-            return
-        more = f", and {others} other calls" if others else ""
-        since = time.monotonic() - call.started
-        error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since:.1f} s before{more}")
-        self._fail(call, error, may_exist=False)
-
-    def interrupt(self, calls: Sequence[Pending], error: NbdistError) -> None:
-        """The user gives up on these calls."""
-        for call in calls:
-            if self._agent.pending.pop(call.id) is not None:
-                self._fail(call, error, may_exist=True)
+                self._agent.outcomes.end(call, None, error)
 
 
 _NO_PAYLOAD = Payload()

@@ -51,6 +51,12 @@ class Pending:
         """When its time is up."""
         return self.started + self.timeout if self.timeout > 0 else math.inf
 
+    def drop_repeat(self) -> None:
+        """It will not be sent once more, with definitions."""
+        unsent, self.again, self.unsent = self.unsent, None, None
+        if unsent is not None:
+            unsent()
+
 
 class PendingCalls:
     """A table of calls by id, and a heap of their deadlines. Thread-safe."""

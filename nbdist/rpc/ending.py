@@ -76,7 +76,7 @@ class Ending:
         self._changed = threading.Condition()
         self._reached = RUNNING
         self._wanted = RUNNING
-        self._missing: list[str] = []
+        self._missing: list[str] | None = None
         self._answers: dict[int, ShutdownState] = {}
         self._lost: list[str] = []
         self._survey: Survey | None = None
@@ -129,6 +129,8 @@ class Ending:
             pause = min(pause * 1.5, _ASK_MOST)
 
     def _waiting_for(self) -> str:
+        if self._missing is None and not self._is_leader():  # who asks has not begun to
+            return f"{self._leader().name} to call shutdown"
         if self._missing:
             return f"{', '.join(self._missing)} to call shutdown"
         return "calls that are still running"
@@ -162,7 +164,7 @@ class Ending:
                 self._changed.notify_all()
         with self._changed:
             unasked = others - self._answers.keys()
-            ask = AskShutdown(survey.round, survey.round >= CLOSING, self._missing)
+            ask = AskShutdown(survey.round, survey.round >= CLOSING, self._missing or [])
         for member in unasked:
             with contextlib.suppress(NbdistError):
                 agent.post(member, ask)
@@ -191,7 +193,7 @@ class Ending:
         active = agent.executor.active + len(agent.pending)
         if self._reached >= RELEASING:
             agent.references.reap()
-            active += agent.outstanding() + agent.references.forks.pending
+            active += agent.links.outstanding() + agent.references.forks.pending
         return ShutdownState(self._reached, sent, taken, active)
 
     def _tell(self, leader: Record) -> None:

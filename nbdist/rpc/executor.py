@@ -157,7 +157,7 @@ class _Request:
         function, args, kwargs = self._decoded or codec.decode(call.payload, self._frames, self._references)
         self._decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
-            peer = self._agent.peer(self._sender)
+            peer = self._agent.links.peer(self._sender)
             if peer is not None:
                 peer.definitions.update(digest for _, digest in call.payload.definitions)
         if self._target is not None:
@@ -214,8 +214,8 @@ class _Request:
         self._finish()
 
     def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
-        agent, sender = self._agent, self._agent.connected(self._sender)
-        peer = agent.peer(self._sender)
+        agent, sender = self._agent, self._agent.links.connected(self._sender)
+        peer = agent.links.peer(self._sender)
         known = peer.definitions if peer is not None else set[str]()
         devices = {theirs: ours for ours, theirs in sender.device_maps.get(agent.me.name, {}).items()} if sender else {}
         receiver = sender.name if sender else ""

@@ -58,7 +58,7 @@ class Handshake:
         with self._changed:
             self._world = {record.incarnation for record in others}
         for record in others:
-            self._agent.connect(record)
+            self._agent.links.connect(record)
         self._until(others, lambda: (self._world or set()) <= self._welcomed & self._ready, deadline)
 
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
@@ -66,14 +66,14 @@ class Handshake:
         dead: list[Record] = []
         for record in present:
             try:
-                self._agent.connect(record)
+                self._agent.links.connect(record)
             except ChannelError:
                 dead.append(record)
         waiting = [record for record in present if record not in dead]
         patience = min(deadline, time.monotonic() + self._agent.options.lost_after)
 
         def all_answered() -> bool:
-            gone = {record.incarnation for record in waiting if not self._agent.connected(record.incarnation)}
+            gone = {record.incarnation for record in waiting if not self._agent.links.connected(record.incarnation)}
             return {record.incarnation for record in waiting} <= self._welcomed | gone
 
         with contextlib.suppress(RendezvousError):
@@ -83,7 +83,7 @@ class Handshake:
         for record in waiting:
             if record.incarnation not in self._welcomed:
                 dead.append(record)
-                self._agent.disconnect(record.incarnation)
+                self._agent.links.disconnect(record.incarnation)
         self._complete = True
         return dead
 
@@ -129,7 +129,7 @@ class Handshake:
         elif self.is_dynamic and record.world_size is None:
             try:
                 self._agent.membership.add(record)
-                self._agent.connect(record)
+                self._agent.links.connect(record)
             except (NotUnique, ChannelError) as error:
                 self._refuse(record, str(error))
             else:
@@ -139,7 +139,7 @@ class Handshake:
         # else: the roster with this member in it has not been read yet; it will knock again
 
     def _refuse(self, record: Record, reason: str) -> None:
-        self._agent.refuse(record, Refused(self._agent.me.incarnation, reason))
+        self._agent.links.refuse(record, Refused(self._agent.me.incarnation, reason))
 
     def _on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
         self._say(sender, Welcome(self._agent.me))
@@ -161,7 +161,7 @@ class Handshake:
 
     def on_refused(self, message: Refused) -> None:
         """A message of ours was not taken: by who has given us up, or by who is there in its place."""
-        if self._agent.connected(message.about) is None:
+        if self._agent.links.connected(message.about) is None:
             return
         name = self._agent.membership.name_of(message.about)
         if message.version != VERSION:

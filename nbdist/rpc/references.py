@@ -261,7 +261,7 @@ class References:
         """From a finaliser: note that a handle is gone, and no more."""
         self._released.append((rref, fork))
         if len(self._released) == 1:
-            self._agent.wake()
+            self._agent.channel.wake()
 
     def reap(self) -> None:
         """Act on what finalisers noted."""

@@ -128,11 +128,11 @@ def test_a_replay_of_a_members_messages(over_tcp):
     record = agent.membership.others()[0]
     link = agent.channel.connect(record.addresses)
     payload, frames = codec.encode(("workers:count", ("replayed",), {}))
-    number = agent.peer(record.incarnation)._next_seq
+    number = agent.links.peer(record.incarnation)._next_seq
     envelope = Envelope(
         agent.me.incarnation, record.incarnation, number, number, 0, [], Call(10**6, 0, "count", payload)
     )
-    agent.peer(record.incarnation)._next_seq += 1
+    agent.links.peer(record.incarnation)._next_seq += 1
     for _ in range(5):
         link.send([encode_envelope(envelope), *frames], "call")
     past = msgspec.structs.replace(envelope, sender=new_incarnation(), seq=1)
@@ -162,8 +162,8 @@ def test_garbage_from_a_member(over_tcp):
         link.send(frames, "garbage")
     payload, frames = codec.encode(("workers:identity", (torch.ones(10),), {}))
     broken = msgspec.structs.replace(payload, buffers=[(0, 10**9, 40)])
-    seq = agent.peer(record.incarnation)._next_seq
-    agent.peer(record.incarnation)._next_seq += 1
+    seq = agent.links.peer(record.incarnation)._next_seq
+    agent.links.peer(record.incarnation)._next_seq += 1
     envelope = Envelope(agent.me.incarnation, record.incarnation, seq, seq, 0, [], Call(10**6, 0, "identity", broken))
     link.send([encode_envelope(envelope), *frames], "call")
     workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["messages_refused"] >= 6)

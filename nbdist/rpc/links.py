@@ -1,0 +1,293 @@
+"""The connections of an agent to the others: what is sent over them, and the clock by which they are kept up.
+
+A connection joins what the protocol knows of another agent (`nbdist.wire.peer`, which is pure) with the way
+there. Many threads send, so the lock is here; and the time at which some connection wants something done is
+here, because whoever sends may have to move it forward under a reader that sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbdist import trace
+from nbdist.channel.contract import Buffer, ChannelError, Link
+from nbdist.errors import NbdistError, WorkerLost
+from nbdist.wire.messages import (
+    Call,
+    Envelope,
+    Goodbye,
+    Message,
+    Nothing,
+    Ping,
+    Pong,
+    Record,
+    Refused,
+    encode_envelope,
+    kind,
+)
+from nbdist.wire.peer import Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["Connection", "Links"]
+
+_SLEEP = 0.2
+"""The reader looks at the clock that often even if nothing comes, so that most senders need not wake it."""
+
+_log = logging.getLogger("nbdist.rpc")
+
+
+@dataclass
+class Connection:
+    """What is known of another agent, and the way to it."""
+
+    record: Record
+    peer: Peer
+    link: Link
+
+
+class Links:
+    """The connections of one agent, by the other's incarnation; one of them leads to itself."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.connections: dict[int, Connection] = {}
+        self.closed = False
+        self.due = math.inf
+        self._asleep_until = 0.0
+        self._agent = agent
+        self._channel = agent.channel
+        self._limits = PeerLimits(agent.options.suspect_after, agent.options.lost_after, retries=agent.options.retries)
+        self._lock = threading.Lock()
+        agent.handle(Nothing, lambda *_: None)
+        agent.handle(Ping, self._on_ping)
+        agent.handle(Pong, self._on_pong)
+
+    # -- coming and going ---------------------------------------------------------------------
+
+    def connect(self, record: Record) -> None:
+        """Know another agent, and the way to it."""
+        me = self._agent.me
+        with self._lock:
+            if record.incarnation in self.connections or self.closed:
+                return
+            local = record.host == me.host
+            peer = Peer(me.incarnation, record.incarnation, self._limits, time.monotonic(), watch_silence=not local)
+            addresses = [a for a in record.addresses if local or not a.startswith("ipc://")]  # files of another host
+            self.connections[record.incarnation] = Connection(record, peer, self._channel.connect(addresses))
+        if local and record.pid != os.getpid():
+            self._agent.processes.watch(record.pid, record.started)
+        self.hurry(peer.next_tick())
+
+    def disconnect(self, incarnation: int) -> None:
+        """Forget an agent that never became a member."""
+        with self._lock:
+            connection = self.connections.pop(incarnation, None)
+        if connection is not None:
+            connection.link.close(at_once=True)
+
+    def lose(self, incarnation: int) -> Connection | None:
+        """Give up an agent that is gone; its connection, unless that has been done before."""
+        with self._lock:
+            connection = self.connections.pop(incarnation, None)
+            if connection is None or self.closed:
+                return None
+            connection.peer.lose()
+        return connection
+
+    def close(self, goodbye: Goodbye | None) -> bool:
+        """Let nothing more out, but for a goodbye to the others; whether that had not been done before."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            connections = list(self.connections.values())
+        if goodbye is not None:
+            for connection in connections:
+                if connection.record is not self._agent.me:
+                    with contextlib.suppress(NbdistError):
+                        self._transmit(connection, connection.peer.send(goodbye, (), time.monotonic()))
+        return True
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def post(self, to: int, message: Message, frames: Sequence[Buffer] = (), holds: Any = None) -> int:
+        """Send a message; its number, by which the peer knows whether it has arrived.
+
+        ``holds`` lives until it has. A call that the channel refuses raises ChannelError; anything else that
+        must arrive is tried again.
+        """
+        now = time.monotonic()
+        with self._lock:
+            connection = self.connections.get(to)
+            if connection is None or self.closed:
+                raise self._no_connection(to)
+            outgoing = connection.peer.send(message, frames, now, holds)
+            due = connection.peer.next_tick()
+        try:
+            connection.link.send(outgoing.frames, kind(message))
+        except ChannelError:
+            if isinstance(message, Call):
+                with self._lock:
+                    connection.peer.withdraw(outgoing.seq)
+                raise
+            self.hurry(self._postpone(connection, outgoing))
+        if due < self.due:
+            self.hurry(due)
+        return outgoing.seq
+
+    def _no_connection(self, to: int) -> NbdistError:
+        if self.closed:
+            return WorkerLost(f"{self._agent.me.name} has ended")
+        name = self._agent.membership.name_of(to)
+        return WorkerLost(f"{name} {self._agent.membership.why_gone(name) or 'is not connected'}")
+
+    def _transmit(self, connection: Connection, outgoing: Outgoing) -> None:
+        """Send what the peer wants sent; if the channel refuses it, the peer will want it again."""
+        try:
+            connection.link.send(outgoing.frames, kind(outgoing.message))
+        except ChannelError:
+            self._postpone(connection, outgoing)
+
+    def _postpone(self, connection: Connection, outgoing: Outgoing) -> float:
+        """The channel did not take a message; when the clock must be looked at for that."""
+        with self._lock:
+            connection.peer.failed(outgoing.seq, time.monotonic())
+            return connection.peer.next_tick()
+
+    def refuse(self, record: Record, refused: Refused) -> None:
+        """Tell an agent, member or not, that its message was not taken."""
+        answer = Envelope(self._agent.me.incarnation, record.incarnation, 0, 1, 0, [], refused)
+        with contextlib.suppress(ChannelError):
+            link = self._channel.connect(record.addresses)
+            link.send([encode_envelope(answer)], "refused")
+            link.close()
+
+    # -- for the thread that reads ------------------------------------------------------------
+
+    def receive(self, now: float, timeout: float | None) -> list[bytes] | None:
+        """The next message; None once the clock must be looked at, or somebody has woken the reader."""
+        # Announce the nap before measuring it: who moves `due` forward then sees that it must wake us.
+        self._asleep_until = now + _SLEEP
+        wait = min(_SLEEP, max(self.due - now, 0.0), timeout if timeout is not None else _SLEEP)
+        frames = self._channel.receive(wait)
+        self._asleep_until = 0.0
+        return frames
+
+    def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
+        """Take note of an envelope; whether its message is new and to be acted upon."""
+        with self._lock:
+            fresh = connection.peer.receive(envelope, size, time.monotonic())
+            due = connection.peer.next_tick()
+        if due < self.due:
+            self.due = due  # this is the reader, which need not be woken
+        return fresh
+
+    def tick(self, now: float) -> list[tuple[int, str]]:
+        """Do what is due; the agents that have been silent for too long, and the words for it."""
+        lost: list[tuple[int, str]] = []
+        transmit: list[tuple[Connection, Outgoing]] = []
+        with self._lock:
+            for incarnation, connection in self.connections.items():
+                for action in connection.peer.tick(now):
+                    if isinstance(action, Transmit):
+                        transmit.append((connection, action.outgoing))
+                    elif isinstance(action, Lost):
+                        lost.append((incarnation, f"has been silent for {action.silent:.1f} s"))
+                    elif isinstance(action, Suspect):
+                        name = connection.record.name
+                        _log.warning("%s has been silent for %.1f s; calls to it wait", name, action.silent)
+                        trace.emit("peer.suspect", name=name, silent=action.silent)
+                    elif isinstance(action, Undelivered):
+                        self._gave_up(connection, action.message)
+        for connection, outgoing in transmit:
+            self._transmit(connection, outgoing)
+        return lost
+
+    def set_clock(self) -> None:
+        """After a `tick`: find out when something is due next."""
+        with self._lock:
+            due = min((connection.peer.next_tick() for connection in self.connections.values()), default=math.inf)
+            self.due = min(due, self._agent.pending.next_due())
+
+    def hurry(self, due: float) -> None:
+        """Have the clock looked at by then."""
+        if due < self.due:
+            self.due = due
+        if due < self._asleep_until:
+            self._channel.wake()
+
+    def _gave_up(self, connection: Connection, message: Message) -> None:
+        _log.error(
+            "%s did not take a %s message in %d tries; it is given up",
+            connection.record.name,
+            kind(message),
+            self._limits.retries,
+        )
+        if isinstance(message, Call):
+            self._agent.pool.submit(lambda: self._agent.outcomes.undelivered(message.id))
+
+    def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
+        with contextlib.suppress(NbdistError):
+            self.post(sender, Pong(message.number, self._agent.executor.doing()))
+
+    def _on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
+        connection = self.connections[sender]
+        with self._lock:
+            actions = connection.peer.ponged(message, time.monotonic())
+        for action in actions:
+            if isinstance(action, Transmit):
+                self._transmit(connection, action.outgoing)
+            elif isinstance(action, Undelivered):
+                self._gave_up(connection, action.message)
+
+    # -- what is known ------------------------------------------------------------------------
+
+    def ask(self, to: int) -> None:
+        """Ask an agent what it is doing; `status` knows when it has answered."""
+        with self._lock:
+            connection = self.connections.get(to)
+            outgoing = connection.peer.ping(time.monotonic()) if connection else None
+        if connection and outgoing:
+            self._transmit(connection, outgoing)
+
+    def status(self, to: int, seq: int) -> str:
+        """What is known of a call's fate: whether it arrived, and what its worker was doing."""
+        with self._lock:
+            connection = self.connections.get(to)
+            if connection is None:
+                return "it is gone"
+            peer, now = connection.peer, time.monotonic()
+            if peer.is_unacknowledged(seq):
+                return f"it has not acknowledged the call; nothing was heard of it for {peer.silent_for(now):.1f} s"
+            if peer.doing and now - peer.doing_at < 60:
+                return f"{now - peer.doing_at:.1f} s before, it was running {peer.doing}"
+        return "it has acknowledged the call"
+
+    def peer(self, incarnation: int) -> Peer | None:
+        """The protocol state with one agent."""
+        connection = self.connections.get(incarnation)
+        return connection.peer if connection is not None else None
+
+    def peers(self) -> list[Peer]:
+        """The protocol state with each agent."""
+        with self._lock:
+            return [connection.peer for connection in self.connections.values()]
+
+    def connected(self, incarnation: int) -> Record | None:
+        """The record of an agent that this one talks to, member or not yet."""
+        connection = self.connections.get(incarnation)
+        return connection.record if connection is not None else None
+
+    def outstanding(self) -> int:
+        """How many messages to members are unacknowledged."""
+        with self._lock:
+            return sum(connection.peer.outstanding for connection in self.connections.values())

@@ -1,0 +1,147 @@
+"""How the calls of an agent end: with an answer, or without one.
+
+Whoever takes a call out of the table of pending ones is the one to settle it, so each ends once, be it that the
+answer comes, that its time is up, that its callee is lost, or that the user does not want to wait any longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nbdist import trace
+from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
+from nbdist.rpc.calls import Pending
+from nbdist.rpc.failures import rebuild
+from nbdist.rpc.references import creation_error
+from nbdist.rpc.rref import RRef
+from nbdist.wire import codec
+from nbdist.wire.messages import Fork, Reply
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+    from nbdist.rpc.dispatch import Job
+
+__all__ = ["Outcomes"]
+
+_INLINE = 64 * 1024
+"""Bytes up to which a result is decoded by the thread that reads."""
+
+
+class Outcomes:
+    """The ends of one agent's calls."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        agent.handle(Reply, self._on_reply)
+
+    # -- with an answer -----------------------------------------------------------------------
+
+    def _on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
+        references = self._agent.references.accept(reply.payload.forks)
+        call = self._agent.pending.pop(reply.id)
+        if call is None or call.to != sender:
+            return None  # too late; the references it brought go as they came
+        if reply.missing:
+            peer = self._agent.links.peer(sender)
+            if peer is not None:
+                lacking = {digest for _, digest in reply.missing}
+                peer.lacking.update(lacking)
+                peer.definitions.difference_update(lacking)
+            if call.again is None:
+                names = ", ".join(name for name, _ in reply.missing)
+                error = MissingDefinition(
+                    f"{call.worker} no longer has the definition of {names} that it had; call again"
+                )
+                return partial(self._fail, call, error, may_exist=False)
+            return call.again
+        if call.definitions:
+            peer = self._agent.links.peer(sender)
+            if peer is not None:
+                peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
+        if call.result is not None:
+            self._agent.references.confirm(call.result.fork, reply.state)
+        if call.is_waited_for and reply.ok and reply.payload.plain and sum(map(len, frames)) < _INLINE:
+            self._settle(call, reply, frames, references)
+            return None
+        return partial(self._settle, call, reply, frames, references)
+
+    def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
+        outcome: Any = None
+        error: BaseException | None = None
+        try:
+            if frames:
+                outcome = codec.decode(reply.payload, frames, references)
+            if not reply.ok:
+                outcome, error = None, rebuild(outcome)
+        except BaseException as failed:
+            outcome, error = None, failed
+            if reply.ok and isinstance(failed, NbdistError):
+                error.add_note(f"while the result of {call.function} on {call.worker} was read")
+        self.end(call, outcome, error)
+
+    def end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
+        """Settle a call, which will not be sent again."""
+        call.drop_repeat()
+        trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
+        call.outcome.try_settle(outcome, error)
+
+    # -- without one --------------------------------------------------------------------------
+
+    def _fail(self, call: Pending, error: NbdistError, *, may_exist: bool) -> None:
+        """A call ends without an answer."""
+        if call.result is not None:
+            self.creation_failed(call.result, error, may_exist=may_exist)
+        self.end(call, None, error)
+
+    def creation_failed(self, result: Fork, why: NbdistError, *, may_exist: bool) -> None:
+        """The reference that a call was to make refers to nothing."""
+        if result.owner == self._agent.me.incarnation:
+            self._agent.references.settle(result.rref, None, creation_error(why))
+        else:
+            self._agent.references.fail(result.fork, may_exist=may_exist)
+
+    def run_due(self, now: float) -> None:
+        """End the calls whose time is up; ask after those whose time is half over."""
+        half, over = self._agent.pending.due(now)
+        for worker in {call.to for call in half}:
+            self._agent.links.ask(worker)
+        errors = [(call, self._timeout_error(call, now)) for call in over]
+
+        def fail() -> None:
+            for call, error in errors:
+                self._fail(call, error, may_exist=True)
+
+        if errors:
+            self._agent.pool.submit(fail)
+
+    def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:
+        status = self._agent.links.status(call.to, call.seq)
+        return RpcTimeout(
+            f"RPC ran for more than {call.timeout:g} s ({call.timeout * 1000:.0f} ms): {call.function} on "
+            f"{call.worker}; {status}"
+        )
+
+    def undelivered(self, id: int) -> None:
+        """The callee never took the call."""
+        call = self._agent.pending.pop(id)
+        if call is not None:
+            error = WorkerLost(f"{call.worker} did not take the call of {call.function} in all tries")
+            self._fail(call, error, may_exist=True)
+
+    def lost(self, call: Pending, why: str, others: int) -> None:
+        """The callee is gone."""
+        if self._agent.pending.pop(call.id) is None:
+            return
+        more = f", and {others} other calls" if others else ""
+        since = time.monotonic() - call.started
+        error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since:.1f} s before{more}")
+        self._fail(call, error, may_exist=False)
+
+    def interrupt(self, calls: Sequence[Pending], error: NbdistError) -> None:
+        """The user gives up on these calls."""
+        for call in calls:
+            if self._agent.pending.pop(call.id) is not None:
+                self._fail(call, error, may_exist=True)
