@@ -132,6 +132,18 @@ def test_shutdown_with_a_limit_names_who_is_missing():
         assert not workers.is_running()
 
 
+def test_shutdown_names_the_first_member_where_that_is_missing(tmp_path):
+    said = tmp_path / "said"
+    code = (
+        "try: rpc.shutdown(timeout=1.0)\n"
+        f"except Exception as error: open({str(said)!r}, 'w').write(f'{{type(error).__name__}}: {{error}}')\n"
+        "raise SystemExit(0)"
+    )
+    with workers.world(2, graceful=False, then=code):
+        workers.eventually(lambda: said.exists() and said.read_text())
+    assert said.read_text() == "RendezvousError: shutdown: still waiting for worker0 to call shutdown"
+
+
 def test_shutdown_without_one_that_dies_meanwhile():
     with workers.world(3, graceful=False, then="workers._release.wait(60)") as others:
         rpc.rpc_sync("worker1", workers.release)
