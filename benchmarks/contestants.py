@@ -236,7 +236,7 @@ def rpyc() -> None:
     import rpyc.utils.classic
     import torch
 
-    connection = rpyc.classic.connect_subproc()
+    connection = rpyc.classic.connect_subproc(str(Path(sys.executable).with_name("rpyc_classic")))
     sys_there = connection.modules.sys
     sys_there.path.insert(0, str(Path(__file__).parent))
     there = connection.modules.rpyc_side
