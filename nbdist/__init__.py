@@ -10,6 +10,7 @@ layer  modules                      what is there
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, ZeroMQ, faulty
 3      rpc                          agents, calls, remote references, membership
+5      cluster                      which workers a line means; worker processes from a zygote (begun)
 8      compat doctor testing        tools on top, which nothing imports
        __main__
 ====== ============================ ====================================================================

@@ -1,0 +1,95 @@
+"""Which workers a line means: ``0``, ``0,2``, ``[0-2]``, ``0:2``, ``::2``, ``-1``, ``all``, ``worker1``.
+
+The notations of those whom users come from, read by one parser and never evaluated. What names no worker of the
+cluster is an error that says which there are: a cell must not run on fewer workers than its author meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from nbdist.errors import UnknownWorker, UsageError
+
+__all__ = ["parse_targets"]
+
+_ALL = ("", "all", "*", ":")
+_BRACKETS = re.compile(r"\s*(\[[^\[\]]*\]|[^\[\],]*)(\s*,\s*(\[[^\[\]]*\]|[^\[\],]*))*\s*")
+_NUMBER = re.compile(r"[+-]?[0-9]+")
+_RANGE = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
+_SLICE = re.compile(r"([+-]?[0-9]+)?\s*:\s*([+-]?[0-9]+)?\s*(?::\s*([+-]?[0-9]+)?)?")
+_NAME = re.compile(r"[^\W\d]\w*", re.ASCII)
+
+
+def parse_targets(text: str, names: Sequence[str]) -> list[int]:
+    """The ranks that ``text`` names among the workers called ``names``, each once, in the order given.
+
+    ::
+
+        0   -1        one rank, from the end if negative
+        0,2  [0,1]    several
+        0-2  [0-2]    from 0 to 2, both included
+        0:2  ::2      as Python slices a list; a bound must be one of the list's
+        worker1       by name
+        [0-1],worker3 several of these
+        all  :        every worker, as does nothing at all
+    """
+    if not _BRACKETS.fullmatch(text):
+        raise UsageError(f"the brackets of {text.strip()!r} do not match")
+    inner = text.replace("[", "").replace("]", "").strip()
+    if text.strip() == "[]":
+        raise UsageError("[] names no worker")
+    if inner in _ALL:
+        return list(range(len(names)))
+    found: dict[int, None] = {}
+    for part in inner.split(","):
+        found.update(dict.fromkeys(_parse_one(part.strip(), text.strip(), names)))
+    return list(found)
+
+
+def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
+    if part in _ALL and part:
+        return range(len(names))
+    if _NUMBER.fullmatch(part):
+        return [_rank(int(part), names)]
+    if match := _RANGE.fullmatch(part):
+        first, last = int(match[1]), int(match[2])
+        if last < first:
+            raise UsageError(f"{part!r} counts downwards; from the lower to the higher: {last}-{first}")
+        return range(_rank(first, names), _rank(last, names) + 1)
+    if match := _SLICE.fullmatch(part):
+        return _slice(part, match, names)
+    if part in names:
+        return [names.index(part)]
+    if _NAME.fullmatch(part):
+        raise UnknownWorker(f"there is no worker {part!r}; {_which(names)}")
+    raise UsageError(
+        f"{text!r} is not a target: write a rank (0, -1), several (0,2), a range (0-2 with its end, 0:2 without), "
+        "a name, or all"
+    )
+
+
+def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[int]:
+    start, stop, step = (int(group) if group is not None else None for group in match.groups())
+    if step == 0:
+        raise UsageError(f"the step of {part!r} cannot be 0")
+    for bound in (start, stop):
+        if bound is not None and not -len(names) <= bound <= len(names):
+            raise UnknownWorker(f"{part!r} goes beyond the last worker; {_which(names)}")
+    ranks = range(len(names))[start:stop:step]
+    if not ranks:
+        raise UsageError(f"{part!r} names no worker; {_which(names)}")
+    return ranks
+
+
+def _rank(number: int, names: Sequence[str]) -> int:
+    if not -len(names) <= number < len(names):
+        raise UnknownWorker(f"there is no worker with rank {number}; {_which(names)}")
+    return number % len(names)
+
+
+def _which(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"there is {names[0]} alone, with rank 0"
+    shown = f"{names[0]} … {names[-1]}" if len(names) > 4 else ", ".join(names)
+    return f"there are {shown}, with ranks 0 to {len(names) - 1}"

@@ -1,0 +1,228 @@
+"""Worker processes: how they start, how they end, and that nothing of them is left (G5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import workers
+
+from nbdist.cluster.processes import Processes, describe_exit
+from nbdist.errors import UsageError, WorkerLost
+
+
+class Owned:
+    """A run directory, the processes in it, and the ends that were heard of."""
+
+    def __init__(self, fork: bool, preload: tuple[str, ...] = ("fractions",)) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="nbdist-"))
+        self.ends: dict[str, int] = {}
+        self.processes = Processes(self.folder, self.ends.__setitem__, preload=preload, fork=fork)
+
+    def start(self, name: str, entry: str, *arguments: str, **environment: str) -> int:
+        return self.processes.start(name, f"entries:{entry}", arguments, {**os.environ, **environment}).result(30)
+
+    def end_of(self, name: str) -> int:
+        workers.eventually(lambda: name in self.ends)
+        return self.ends[name]
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def owned(request) -> Iterator[Owned]:
+    found = Owned(request.param == "fork")
+    yield found
+    found.processes.close()
+    assert not found.folder.exists()
+    assert not psutil.pid_exists(found.processes.pid)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def read(path: Path) -> str:
+    workers.eventually(path.exists)
+    return path.read_text()
+
+
+def test_it_forks_where_it_can():
+    found = Owned(True)
+    assert found.processes.ready(30).forks
+    assert found.processes.ready().complaints == []
+    found.processes.close()
+
+
+@pytest.mark.parametrize("reason", ["told not to", "a thread runs"])
+def test_it_spawns_where_forking_is_not_safe(reason):
+    found = Owned(reason != "told not to", ("entries_threaded",) if reason == "a thread runs" else ())
+    assert not found.processes.ready(30).forks
+    found.start("worker0", "leave", "3")
+    assert found.end_of("worker0") == 3
+    found.processes.close()
+
+
+def test_what_cannot_be_imported_beforehand_is_told_and_does_not_matter():
+    found = Owned(True, ("no_such_module",))
+    (complaint,) = found.processes.ready(30).complaints
+    assert complaint.startswith("no_such_module: ModuleNotFoundError")
+    found.start("worker0", "leave", "0")
+    assert found.end_of("worker0") == 0
+    found.processes.close()
+
+
+def test_a_worker_has_the_owners_surroundings(owned, tmp_path):
+    pid = owned.start("worker0", "tell", str(tmp_path / "told"), "hello", NBDIST_TEST_VARIABLE="here")
+    facts = json.loads(read(tmp_path / "told"))
+    assert facts["word"] == "hello"
+    assert facts["pid"] == facts["session"] == pid
+    assert facts["variable"] == "here"
+    assert facts["directory"] == os.getcwd()
+    assert facts["argv"] == ["entries:tell", str(tmp_path / "told"), "hello"]
+    assert facts["interruptible"]
+    assert facts["stdin"] == ""
+    assert facts["preloaded"] == owned.processes.ready().forks
+    workers.eventually(lambda: owned.processes.log("worker0").read_text() == "told\nand complained\n")
+    assert owned.end_of("worker0") == 0
+
+
+def test_random_numbers_differ(owned, tmp_path):
+    for number in range(3):
+        owned.start(f"worker{number}", "tell", str(tmp_path / str(number)), "")
+    assert len({json.loads(read(tmp_path / str(number)))["random"] for number in range(3)}) == 3
+
+
+def test_ends_are_told_with_their_code(owned):
+    owned.start("worker0", "leave", "0")
+    owned.start("worker1", "leave", "7")
+    owned.start("worker2", "crash", str(signal.SIGSEGV.value))
+    owned.start("worker3", "crash", str(signal.SIGKILL.value))
+    owned.start("worker4", "fail")
+    assert [owned.end_of(f"worker{number}") for number in range(5)] == [0, 7, -signal.SIGSEGV, -signal.SIGKILL, 1]
+    assert "ValueError: nothing works" in owned.processes.log("worker4").read_text()
+    assert owned.processes.living == {}
+
+
+def test_a_name_is_free_again_when_its_worker_has_ended(owned):
+    first = owned.start("worker0", "sleep")
+    with pytest.raises(UsageError, match="worker0"):
+        owned.start("worker0", "sleep")
+    owned.processes.signal("worker0", signal.SIGKILL)
+    assert owned.end_of("worker0") == -signal.SIGKILL
+    second = owned.start("worker0", "sleep")
+    assert second != first
+    assert owned.processes.living == {"worker0": second}
+
+
+def test_an_interrupt_reaches_the_one_that_it_is_meant_for(owned, tmp_path):
+    owned.start("worker0", "tell", str(tmp_path / "told"), "")  # by now Python's own handler is in place
+    read(tmp_path / "told")
+    owned.start("worker1", "sleep")
+    owned.start("worker2", "with_children", str(tmp_path / "children"))
+    read(tmp_path / "children")
+    owned.processes.signal("worker2", signal.SIGINT)
+    assert owned.end_of("worker2") in (1, -signal.SIGINT)
+    assert list(owned.processes.living) == ["worker1"]
+
+
+def test_what_a_worker_started_ends_with_the_cluster(owned, tmp_path):
+    owned.start("worker0", "with_children", str(tmp_path / "children"))
+    owned.start("worker1", "ignore_signals", str(tmp_path / "deaf"))
+    children = [int(pid) for pid in read(tmp_path / "children").split()]
+    read(tmp_path / "deaf")
+    pids = [*owned.processes.living.values(), *children]
+    assert not any(gone(pid) for pid in pids)
+    owned.processes.close()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_killed_worker_started_in_its_session_ends_with_it(owned, tmp_path):
+    owned.start("worker0", "with_children", str(tmp_path / "children"))
+    child, stray = (int(pid) for pid in read(tmp_path / "children").split())
+    owned.processes.signal("worker0", signal.SIGKILL)
+    owned.end_of("worker0")
+    workers.eventually(lambda: gone(child))
+    assert not gone(stray)  # it asked to stay; the end of the cluster is the end of it too
+
+
+def test_the_death_of_the_zygote_is_the_workers_death(owned):
+    pids = [owned.start("worker0", "sleep"), owned.start("worker1", "hold_the_gil")]
+    os.kill(owned.processes.pid, signal.SIGKILL)
+    assert owned.end_of("worker0") == owned.end_of("worker1") == -signal.SIGKILL
+    workers.eventually(lambda: all(gone(pid) for pid in pids))
+    with pytest.raises(WorkerLost, match="has ended"):
+        owned.start("worker0", "sleep")
+
+
+OWNER = """
+import json, os, sys, time
+from pathlib import Path
+from nbdist.cluster.processes import Processes
+folder, entry, fork = sys.argv[1:]
+processes = Processes(Path(folder), lambda *_: None, preload=["slow_to_import" if entry == "none" else "fractions"],
+                      fork=fork == "fork")
+pids = [processes.pid]
+if entry != "none":
+    for n in range(2):
+        pids.append(processes.start(f"worker{n}", "entries:" + entry, [f"{folder}.told{n}"]).result(30))
+if os.fork() == 0:  # what the owner has forked keeps its end of the line open
+    time.sleep(600)
+time.sleep(0.3)
+print(json.dumps(pids), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("fork", ["fork", "spawn"])
+@pytest.mark.parametrize("entry", ["sleep", "hold_the_gil", "ignore_signals", "with_children", "none"])
+def test_nothing_is_left_of_a_killed_owner(tmp_path, entry, fork):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(60)")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder), entry, fork],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert owner.stdout is not None
+    try:
+        pids = json.loads(owner.stdout.readline())
+        sons = [child.pid for child in psutil.Process(owner.pid).children() if child.pid not in pids]
+        if entry == "with_children":
+            pids += [int(pid) for number in range(2) for pid in read(Path(f"{folder}.told{number}")).split()]
+        assert not any(gone(pid) for pid in pids)
+    finally:
+        owner.kill()
+        owner.wait()
+    try:
+        workers.eventually(lambda: all(gone(pid) for pid in pids) and not folder.exists())
+    finally:
+        for pid in sons:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL (out of memory, or killed by hand)"),
+        (-11, "was killed by SIGSEGV (a crash in native code)"),
+        (-15, "was killed by SIGTERM"),
+        (-35, "was killed by signal 35"),
+    ],
+)
+def test_an_end_in_words(code, words):
+    assert describe_exit(code) == words
