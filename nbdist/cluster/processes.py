@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from nbdist.cluster.zygote import Ended, Line, Ready, Setup, Signal, Start, Started
+from nbdist.cluster.zygote import Ended, Failed, Line, Ready, Setup, Signal, Start, Started
 from nbdist.errors import UsageError, WorkerLost
 
 __all__ = ["Processes", "describe_exit"]
@@ -133,10 +133,10 @@ class Processes:
     def _read(self) -> None:
         while (lines := self._line.receive()) is not None:
             for line in lines:
-                self._take(msgspec.json.decode(line, type=Ready | Started | Ended))
+                self._take(msgspec.json.decode(line, type=Ready | Started | Failed | Ended))
         self._zygote_ended()
 
-    def _take(self, event: Ready | Started | Ended) -> None:
+    def _take(self, event: Ready | Started | Failed | Ended) -> None:
         if isinstance(event, Ready):
             self._ready.set_result(event)
         elif isinstance(event, Started):
@@ -144,6 +144,10 @@ class Processes:
                 self._living[event.name] = event.pid
                 future = self._starting.pop(event.name)
             future.set_result(event.pid)
+        elif isinstance(event, Failed):
+            with self._lock:
+                future = self._starting.pop(event.name)
+            future.set_exception(WorkerLost(f"{event.name} cannot start: {event.why}"))
         else:
             with self._lock:
                 self._living.pop(event.name, None)
@@ -151,11 +155,14 @@ class Processes:
 
     def _zygote_ended(self) -> None:
         """The kernel has killed the workers with it."""
+        said = ""
         with self._lock:
             self._closing = True
             living, self._living = self._living, {}
             starting, self._starting = self._starting, {}
-        error = WorkerLost("the process that starts workers has ended")
+        with contextlib.suppress(OSError):
+            said = (self._folder / "zygote.log").read_text(errors="replace").strip()
+        error = WorkerLost(f"the process that starts workers has ended{': ' + said[-2000:] if said else ''}")
         if not self._ready.done():
             self._ready.set_exception(error)
         for future in starting.values():

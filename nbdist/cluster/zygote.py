@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import msgspec
 
-__all__ = ["Ended", "Line", "Ready", "Setup", "Signal", "Start", "Started", "main", "spawned"]
+__all__ = ["Ended", "Failed", "Line", "Ready", "Setup", "Signal", "Start", "Started", "main", "spawned"]
 
 _PDEATHSIG, _SUBREAPER = 1, 36
 _SPAWN = "from nbdist.cluster.zygote import spawned; spawned()"
@@ -82,6 +82,13 @@ class Started(msgspec.Struct, tag="started"):
 
     name: str
     pid: int
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """A worker process could not be made."""
+
+    name: str
+    why: str
 
 
 class Ended(msgspec.Struct, tag="ended"):
@@ -224,7 +231,11 @@ class _Zygote:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        pid = os.fork() if self._forks else self._spawn(start)
+        try:
+            pid = os.fork() if self._forks else self._spawn(start)
+        except OSError as error:
+            self._line.send(Failed(start.name, str(error)))
+            return False
         if pid == 0:
             try:
                 self._settle_in(start, parent)
@@ -268,7 +279,6 @@ class _Zygote:
                 stdout=log,
                 stderr=log,
                 env=start.environment,
-                cwd=start.directory,
                 start_new_session=True,
             )
         assert process.stdin is not None

@@ -164,6 +164,27 @@ def test_the_death_of_the_zygote_is_the_workers_death(owned):
         owned.start("worker0", "sleep")
 
 
+def test_a_worker_that_cannot_be_made_harms_no_other(owned, monkeypatch):
+    pid = owned.start("worker0", "sleep")
+    if not owned.processes.ready().forks:
+        monkeypatch.setattr(owned.processes, "log", lambda name: owned.folder / "nowhere" / name)
+        with pytest.raises(WorkerLost, match=r"worker1 cannot start: .*nowhere"):
+            owned.start("worker1", "sleep")
+        monkeypatch.undo()
+    owned.start("worker2", "no_such_function")
+    assert owned.end_of("worker2") == 1
+    assert "no_such_function" in owned.processes.log("worker2").read_text()
+    assert owned.processes.living == {"worker0": pid}
+
+
+def test_a_zygote_that_cannot_start_says_why(monkeypatch):
+    monkeypatch.setattr("nbdist.cluster.processes._BOOT", "raise SystemExit('no way')")
+    found = Owned(True)
+    with pytest.raises(WorkerLost, match="has ended: no way"):
+        found.processes.ready(30)
+    found.processes.close()
+
+
 OWNER = """
 import json, os, sys, time
 from pathlib import Path
