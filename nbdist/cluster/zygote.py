@@ -25,7 +25,6 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -330,7 +329,7 @@ def _open_process(pid: int) -> int:
     except (AttributeError, OSError):
         return -1  # the end of the line must do
     if os.getppid() != pid:
-        _vanish()
+        os._exit(0)
     return file
 
 
@@ -338,11 +337,7 @@ def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies, which holds also while a thread keeps the GIL."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        _vanish()
-
-
-def _vanish() -> NoReturn:
-    os._exit(0)
+        os._exit(0)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ASYNC_MARK", "Executor"]
 
-_INLINE = 1 << 16
-"""Bytes up to which arguments are decoded by the thread that reads."""
-
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, knows a function that returns a Future for its result."""
 
@@ -128,7 +125,7 @@ class _Request:
 
         Making tensors lets go of the GIL, which the woken thread would take: a hand-over in the midst of a call.
         """
-        if self._call.payload.plain and sum(map(len, self._frames)) < _INLINE:
+        if codec.decodes_quickly(self._call.payload, self._frames):
             with contextlib.suppress(NbdistError):  # `run` meets it again, and answers with it
                 self._decoded = codec.decode(self._call.payload, self._frames)
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcomes"]
 
-_INLINE = 64 * 1024
-"""Bytes up to which a result is decoded by the thread that reads."""
-
 
 class Outcomes:
     """The ends of one agent's calls."""
@@ -63,7 +60,7 @@ class Outcomes:
                 peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
         if call.result is not None:
             self._agent.references.confirm(call.result.fork, reply.state)
-        if call.is_waited_for and reply.ok and reply.payload.plain and sum(map(len, frames)) < _INLINE:
+        if call.is_waited_for and reply.ok and codec.decodes_quickly(reply.payload, frames):
             self._settle(call, reply, frames, references)
             return None
         return partial(self._settle, call, reply, frames, references)

@@ -28,9 +28,10 @@ from nbdist.wire import definitions, names
 from nbdist.wire.messages import Fork, Payload
 from nbdist.wire.tensors import LARGE, Buffer, TensorPacker, is_packable, unpack_tensors
 
-__all__ = ["Encoded", "Forker", "decode", "encode", "register_reference"]
+__all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reference"]
 
 _BIG_GLOBAL = 1 << 20
+_QUICK = 1 << 16
 
 
 class Forker(Protocol):
@@ -367,6 +368,11 @@ class _Unpickler(pickle.Unpickler):
         if known is None:
             known = self._globals[id(namespace)] = (namespace, _Globals(namespace))
         return cloudpickle._make_function(code, known[1], *rest)
+
+
+def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
+    """Whether the thread that reads may decode this: it is small, and runs nobody's code."""
+    return payload.plain and sum(map(len, frames)) < _QUICK
 
 
 def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
