@@ -40,6 +40,7 @@ class Processes:
         *,
         preload: Sequence[str] = (),
         fork: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = folder
         self._on_end = on_end
@@ -58,6 +59,7 @@ class Processes:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env=None if environment is None else dict(environment),
             )
         self._line = Line(ours)
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)

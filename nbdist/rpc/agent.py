@@ -59,6 +59,7 @@ class Agent:
         from nbdist.rpc.handshake import Handshake
         from nbdist.rpc.outcomes import Outcomes
         from nbdist.rpc.references import References
+        from nbdist.rpc.stopping import Stopping
 
         self.me = me
         self.options = options
@@ -69,6 +70,14 @@ class Agent:
         self.pending = PendingCalls()
         self.pid = os.getpid()
         self.refused = 0
+        self.hosted = False
+        """Whether a cluster keeps it, so that the user's `shutdown` does not end it."""
+        self.origin: Callable[[], str] | None = None
+        """For whose cell the calling thread works; it travels with every call."""
+        self.around: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
+        """What to enter around a function that runs for a call with such an origin."""
+        self.explain_end: Callable[[int], str] | None = None
+        """How a process ended, by its pid, where somebody knows more than that it did; may take a moment."""
         self._handlers: dict[type, Handler] = {}
         self._on_lost: list[Callable[[Record, str], None]] = []
         self._at_close: list[Callable[[], None]] = []
@@ -83,6 +92,7 @@ class Agent:
         self.outcomes = Outcomes(self)
         self.handshake = Handshake(self)
         self.ending = Ending(self)
+        self.stopping = Stopping(self)
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r} (id {self.me.id}){' closed' if self.closed else ''}>"
@@ -201,7 +211,8 @@ class Agent:
     def _on_process_end(self, pid: int) -> None:
         for incarnation, connection in list(self.links.connections.items()):
             if connection.record.pid == pid and connection.record.host == self.me.host:
-                self.lose(incarnation, f"died (process {pid} has ended)")
+                how = self.explain_end(pid) if self.explain_end is not None else ""
+                self.lose(incarnation, how or f"died (process {pid} has ended)")
 
     def _on_goodbye(self, message: Goodbye, sender: int, _: list[bytes]) -> None:
         if message.orderly:

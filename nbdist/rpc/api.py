@@ -20,7 +20,7 @@ from nbdist.channel.contract import Channel
 from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
 from nbdist.rpc import rref as rref_module
 from nbdist.rpc.agent import Agent, active_agent
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import Future, set_interrupt_hook
 from nbdist.rpc.interrupts import InterruptWatch
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
@@ -91,6 +91,10 @@ def init_rpc(
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
+    if _agent is not None and _agent.hosted and not _agent.closed:
+        if name != _agent.me.name:
+            raise UsageError(f"this is {_agent.me.name} of a cluster, whose RPC runs; it cannot become {name!r}")
+        return  # a program that brings its own world finds it formed
     initialize(name, rank, world_size or None, rpc_backend_options or RpcBackendOptions())
 
 
@@ -102,14 +106,23 @@ def initialize(
     *,
     store: Any = None,
     wrap: Callable[[Channel], Channel] | None = None,
+    hosted: bool = False,
 ) -> Agent:
-    """Start the agent of this process; see `nbdist.rpc.world.start_agent`."""
+    """Start the agent of this process; see `nbdist.rpc.world.start_agent`.
+
+    One that is ``hosted`` belongs to a cluster: the user's `init_rpc` and `shutdown` leave it running, and Ctrl-C
+    in a wait stops the work that was waited for.
+    """
     global _agent, _interrupts
     with _lock:
         if _agent is not None and not _agent.closed:
             raise UsageError(f"RPC is already initialized in this process, as {_agent.me.name!r}")
         agent = start_agent(name, rank, world_size, options, store=store, wrap=wrap)
         _agent = agent
+        agent.hosted = hosted
+        if hosted:
+            set_interrupt_hook(agent.stopping.on_interrupt)
+            agent.at_close(lambda: set_interrupt_hook(None))
         _interrupts = InterruptWatch.start(lambda: _give_up(agent))
         agent.at_close(_stop_watching)
     return agent
@@ -134,9 +147,14 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     ``graceful`` waits until all members of a fixed world have called this and nothing is under way any more;
     in a dynamic world, until what this worker asked for and was asked for is done. ``timeout`` limits that wait
-    (seconds; 0 for no limit); the error names who is missing. The agent ends in any case.
+    (seconds; 0 for no limit); the error names who is missing. The agent ends in any case, but for a member of a
+    notebook's cluster, which only finishes what is under way: the cluster ends it.
     """
     agent = current_agent()
+    if agent.hosted:
+        if graceful:
+            _drain(agent, timeout)
+        return
     try:
         if graceful and agent.me.world_size is not None:
             agent.ending.end(timeout)

@@ -197,6 +197,7 @@ class Caller:
             timeout=agent.timeout_of(timeout),
             thread=threading.get_ident(),
             result=result,
+            target=target._id if target is not None else None,
         )
         builtin = mode in (Mode.CALL, Mode.REMOTE) and names.is_builtin(function)
         if target is not None:
@@ -258,6 +259,7 @@ class Caller:
             builtin,
             call.result,
             target._id if target is not None else None,
+            agent.origin() if agent.origin is not None else "",
         )
         return _Encoded(message, encoded.frames, forker, target)
 

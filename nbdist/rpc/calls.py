@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.ids import GlobalId
 from nbdist.rpc.futures import Future, Latch
 from nbdist.wire.messages import Fork
 
@@ -29,6 +30,7 @@ class Pending:
     timeout: float
     thread: int
     result: Fork | None = None
+    target: GlobalId | None = None
     seq: int = 0
     again: Callable[[], None] | None = None
     unsent: Callable[[], None] | None = None

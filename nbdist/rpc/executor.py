@@ -133,7 +133,9 @@ class _Request:
 
     def run(self) -> None:
         """Run the function and answer."""
-        with self._agent.activate():
+        around = self._agent.around
+        output = around(self._call.origin) if around is not None else contextlib.nullcontext()
+        with self._agent.activate(), output:
             try:
                 result, is_async = self._invoke()
             except MissingDefinition as error:
@@ -166,7 +168,8 @@ class _Request:
                 function = names.resolve(function)
             is_async = hasattr(function, ASYNC_MARK)
         trace.emit("call.run", agent=self._agent.me.name, function=call.function, id=call.id)
-        return function(*args, **kwargs), is_async
+        with self._agent.stopping.running(self._sender, call.id):
+            return function(*args, **kwargs), is_async
 
     def _answer_later(self, future: Any) -> None:
         if not isinstance(future, torch._C.Future):

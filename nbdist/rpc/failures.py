@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,25 @@ from nbdist.errors import NbdistError, RemoteError
 from nbdist.wire import codec
 from nbdist.wire.messages import Payload
 
-__all__ = ["Failure", "describe", "rebuild"]
+__all__ = ["Failure", "describe", "on_text", "rebuild"]
 
 _OURS = str(Path(nbdist.__file__).parent)
 _TORCHS = str(Path(torch.__file__).parent / "futures")
+
+_rewriters: list[Callable[[str, str], str]] = []
+
+
+def on_text(rewrite: Callable[[str, str], str]) -> None:
+    """Have ``rewrite(text, worker)`` applied to every remote traceback that leaves or reaches this process."""
+    if rewrite not in _rewriters:
+        _rewriters.append(rewrite)
+
+
+def _rewrite(text: str, worker: str) -> str:
+    for rewrite in _rewriters:
+        text = rewrite(text, worker)
+    return text
+
 
 Failure = tuple[str, str, str, tuple[bytes, list[bytes]] | None]
 """Class name, text, note, and the encoded error where it can travel."""
@@ -34,7 +50,7 @@ def describe(error: BaseException, worker: str, function: str) -> Failure:
     name = type(error).__qualname__
     if type(error).__module__ not in ("builtins", "__main__"):
         name = f"{type(error).__module__}.{name}"
-    note = f"raised on {worker}, in {function}:\n{_user_traceback(error)}"
+    note = f"raised on {worker}, in {function}:\n{_rewrite(_user_traceback(error), worker)}"
     travels = None
     if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt are meant for the process they arose in
         with contextlib.suppress(NbdistError):
@@ -75,5 +91,6 @@ def rebuild(failure: Failure) -> BaseException:
             found = codec.decode(msgspec.msgpack.decode(travelled[0], type=Payload), travelled[1])
             if isinstance(found, BaseException):
                 error = found
-    error.add_note(note)
+    worker = note.removeprefix("raised on ").partition(",")[0]
+    error.add_note(_rewrite(note, worker))
     return error

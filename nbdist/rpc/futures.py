@@ -20,7 +20,7 @@ import torch
 
 from nbdist.errors import RpcTimeout
 
-__all__ = ["Future", "Latch", "blocking_wait", "set_blocking_hook", "wait_all"]
+__all__ = ["Future", "Latch", "blocking_wait", "set_blocking_hook", "set_interrupt_hook", "wait_all"]
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -44,6 +44,20 @@ def blocking_wait() -> AbstractContextManager[None]:
     """What to enter around anything that may block the calling thread for the sake of another call."""
     hook = _thread.blocking
     return hook() if hook is not None else nullcontext()
+
+
+_interrupt_hook: Callable[[object, BaseException], None] | None = None
+
+
+def set_interrupt_hook(hook: Callable[[object, BaseException], None] | None) -> None:
+    """Have ``hook(outcome, error)`` called when Ctrl-C has ended a wait for an outcome."""
+    global _interrupt_hook
+    _interrupt_hook = hook
+
+
+def _interrupted(outcome: object, error: BaseException) -> None:
+    if _interrupt_hook is not None:
+        _interrupt_hook(outcome, error)
 
 
 class Latch:
@@ -72,8 +86,12 @@ class Latch:
     def wait(self) -> Any:
         """The outcome, once; Ctrl-C ends the wait."""
         try:
-            with blocking_wait():
-                self._lock.acquire()
+            try:
+                with blocking_wait():
+                    self._lock.acquire()
+            except KeyboardInterrupt as error:
+                _interrupted(self, error)
+                raise
             if self._error is not None:
                 raise self._error
             return self._outcome
@@ -174,11 +192,15 @@ class Future(torch.futures.Future[T]):
     def wait(self, timeout: float | None = None) -> T:
         """The value, as soon as it is there; Ctrl-C ends the wait, and so does ``timeout`` (seconds)."""
         if not self._done:
-            with blocking_wait():
-                if self._latch.acquire(timeout=-1 if timeout is None else timeout):
-                    self._latch.release()
-                elif not self._done:
-                    raise RpcTimeout(f"waited {timeout:g} s for a future")
+            try:
+                with blocking_wait():
+                    if self._latch.acquire(timeout=-1 if timeout is None else timeout):
+                        self._latch.release()
+                    elif not self._done:
+                        raise RpcTimeout(f"waited {timeout:g} s for a future")
+            except KeyboardInterrupt as error:
+                _interrupted(self, error)
+                raise
         try:
             return self._result()
         finally:

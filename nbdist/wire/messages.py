@@ -41,6 +41,7 @@ __all__ = [
     "Reply",
     "ShutdownState",
     "State",
+    "Stop",
     "TensorMeta",
     "UserDelete",
     "Welcome",
@@ -49,7 +50,7 @@ __all__ = [
     "kind",
 ]
 
-VERSION = 1
+VERSION = 2
 """Raised with every change of what goes over the wire."""
 
 
@@ -183,6 +184,8 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag=8):
     builtin: bool = False
     result: Fork | None = None
     target: GlobalId | None = None
+    origin: str = ""
+    """Whose work this is: the id of the message with which the user's cell began."""
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True, tag=9):
@@ -255,6 +258,12 @@ class Cast(msgspec.Struct, array_like=True, frozen=True, tag=17):
     payload: Payload
 
 
+class Stop(msgspec.Struct, array_like=True, frozen=True, tag=18):
+    """Caller to callee: the user has given up on this call."""
+
+    id: int
+
+
 Message = (
     Nothing
     | Hello
@@ -274,6 +283,7 @@ Message = (
     | AskShutdown
     | ShutdownState
     | Cast
+    | Stop
 )
 
 _CALL_KINDS = {
@@ -300,6 +310,7 @@ _KINDS: dict[type, str] = {
     RRefState: "rref_state",
     AskShutdown: "ask_shutdown",
     ShutdownState: "shutdown_state",
+    Stop: "stop",
 }
 
 

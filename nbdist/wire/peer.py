@@ -31,6 +31,7 @@ from nbdist.wire.messages import (
     Pong,
     Reply,
     RRefState,
+    Stop,
     UserDelete,
     encode_envelope,
 )
@@ -48,7 +49,7 @@ __all__ = [
     "Undelivered",
 ]
 
-_RELIABLE = (Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast)
+_RELIABLE = (Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast, Stop)
 _ACK_DELAY = 0.05
 _ACK_BYTES = 1 << 20
 _PING_FIRST = 0.5

@@ -1,0 +1,321 @@
+"""One cell on its workers: what was sent, what has come back, and the handle by which it is awaited.
+
+Events come in the kernel thread. Whoever waits, mostly the notebook's main thread, sleeps on a queue, from which it
+also learns that a worker asks for input, because only the main thread may ask the user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from getpass import getpass
+from typing import Any
+
+from nbdist.cluster.arrange import Arranger, Published, say_names
+from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
+from nbdist.cluster.kernels import KernelThread, Message
+from nbdist.cluster.sinks import Sink
+
+__all__ = ["Cell", "Part"]
+
+_REPLY_LOST = 1.0
+"""Seconds after a kernel is idle again within which its reply must come: an interrupt may have eaten it."""
+
+_OUTPUTS = ("stream", "display_data", "execute_result", "error")
+
+
+@dataclass
+class Part:
+    """One worker's share in a cell."""
+
+    worker: str
+    id: str
+    began: float | None = None
+    when_begun: list[Callable[[], None]] = field(default_factory=list)
+    idle: bool = False
+    reply: Mapping[str, Any] | None = None
+    error: WorkerError | None = None
+    done: bool = False
+    note: str = ""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Cell:
+    """The handle of a cell that runs on workers.
+
+    ``wait()`` or ``await`` for its end, ``cancel()`` it, look at ``done`` and ``outputs``.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        sink: Sink,
+        arranger: Arranger,
+        thread: KernelThread,
+        interrupt: Callable[[Cell], Sequence[str]],
+        answer: Callable[[str, str, Message], None],
+        *,
+        foreground: bool,
+        quiet: bool = False,
+    ) -> None:
+        self.code = code
+        self.sink = sink
+        self.parts: dict[str, Part] = {}
+        self._arranger = arranger
+        self._thread = thread
+        self._interrupt = interrupt
+        self._answer = answer
+        self._foreground = foreground
+        self._quiet = quiet
+        self._events: queue.SimpleQueue[tuple[str, Message] | None] = queue.SimpleQueue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._when_done: list[Callable[[], object]] = []
+        self._finished = False
+        self.interrupted = False
+        self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
+        self._error_shown = False
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"running on {say_names(self.running) or 'nothing'}"
+        if self.done and any(part.error for part in self.parts.values()):
+            state = f"failed on {say_names([part.worker for part in self.parts.values() if part.error])}"
+        first = self.code.strip().partition("\n")[0]
+        return f"<Cell {first[:40]!r}: {state}>"
+
+    # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended on all its workers."""
+        return self._finished
+
+    @property
+    def running(self) -> list[str]:
+        """The workers on which it has not ended."""
+        return [part.worker for part in self.parts.values() if not part.done]
+
+    @property
+    def outputs(self) -> dict[str, list[dict[str, Any]]]:
+        """What each worker has put out so far, as a notebook keeps it."""
+        return {worker: list(part.outputs) for worker, part in self.parts.items()}
+
+    @property
+    def errors(self) -> list[WorkerError]:
+        """The errors that there are."""
+        return [part.error for part in self.parts.values() if part.error is not None]
+
+    def error(self) -> BaseException | None:
+        """The error with which it has failed, if it has."""
+        errors = self.errors
+        if not errors:
+            return None
+        if self.interrupted and all(error.name == "KeyboardInterrupt" for error in errors):
+            return self._interruption([])
+        return make_error(errors, len(self.parts))
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it has ended on all workers; raises their errors.
+
+        Ctrl-C, or the stop button, interrupts the workers, and so does the end of ``timeout`` (seconds).
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not self._finished:
+                try:
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    event = self._events.get(timeout=left)
+                except queue.Empty:
+                    self._time_out(timeout or 0.0)
+                else:
+                    if event is not None:
+                        self._ask(*event)
+        except KeyboardInterrupt:
+            if self._finished and not self.running:
+                raise
+            raise self._interruption(self._stop()) from None
+        error = self.error()
+        if error is not None:
+            self._error_shown = True
+            raise error
+
+    def __await__(self) -> Generator[Any, None, None]:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        self.when_done(lambda: loop.call_soon_threadsafe(end))
+        yield from ended
+        error = self.error()
+        if error is not None:
+            self._error_shown = True
+            raise error
+
+    def when_done(self, action: Callable[[], object]) -> None:
+        """Call ``action``, in the kernel thread, once it has ended."""
+
+        def add() -> None:
+            if self._finished:
+                action()
+            else:
+                self._when_done.append(action)
+
+        self._thread.soon(add)
+
+    def cancel(self) -> None:
+        """Interrupt it where it runs; it then fails with KeyboardInterrupt."""
+        if not self._finished:
+            self._stop()
+
+    def _stop(self) -> Sequence[str]:
+        """Interrupt the workers; what is to be said of those that did not give way."""
+        self.interrupted = True
+        return self._interrupt(self)
+
+    def _time_out(self, timeout: float) -> None:
+        late = self.running
+        stuck = self._stop()
+        text = f"{say_names(late)} had not ended after {timeout:g} s"
+        error = CellTimeout("; ".join([text, *stuck]))
+        error.errors = tuple(self.errors)
+        error.traceback = [*self._where_interrupted(), f"CellTimeout: {error}"]
+        raise error
+
+    def _interruption(self, stuck: Sequence[str]) -> CellInterrupted:
+        error = CellInterrupted("; ".join(stuck))
+        error.traceback = [*self._where_interrupted(), *stuck] or ["KeyboardInterrupt"]
+        return error
+
+    def _where_interrupted(self) -> list[str]:
+        errors = self.errors
+        notes = [f"{part.worker}: {part.note}" for part in self.parts.values() if part.note]
+        return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
+
+    def _ask(self, worker: str, request: Message) -> None:
+        """A worker asks for input; only the main thread may ask the user."""
+        content = request["content"]
+        prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
+        text = getpass(prompt) if content.get("password") else input(prompt)
+        self._answer(worker, text, request)
+
+    # -- events, in the kernel thread ---------------------------------------------------------
+
+    def begin(self, sent: Sequence[tuple[str, str]], part_ended: Callable[[Cell, str], None]) -> None:
+        """It has been sent to these workers, under these ids."""
+        self._part_ended = part_ended
+        self.parts.update({worker: Part(worker, id) for worker, id in sent})
+
+    def on_output(self, worker: str, message: Message) -> None:
+        """A message on the output channel of a worker whose parent is this cell."""
+        kind, content = message["msg_type"], message["content"]
+        part = self.parts[worker]
+        if kind == "status":
+            self._on_status(part, content["execution_state"])
+        elif kind == "error":
+            self._fail(part, content)
+        elif kind not in ("execute_input", "iopub_welcome") and not (self._quiet and kind == "execute_result"):
+            self._remember(part, kind, content)
+            published = Published(kind, content, message.get("metadata") or {}, message.get("buffers") or ())
+            self._publish(self._arranger.feed(worker, published, time.monotonic()))
+
+    def on_reply(self, worker: str, content: Mapping[str, Any]) -> None:
+        """The reply to this cell has come from a worker."""
+        part = self.parts[worker]
+        part.reply = content
+        if content["status"] == "error" and part.error is None:
+            self._fail(part, content)
+        if content["status"] in ("aborted", "abort"):
+            part.error = WorkerError(worker, "Aborted", "the kernel gave the cell up", ())
+        self._maybe_end(part)
+
+    def on_input(self, worker: str, request: Message) -> None:
+        """A worker asks for input."""
+        self._events.put((worker, request))
+
+    def on_lost(self, worker: str, why: str) -> None:
+        """A worker has died."""
+        part = self.parts[worker]
+        if part.done:
+            return
+        text = f"{worker} {why}"
+        part.error = WorkerError(worker, "WorkerLost", text, (f"WorkerLost: {text}",))
+        self._end(part)
+
+    def _on_status(self, part: Part, state: str) -> None:
+        if state == "busy":
+            part.began = time.monotonic()
+            actions, part.when_begun = part.when_begun, []
+            for action in actions:
+                action()
+        elif state == "idle":
+            part.idle = True
+            self._maybe_end(part)
+            if not part.done:
+                self._thread.loop.call_later(_REPLY_LOST, self._reply_is_lost, part)
+
+    def _reply_is_lost(self, part: Part) -> None:
+        if not part.done:
+            part.error = part.error or WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
+            self._end(part)
+
+    def _fail(self, part: Part, content: Mapping[str, Any]) -> None:
+        traceback = tuple(content.get("traceback", ()))
+        part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
+
+    def _maybe_end(self, part: Part) -> None:
+        if part.idle and part.reply is not None and not part.done:
+            self._end(part)
+
+    def _end(self, part: Part) -> None:
+        part.done = True
+        self._part_ended(self, part.worker)
+        now = time.monotonic()
+        self._publish(self._arranger.ended(part.worker, now))
+        if self.running:
+            return
+        self._publish(self._arranger.finish(now))
+        self._finished = True
+        self._events.put(None)
+        actions, self._when_done = self._when_done, []
+        for action in actions:
+            action()
+        if not self._foreground and not self._error_shown:
+            error = self.error()
+            if error is not None:
+                self.sink.publish("error", error_content(error))
+
+    def _publish(self, published: Sequence[Published]) -> None:
+        for message in published:
+            self.sink.publish(*message)
+        due = self._arranger.next_flush()
+        if due is not None and self._timer is None:
+            self._timer = self._thread.loop.call_later(max(0.0, due - time.monotonic()), self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        self._publish(self._arranger.flush(time.monotonic()))
+
+    def _remember(self, part: Part, kind: str, content: Mapping[str, Any]) -> None:
+        if kind == "clear_output":
+            part.outputs.clear()
+        if kind not in _OUTPUTS:
+            return
+        last = part.outputs[-1] if part.outputs else {}
+        if kind == "stream" and last.get("output_type") == "stream" and last["name"] == content["name"]:
+            last["text"] += content["text"]
+            return
+        kept = {key: value for key, value in content.items() if key != "transient"}
+        part.outputs.append({"output_type": kind, **kept})
+
+
+def error_content(error: BaseException) -> dict[str, Any]:
+    """The content of a Jupyter message that says that a cell failed."""
+    traceback = list(getattr(error, "traceback", ()))
+    return {"ename": type(error).__name__, "evalue": str(error), "traceback": traceback}

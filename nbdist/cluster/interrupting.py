@@ -1,0 +1,107 @@
+"""The stop button: interrupts the workers that a cell waits for, and names what does not give way.
+
+SIGINT reaches Python code, sleeps and locks. A worker that has not begun the cell ignores it, so it is sent when the
+cell begins. A collective does not notice it: its connections are shut down. Who is still there after that is asked
+where it is by a signal whose handler needs no GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from nbdist.cluster import collectives
+from nbdist.cluster.worker import WHERE_SIGNAL, where_file
+from nbdist.errors import NbdistError
+from nbdist.rpc.stopping import PATIENCE
+
+if TYPE_CHECKING:
+    from nbdist.cluster.cells import Cell, Part
+    from nbdist.cluster.cluster import Cluster
+
+__all__ = ["interrupt_cell"]
+
+_BARELY_BEGUN = 0.1
+_AGAIN = 0.15
+_BREAK_AFTER = 0.25
+_POLL = 0.005
+_WHERE = 0.3
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+
+
+async def interrupt_cell(cluster: Cluster, cell: Cell) -> list[str]:
+    """Interrupt what runs of a cell; what is to be said of the workers that do not give way in time."""
+    began = time.monotonic()
+    parts = [part for part in cell.parts.values() if not part.done]
+    for part in parts:
+        if part.began is None:
+            part.when_begun.append(lambda part=part: _signal_soon(cluster, part))  # type: ignore[misc]
+        else:
+            cluster.signal(part.worker, signal.SIGINT)
+            if began - part.began < _BARELY_BEGUN:  # it may not have been listening
+                _signal_soon(cluster, part)
+    await _gone(parts, began + _BREAK_AFTER)
+    for part in parts:
+        if not part.done and part.began is not None:
+            _break_collective(cluster, part)
+    await _gone(parts, began + PATIENCE)
+    return [await _describe(cluster, part) for part in parts if not part.done]
+
+
+async def _gone(parts: list[Part], deadline: float) -> None:
+    while time.monotonic() < deadline and not all(part.done for part in parts):
+        await asyncio.sleep(_POLL)
+
+
+def _signal_soon(cluster: Cluster, part: Part) -> None:
+    def signal_it() -> None:
+        if not part.done:
+            cluster.signal(part.worker, signal.SIGINT)
+
+    asyncio.get_running_loop().call_later(_AGAIN, signal_it)
+
+
+def _break_collective(cluster: Cluster, part: Part) -> None:
+    def note(future: object) -> None:
+        with contextlib.suppress(Exception):
+            part.note = future.value()  # type: ignore[attr-defined]
+
+    with contextlib.suppress(NbdistError):
+        cluster.agent.caller.asynchronous(part.worker, collectives.break_off, (), None, PATIENCE).then(note)
+
+
+async def _describe(cluster: Cluster, part: Part) -> str:
+    if part.began is None:
+        return f"{part.worker} has not begun this cell: it still runs one from before, and will not run this one"
+    where = await _where(cluster, part.worker)
+    return (
+        f"{part.worker} has not given way within {PATIENCE:g} s{where}; `%dist_restart {part.worker}` ends what it does"
+    )
+
+
+async def _where(cluster: Cluster, worker: str) -> str:
+    """Where its main thread is; the innermost frame, and that of the cell."""
+    path = where_file(cluster.folder, worker)
+    with contextlib.suppress(OSError):
+        before = os.path.getsize(path)
+        cluster.signal(worker, WHERE_SIGNAL)
+        deadline = time.monotonic() + _WHERE
+        while time.monotonic() < deadline and os.path.getsize(path) == before:
+            await asyncio.sleep(_POLL)
+        await asyncio.sleep(_POLL)
+        with open(path, errors="replace") as file:
+            file.seek(before)
+            frames = _FRAME.findall(file.read())
+        if frames:
+            file_name, line, function = frames[0]
+            of_cell = next((number for name, number, _ in frames if "ipykernel_" in name), None)
+            if "ipykernel_" in file_name:
+                return f" (it is in line {line} of its cell)"
+            cell = f", called by line {of_cell} of its cell" if of_cell else ""
+            return f" (it is in {function}, line {line} of {file_name}{cell})"
+    return ""

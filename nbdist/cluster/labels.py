@@ -1,0 +1,54 @@
+"""What the frames of cells are called: ``In[3] on worker1`` instead of a file that nobody has heard of.
+
+A cell's code has a file name that says nothing, in a directory of one process. Whoever has compiled the cell knows
+its number; so a worker renames the frames of the cells that it ran, and the notebook those of functions that were
+typed in its own cells and travelled.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["install", "rename_frames"]
+
+_FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
+
+_shell: Any = None
+
+
+def install(shell: InteractiveShell, worker: str | None) -> None:
+    """Call cells by their numbers; in a worker, by its name as well."""
+    global _shell
+    _shell = shell
+    if worker is None:
+        return
+    plain: Callable[[str], tuple[str, str] | None] = shell.compile.format_code_name
+
+    def with_worker(name: str) -> tuple[str, str] | None:
+        found = plain(name)
+        return found and (found[0], f"{found[1]} on {worker}")
+
+    shell.compile.format_code_name = with_worker  # type: ignore[method-assign]
+
+
+def rename_frames(text: str, worker: str) -> str:
+    """A formatted traceback of ``worker``, with the frames of cells that this process knows called by their numbers."""
+    if _shell is None:
+        return text
+    numbers: dict[str, int] = _shell.compile._filename_map
+
+    def rename(match: re.Match[str]) -> str:
+        indent, file, line, function, source = match.groups()
+        if file not in numbers:
+            return match[0]
+        code = source.strip() or linecache.getline(file, int(line)).strip()
+        shown = f"{indent}  {code}\n" if code else ""
+        return f"{indent}Cell In[{numbers[file]}] on {worker}, line {line}{function or ''}\n{shown}"
+
+    return _FRAME.sub(rename, text)

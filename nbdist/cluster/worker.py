@@ -1,0 +1,168 @@
+"""A worker: a stock ipykernel, and what this extension adds to it.
+
+The kernel's own channels carry cells, output, completion and interrupts; the RPC agent has sockets and threads of
+its own in the same process. The notebook brings a worker up in steps, each of them a silent cell that calls one of
+the functions here, so that it can say how far each worker is, and which step failed on which.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nbdist.cluster import collectives
+from nbdist.cluster.setup import WorkerSetup
+from nbdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["STEP", "WHERE_SIGNAL", "join", "main", "setup", "visible_names"]
+
+STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
+"""An expression that calls a function of this module without leaving a name behind."""
+
+WHERE_SIGNAL = signal.SIGRTMAX - 3
+"""Has a worker write down where its main thread is, which works also while the GIL is held."""
+
+_setup: WorkerSetup | None = None
+
+
+def setup() -> WorkerSetup:
+    """What this process was told; an error elsewhere than in a worker."""
+    if _setup is None:
+        raise UsageError("this process is not a worker of a cluster")
+    return _setup
+
+
+def main(told: str) -> None:
+    """Be a worker; the entry of its process."""
+    global _setup
+    _setup = WorkerSetup.decode(told)
+    _set_environment(_setup)
+    _write_where_asked(_setup)
+    from ipykernel.kernelapp import IPKernelApp
+
+    app = IPKernelApp.instance()
+    app.initialize(
+        [
+            f"--f={_setup.connection_file}",
+            "--ext=nbdist.cluster.worker",
+            "--HistoryManager.enabled=False",  # which would write the notebook's user's history file
+            "--InteractiveShell.cache_size=1000",
+        ]
+    )
+    while True:
+        app.start()
+        if app.kernel._shutdown_message is not None:
+            return
+        # A KeyboardInterrupt that came between two cells has ended the loop: it was meant for neither.
+
+
+def _set_environment(told: WorkerSetup) -> None:
+    os.environ.update(
+        RANK=str(told.rank),
+        LOCAL_RANK=str(told.rank),
+        WORLD_SIZE=str(told.world_size),
+        LOCAL_WORLD_SIZE=str(told.world_size),
+        MASTER_ADDR=told.master_address,
+        MASTER_PORT=str(told.store_port),
+        # The store at MASTER_PORT is there already, in the notebook: rank 0 must not try to open it.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+
+
+def _write_where_asked(told: WorkerSetup) -> None:
+    import faulthandler
+
+    file = open(where_file(told.folder, told.name), "w")  # noqa: SIM115 (it stays open: a handler writes to it)
+    faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
+
+
+def where_file(folder: str, name: str) -> str:
+    """The file in which a worker writes down where it is."""
+    return os.path.join(folder, f"{name}.where")
+
+
+# -- the extension ------------------------------------------------------------------------------
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Make a kernel a worker; called by the kernel while it starts."""
+    import torch
+
+    from nbdist import rpc
+    from nbdist.cluster import labels, worker_output
+
+    told = setup()
+    device = torch.device(told.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _seed(told)
+    labels.install(shell, told.name)
+    worker_output.install(shell)
+    shell.push(
+        {
+            "rank": told.rank,
+            "world_size": told.world_size,
+            "__rank__": told.rank,
+            "__world_size__": told.world_size,
+            "device": device,
+            "gpu_id": told.gpu,
+            "torch": torch,
+            "dist": torch.distributed,
+            "rpc": rpc,
+        },
+        interactive=False,
+    )
+
+
+def _seed(told: WorkerSetup) -> None:
+    """Every worker draws numbers of its own; with a seed, the same ones every time."""
+    if told.seed is None:
+        return
+    import torch
+
+    own = told.seed + told.rank
+    random.seed(own)
+    torch.manual_seed(own)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(own % 2**32)
+
+
+# -- the steps of coming up ---------------------------------------------------------------------
+
+
+def join() -> None:
+    """Become a member of the RPC world."""
+    from nbdist.cluster import labels, worker_output
+    from nbdist.rpc import failures
+    from nbdist.rpc.api import initialize
+    from nbdist.rpc.options import RpcBackendOptions
+
+    told = setup()
+    agent = initialize(
+        told.name, told.id, None, RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0), hosted=True
+    )
+    worker_output.follow(agent)
+    failures.on_text(labels.rename_frames)
+
+
+def group(generation: int) -> None:
+    """Initialise the process group, or initialise it anew."""
+    told = setup()
+    if told.backend != "none":
+        collectives.initialise(told, generation)
+
+
+def visible_names() -> list[str]:
+    """The names in the user's namespace, for completion while the worker is busy."""
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()
+    hidden = shell.user_ns_hidden
+    return [name for name in list(shell.user_ns) if not name.startswith("_") and name not in hidden]

@@ -1,0 +1,151 @@
+"""One worker as the notebook sees it, and how it is brought up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.cluster.kernels import Kernel, KernelThread, Message
+from nbdist.cluster.processes import describe_exit
+from nbdist.errors import NbdistError, WorkerLost
+
+if TYPE_CHECKING:
+    from nbdist.cluster.cells import Cell
+
+__all__ = ["STEP", "STEPS", "StartError", "Worker"]
+
+STEPS = ("process", "kernel", "rpc", "process group")
+"""What a worker has reached, in order; after the last it is ready."""
+
+STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
+"""Calls a function of the worker's extension and leaves no name behind."""
+
+_LAST_LINES = 5
+
+
+class StartError(NbdistError):
+    """A worker did not come up."""
+
+
+class Worker:
+    """One worker: its process, its kernel, and what it does. Of the kernel thread, but for reading."""
+
+    def __init__(self, name: str, rank: int, id: int, device: str, gpu: int | None) -> None:
+        self.name = name
+        self.rank = rank
+        self.id = id
+        self.device = device
+        self.gpu = gpu
+        self.pid: int | None = None
+        self.kernel: Kernel | None = None
+        self.step = "starting"
+        self.lost: str | None = None
+        self.ended = threading.Event()
+        self.cells: list[Cell] = []
+        self.names: list[str] = []
+        self.stderr: deque[str] = deque(maxlen=_LAST_LINES)
+        self.lives = 0
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name}: {self.state}>"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked for anything."""
+        return self.kernel is not None and self.lost is None
+
+    @property
+    def state(self) -> str:
+        """What it does, in a word or two."""
+        if self.lost is not None:
+            return self.lost.partition("\n")[0]
+        if self.step != "ready":
+            return self.step
+        return "busy" if self.cells else "idle"
+
+    def connection(self, folder: Path) -> dict[str, Any]:
+        """Where its next kernel shall listen: sockets in the run directory, which nobody else can reach."""
+        self.lives += 1
+        return {
+            "transport": "ipc",
+            "ip": str(folder / f"{self.name}-{self.lives}"),
+            **{f"{channel}_port": port for port, channel in enumerate(_CHANNELS, 1)},
+            "key": secrets.token_hex(32),
+            "signature_scheme": "hmac-sha256",
+            "kernel_name": "",
+        }
+
+    def connection_file(self, folder: Path) -> Path:
+        """The file that says so."""
+        return folder / f"{self.name}-{self.lives}.json"
+
+    def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
+        """Forget a life before; be ready for one more."""
+        connection = self.connection(folder)
+        self.connection_file(folder).touch(mode=0o600)
+        self.connection_file(folder).write_text(json.dumps(connection))
+        self.kernel = Kernel(thread, connection, lambda channel, message: listener(self, channel, message))
+        self.ended = threading.Event()
+        self.lost, self.pid, self.step = None, None, "starting"
+        self.stderr.clear()
+        self.names = []
+
+    async def call(self, function: str) -> None:
+        """Call a function of its extension in its main thread; its error is a StartError."""
+        assert self.kernel is not None
+        request = {"code": STEP.format(function), "silent": True, "store_history": False, "allow_stdin": False}
+        reply = await self.kernel.ask("execute_request", {**request, "user_expressions": {}})
+        content = reply["content"]
+        if content["status"] != "ok":
+            text = f"{self.name}: {content.get('ename', 'aborted')}: {content.get('evalue', '')}"
+            raise StartError("\n".join([text, *content.get("traceback", ())]))
+
+    def end(self, code: int, last_words: str) -> str:
+        """Its process has ended; what is to be said of that."""
+        lines = [*last_words.splitlines(), *self.stderr][-_LAST_LINES:]
+        why = describe_exit(code)
+        if lines:
+            why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
+        self.lose(why)
+        self.ended.set()
+        return why
+
+    def lose(self, why: str) -> None:
+        """It is gone: all that waits for it fails."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        if self.kernel is not None:
+            self.kernel.close(f"{self.name} {why}")
+        cells, self.cells = self.cells, []
+        for cell in cells:
+            cell.on_lost(self.name, f"{why}\n`%dist_restart {self.name}` starts it again")
+
+    def remember_stderr(self, text: str) -> None:
+        """Keep the end of its standard error, for the case that it dies."""
+        self.stderr.extend(line for line in text.splitlines() if line.strip())
+
+
+_CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+
+
+async def first_error(work: list[asyncio.Task[None]]) -> None:
+    """Wait for all; raise the first error at once, and give up the rest."""
+    try:
+        await asyncio.gather(*work)
+    except BaseException:
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        raise
+
+
+def lost_error(worker: Worker) -> WorkerLost:
+    """The error of who asks something of a worker that is gone."""
+    return WorkerLost(f"{worker.name} {worker.lost}\n`%dist_restart {worker.name}` starts it again")

@@ -1,0 +1,137 @@
+"""Ends calls where they run, once the user has given up on them.
+
+In a cluster, Ctrl-C in the notebook means the work, not the wait for it. The caller says which call; the callee
+raises KeyboardInterrupt in the thread that runs it, or, where that thread waits for a nested call, fails that call
+and has it stopped in turn. A thread inside C code does not notice before it comes back; it is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import Interrupted, NbdistError
+from nbdist.rpc.calls import Pending
+from nbdist.wire.messages import Stop
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["PATIENCE", "Stopping"]
+
+PATIENCE = 2.0
+"""Seconds after which what has not given way is named."""
+
+_POLL = 0.005
+_ASK = 0.5
+_REMEMBERED = 1000
+
+_Key = tuple[int, int]
+"""The caller's incarnation, and its number for the call."""
+
+
+class Stopping:
+    """One agent's part in stopping calls, as caller and as callee."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._threads: dict[_Key, int] = {}
+        self._stopped: dict[_Key, None] = {}
+        agent.handle(Stop, self._on_stop)
+
+    # -- the callee's side --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self, caller: int, id: int) -> Iterator[None]:
+        """While the block runs, that call may be stopped in this thread."""
+        key = caller, id
+        me = threading.get_ident()
+        with self._lock:
+            if self._stopped and key in self._stopped:
+                raise KeyboardInterrupt
+            self._threads[key] = me
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._threads[key]
+                if self._stopped and self._stopped.pop(key, 0) is None:
+                    _raise_in(me, None)  # what has not been raised yet must not hit the thread's next call
+
+    def _on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
+        key = sender, message.id
+        with self._lock:
+            self._stopped[key] = None  # it may not have begun
+            if len(self._stopped) > _REMEMBERED:
+                del self._stopped[next(iter(self._stopped))]
+            thread = self._threads.get(key)
+            if thread is None:
+                return
+            _raise_in(thread, KeyboardInterrupt)
+        nested = [call for call in self._agent.pending.all() if call.thread == thread]
+        self.stop(nested)
+        self._agent.pool.submit(
+            lambda: self._agent.outcomes.interrupt(nested, Interrupted("stopped: its caller was interrupted"))
+        )
+
+    def where(self, caller: int, id: int) -> str:
+        """Where a running call is, in a few words."""
+        thread = self._threads.get((caller, id))
+        frame = sys._current_frames().get(thread) if thread is not None else None
+        if frame is None:
+            return ""
+        last = traceback.extract_stack(frame)[-1]
+        return f"{last.name}, line {last.lineno} of {last.filename}"
+
+    # -- the caller's side --------------------------------------------------------------------
+
+    def stop(self, calls: Sequence[Pending]) -> None:
+        """Have these calls stopped where they run."""
+        for call in calls:
+            with contextlib.suppress(NbdistError):
+                self._agent.post(call.to, Stop(call.id))
+
+    def on_interrupt(self, outcome: object, error: BaseException) -> None:
+        """Ctrl-C has ended a wait of this thread: stop what it waited for, and name what goes on all the same."""
+        pending, me = self._agent.pending, threading.get_ident()
+        calls = [call for call in pending.all() if call.outcome is outcome]
+        values = {call.target for call in calls if call.target is not None}
+        calls += [call for call in pending.all() if call.result is not None and call.result.rref in values]
+        calls = calls or [call for call in pending.all() if call.thread == me]  # a future made of others
+        self.stop(calls)
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline and any(pending.get(call.id) for call in calls):
+            time.sleep(_POLL)
+        for call in calls:
+            if pending.get(call.id) is not None:
+                error.add_note(
+                    f"{call.worker} has not stopped running {call.function} within {PATIENCE:g} s"
+                    f"{self._ask_where(call)}; `%dist_restart {call.worker}` ends it"
+                )
+
+    def _ask_where(self, call: Pending) -> str:
+        me = self._agent.me.incarnation
+        try:
+            found = self._agent.caller.sync(call.worker, _where, (me, call.id), None, _ASK)
+        except NbdistError:
+            return " and does not say where it is"
+        return f" (it is in {found})" if found else ""
+
+
+def _where(caller: int, id: int) -> str:
+    from nbdist.rpc.agent import active_agent
+
+    agent = active_agent()
+    return agent.stopping.where(caller, id) if agent is not None else ""
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    what: Any = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
