@@ -10,7 +10,9 @@ layer  modules                      what is there
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, ZeroMQ, faulty
 3      rpc                          agents, calls, remote references, membership
-5      cluster                      which workers a line means; worker processes from a zygote (begun)
+5      cluster                      worker kernels: launching, cells, output, interrupts, restarts
+6      views                        what is drawn: progress, status
+7      magics                       read a line, make one call, show one view
 8      compat doctor testing        tools on top, which nothing imports
        __main__
 ====== ============================ ====================================================================
@@ -21,6 +23,8 @@ The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import (
     DecodeError,
@@ -42,7 +46,13 @@ from nbdist.errors import (
     WorkerLost,
 )
 
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.cluster.cluster import Cluster
+
 __all__ = [
+    "Cluster",
     "DecodeError",
     "EncodeError",
     "Interrupted",
@@ -97,3 +107,26 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "ray": ("cluster.launchers",),
 }
 """Which packages of others only some modules may import."""
+
+
+def __getattr__(name: str) -> Any:
+    """`Cluster` brings Jupyter packages in, which programs without notebooks need not have imported."""
+    if name == "Cluster":
+        from nbdist.cluster.cluster import Cluster
+
+        return Cluster
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """``%load_ext nbdist``: add the magics."""
+    from nbdist.magics import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """``%unload_ext nbdist``: end the cluster."""
+    from nbdist.magics import unload
+
+    unload(shell)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed
 
+from nbdist.channel.liveness import is_alive, started_at
 from nbdist.cluster.arrange import Arranger, Grouped, Live, Straight
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.comms import Comms
@@ -28,9 +30,9 @@ from nbdist.cluster.setup import WorkerSetup
 from nbdist.cluster.sinks import Sink, current_sink
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
-from nbdist.cluster.worker_output import METADATA, take_last_value
+from nbdist.cluster.worker_output import FENCE, METADATA, fence, take_last_value
 from nbdist.cluster.workers import STEP, StartError, Worker, first_error, lost_error
-from nbdist.errors import UsageError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api, failures
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
@@ -47,6 +49,14 @@ _NAMES = {"nbdist": STEP.format("visible_names()")}
 _dist: Any = torch.distributed
 
 Targets = str | int | Sequence[int | str] | None
+
+
+class _Fence:
+    """Waits until all output that was on its way has come: the workers' answers come behind it."""
+
+    def __init__(self) -> None:
+        self.sent = self.came = 0
+        self.all_came = threading.Event()
 
 
 class Cluster:
@@ -75,10 +85,11 @@ class Cluster:
         gpus = None if gpu_ids is None else tuple(gpu_ids)
         self.spec = Spec(n, gpus, backend, driver, seed, timeout, launcher, isolate_gpus)
         self.spec.check()
-        self._progress = progress
+        self.progress = progress
         self._state = "new"
         self._pid = os.getpid()
         self._routes: OrderedDict[str, Any] = OrderedDict()
+        self._fences: dict[str, _Fence] = {}
         self._generation = 0
         self._counter = 0
         first = 0 if driver is None else 1
@@ -87,6 +98,20 @@ class Cluster:
             Worker(f"worker{rank + first}", rank, rank + first, *devices[rank]) for rank in range(self.spec.count)
         ]
         self.driver = driver or "notebook"
+
+    @classmethod
+    def of(cls, spec: Spec) -> Cluster:
+        """A cluster by its description."""
+        return cls(
+            spec.count,
+            gpu_ids=spec.gpu_ids,
+            backend=spec.backend,
+            driver=spec.driver,
+            seed=spec.seed,
+            timeout=spec.timeout,
+            launcher=spec.launcher,
+            isolate_gpus=spec.isolate_gpus,
+        )
 
     def __repr__(self) -> str:
         states = ", ".join(f"{worker.name} {worker.state}" for worker in self.workers)
@@ -239,9 +264,9 @@ class Cluster:
 
     def _reached(self, worker: Worker, step: str) -> None:
         worker.step = step
-        if self._progress is not None:
+        if self.progress is not None:
             with contextlib.suppress(Exception):  # a view must not keep a cluster from starting
-                self._progress(worker.name, step)
+                self.progress(worker.name, step)
 
     def _finish_in_time(self, work: Any, deadline: float) -> None:
         """Have the kernel thread do this; name who is late."""
@@ -261,16 +286,20 @@ class Cluster:
 
     # -- ending -------------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
-        """End all workers. Nothing of them is left: no process, socket, or file."""
+    def shutdown(self, *, ask: bool = True) -> int:
+        """End all workers; nothing of them is left, no process, socket, or file. How many processes there are still.
+
+        Kernels that do nothing are asked to end, so that what was registered for that runs, unless ``ask`` is false.
+        """
         if self._state in ("new", "ended") or os.getpid() != self._pid:
-            return
+            return 0
         self._state = "ended"
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
         agent, launcher, thread = (getattr(self, name, None) for name in ("agent", "_launcher", "_thread"))
-        if thread is not None and all(worker.step == "ready" for worker in self.workers):
+        processes = [(worker.pid, started_at(worker.pid)) for worker in self.workers if worker.pid and not worker.lost]
+        if ask and thread is not None and all(worker.step == "ready" for worker in self.workers):
             with contextlib.suppress(Exception):
                 thread.run(self._say_goodbye()).result(_SETTLE + 1)
         if agent is not None:
@@ -284,6 +313,7 @@ class Cluster:
             self._comms.close()
             thread.close()
         self._store = None
+        return sum(is_alive(pid, started) for pid, started in processes)
 
     async def _say_goodbye(self) -> None:
         """Let kernels end by themselves, so that what their users registered for that runs."""
@@ -366,6 +396,9 @@ class Cluster:
                 worker.remember_stderr(content["text"])
             if kind.startswith("comm_"):
                 self._comms.from_worker(worker, message)
+            if kind == FENCE:
+                self._on_fence(content)
+                return
             route = self._routes.get(parent) or self._origins.find(parent)
             if route is not None:
                 route.on_output(worker.name, message)
@@ -544,10 +577,55 @@ class Cluster:
         self.execute("pass", quiet=True)
         return self.names
 
+    # -- for the notebook -----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """A cell of the notebook has ended: where nobody watches, what its calls printed comes before the next one."""
+        origin = self._origins.find(current_sink().id)
+        if origin is None or origin.sink.interactive:
+            return
+        token = os.urandom(8).hex()
+        self._fences[token] = waiting = _Fence()
+        for worker in self.workers:
+            if worker.alive:
+                with contextlib.suppress(NbdistError):
+                    waiting.sent += 1
+                    self.agent.caller.asynchronous(worker.name, fence, (token,), None, _SETTLE)
+        waiting.all_came.wait(_SETTLE)
+        del self._fences[token]
+        self._thread.run(_soon(origin.finish)).result()
+
+    def _on_fence(self, content: Mapping[str, Any]) -> None:
+        waiting = self._fences.get(content["token"])
+        if waiting is not None:
+            waiting.came += 1
+            if waiting.came == waiting.sent:
+                waiting.all_came.set()
+
+    def complete(self, worker: Worker, code: str, cursor: int, patience: float) -> tuple[list[str], int, int] | None:
+        """What a worker's kernel would complete, and from where to where; None if it does not say so in time."""
+        if not worker.alive or worker.cells:
+            return None
+
+        async def ask() -> Message:
+            assert worker.kernel is not None
+            request = {"code": code, "cursor_pos": cursor}
+            return await asyncio.wait_for(worker.kernel.ask("complete_request", request), patience)
+
+        try:
+            content = self._thread.run(ask()).result()["content"]
+        except (TimeoutError, NbdistError):
+            return None
+        return content["matches"], content["cursor_start"], content["cursor_end"]
+
     def _require_alive(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             if not worker.alive:
                 raise lost_error(worker)
+
+
+async def _soon(action: Callable[[], None]) -> None:
+    action()
 
 
 def _is_single(targets: Targets, count: int) -> bool:

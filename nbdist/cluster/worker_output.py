@@ -7,6 +7,7 @@ function runs for an RPC, that message is the parent of all output of its thread
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
 
     from nbdist.rpc.agent import Agent
 
-__all__ = ["METADATA", "follow", "install", "take_last_value"]
+__all__ = ["FENCE", "METADATA", "fence", "follow", "install", "take_last_value"]
 
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, of what the notebook says about its cell."""
+
+FENCE = "nbdist_fence"
+"""The type of a message that only says that nothing is to come from before it."""
 
 _shell: Any = None
 _keep: set[str] = set()
@@ -37,6 +41,14 @@ def follow(agent: Agent) -> None:
     """Give calls that this worker makes their origin, and the output of calls that it runs to theirs."""
     agent.origin = _origin
     agent.around = _as_part_of
+
+
+def fence(token: str) -> None:
+    """Tell the notebook, behind all output so far, that there is no more of it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kernel = _shell.kernel
+    kernel.session.send(kernel.iopub_socket, FENCE, {"token": token}, ident=FENCE.encode())
 
 
 def _told() -> tuple[str, dict[str, Any]]:

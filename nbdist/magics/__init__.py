@@ -1,0 +1,26 @@
+"""The magics: each reads a line, makes one call of `nbdist.cluster`, and shows one view."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["load", "unload"]
+
+
+def load(shell: InteractiveShell) -> None:
+    """Add the magics to a shell."""
+    from nbdist.magics.commands import DistMagics
+    from nbdist.magics.session import Session
+
+    session = Session.of(shell)
+    shell.register_magics(DistMagics(shell, session))
+
+
+def unload(shell: InteractiveShell) -> None:
+    """End the cluster, and take away what `load` added to every cell."""
+    from nbdist.magics.session import Session
+
+    Session.of(shell).close()

@@ -1,0 +1,290 @@
+"""The magics themselves."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
+
+from nbdist import rpc
+from nbdist.cluster.cells import Cell
+from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.sinks import current_sink
+from nbdist.cluster.status import collect
+from nbdist.errors import NbdistError, UsageError
+from nbdist.magics.lines import CellLine, parse_cell, parse_init, parse_value, reader
+from nbdist.magics.session import Session
+from nbdist.views.progress import StartProgress
+from nbdist.views.status import StatusTable
+
+__all__ = ["DistMagics"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REMOTE = "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--local]"
+
+
+def _shortly(magic: F) -> F:
+    """Have an error of nbdist shown by its text: the way through the magic tells a user nothing."""
+
+    @functools.wraps(magic)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return magic(*args, **kwargs)
+        except NbdistError as error:
+            if not hasattr(error, "_render_traceback_") and not getattr(error, "__notes__", []):
+                shown = f"{type(error).__name__}: {error}"
+                error._render_traceback_ = lambda: [shown]  # type: ignore[attr-defined]
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+class _BadCell(SyntaxError):
+    """A cell that no worker could compile; shown as a cell of this kernel would be."""
+
+    shown: Sequence[str] = ()
+
+    def _render_traceback_(self) -> list[str]:
+        return list(self.shown)
+
+
+@magics_class
+class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
+    """``%dist_init`` and all that follows."""
+
+    def __init__(self, shell: Any, session: Session) -> None:
+        super().__init__(shell)
+        self._shell = shell
+        self._session = session
+
+    # -- the cluster ----------------------------------------------------------------------------
+
+    @line_magic
+    @_shortly
+    def dist_init(self, line: str) -> None:
+        """Start workers.
+
+        %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
+                   [--launcher NAME] [--isolate-gpus]
+
+        -n, --num-processes   how many (2; with -g as many as GPUs)
+        -g, --gpu-ids         whose GPUs, by number; all without it
+        --backend             of the process group; none for no group
+        --driver              the notebook's name; it then has id 0, and the workers begin with worker1
+        --seed                worker r draws from seed + r
+        -t, --timeout         seconds within which all must answer
+        --launcher            what starts them
+        --isolate-gpus        each worker sees its own GPU alone
+        """
+        spec = parse_init(line)
+        running = Cluster.current
+        if running is not None and running.running:
+            if not running.spec.same_as(spec):
+                raise UsageError(f"another cluster runs, of {running.spec.count} workers; end it with %dist_shutdown")
+            print(f"The cluster runs: {', '.join(running.names)}.")
+            return
+        cluster = Cluster.of(spec)
+        cluster.progress = StartProgress(cluster.names, current_sink())
+        cluster.start()
+        self._shell.push({"rpc": rpc}, interactive=False)
+
+    @line_magic
+    @_shortly
+    def dist_shutdown(self, line: str) -> None:
+        """End the workers; nothing of them is left."""
+        reader("%dist_shutdown").read(line)
+        if Cluster.current is None:
+            print("No cluster runs.")
+            return
+        left = Cluster.current.shutdown()
+        print(f"{left} processes left.")
+
+    @line_magic
+    @_shortly
+    def dist_reset(self, line: str) -> None:
+        """Kill the workers without asking them, and switch `%dist_mode` off: a fresh start."""
+        options = reader("%dist_reset")
+        options.add_argument("-n", "--nuclear", action="store_true")  # what it does anyway; nbdistributed has it
+        options.read(line)
+        self._session.everywhere = False
+        left = Cluster.current.shutdown(ask=False) if Cluster.current is not None else 0
+        print(f"{left} processes left.")
+
+    @line_magic
+    @_shortly
+    def dist_restart(self, line: str) -> None:
+        """Start workers anew, under their names and ranks.
+
+        %dist_restart [TARGET] [-p]
+
+        Without a target, those that have died. RRefs to what the old ones owned are dead.
+        -p, --process-group   form the process group of all workers anew
+        """
+        options = reader("%dist_restart [TARGET] [-p]")
+        options.add_argument("targets", nargs="*")
+        options.add_argument("-p", "--process-group", action="store_true")
+        found = options.read(line)
+        targets = "".join(word.strip() for word in found.targets) or None
+        cluster = self._session.cluster()
+        names = cluster.restart(targets, process_group=found.process_group)
+        if names:
+            print(f"Restarted {', '.join(names)}.")
+        if found.process_group or len(names) == len(cluster.names):
+            print("The process group is formed anew.")
+
+    @line_magic
+    @_shortly
+    def dist_status(self, line: str) -> StatusTable | None:
+        """Show what each worker is and does: its pid, device, state, memory, calls in flight."""
+        return self._status(line)
+
+    @staticmethod
+    def _status(line: str) -> StatusTable | None:
+        reader("%dist_status").read(line)
+        if Cluster.current is None:
+            print("No cluster runs; start one with %dist_init -n 4.")
+            return None
+        return StatusTable(collect(Cluster.current))
+
+    @line_magic
+    def dist_debug(self, line: str) -> StatusTable | None:
+        """The same as `%dist_status`."""
+        return self._status(line)
+
+    @line_magic
+    @_shortly
+    def sync(self, line: str) -> None:
+        """Wait until every worker has done all that it was sent."""
+        reader("%sync").read(line)
+        print(f"{len(self._session.cluster().sync())} workers are in step.")
+
+    @line_magic
+    @_shortly
+    def dist_mode(self, line: str) -> None:
+        """Say whether plain cells run on all workers: -e/--enable, -d/--disable; nothing to ask."""
+        options = reader("%dist_mode [-e | -d]")
+        which = options.add_mutually_exclusive_group()
+        which.add_argument("-e", "--enable", action="store_true")
+        which.add_argument("-d", "--disable", action="store_true")
+        found = options.read(line)
+        if found.enable:
+            self._session.cluster()
+            self._session.everywhere = True
+        elif found.disable:
+            self._session.everywhere = False
+        where = "on all workers" if self._session.everywhere else "here"
+        print(f"Plain cells run {where}.")
+
+    # -- values ---------------------------------------------------------------------------------
+
+    @line_magic
+    @_shortly
+    def dist_push(self, line: str) -> None:
+        """Set variables of the notebook on workers: %dist_push NAME [NAME ...] [-r TARGET]."""
+        names, targets = self._names(line, "%dist_push NAME [NAME ...] [-r TARGET]")
+        missing = [name for name in names if name not in self._shell.user_ns]
+        if missing:
+            raise UsageError(f"there is no variable {', '.join(missing)} here")
+        self._session.cluster().push({name: self._shell.user_ns[name] for name in names}, targets)
+
+    @line_magic
+    @_shortly
+    def dist_pull(self, line: str) -> None:
+        """Set variables of workers here: %dist_pull NAME [NAME ...] [-r TARGET].
+
+        From several workers, each becomes a list of the workers' values.
+        """
+        names, targets = self._names(line, "%dist_pull NAME [NAME ...] [-r TARGET]")
+        values = self._session.cluster().pull(names, targets)
+        for name in names:
+            value = [each[name] for each in values] if isinstance(values, list) else values[name]
+            self._shell.user_ns[name.rpartition(".")[2]] = value
+
+    @staticmethod
+    def _names(line: str, usage: str) -> tuple[list[str], str | None]:
+        options = reader(usage)
+        options.add_argument("names", nargs="+")
+        options.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
+        found = options.read(line)
+        names = [name for word in found.names for name in word.split(",") if name]
+        return names, "".join(word.strip() for word in found.targets) if found.targets else None
+
+    # -- cells ----------------------------------------------------------------------------------
+
+    @no_var_expand
+    @line_cell_magic
+    @_shortly
+    def remote(self, line: str, cell: str | None = None) -> Any:
+        """Run a cell on workers, or have the value of an expression there.
+
+        %%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--local]
+        %remote TARGET expression
+
+        TARGET is 0, 0,2, [0-2], 0:2, ::2, -1, worker1, or all, which it is if left out.
+        -a, --noblock      do not wait; gives a handle: .wait(), await, .cancel(), .outputs
+        -o, --out NAME     bind NAME to an RRef to the last expression's value (to a list of them, for several)
+        -t, --timeout      seconds after which the cell is interrupted
+        --group-outputs    show output at the end, by worker
+        --local            run the cell here as well
+        """
+        if cell is None:
+            asked = parse_value(line)
+            return self._session.cluster().evaluate(asked.expression, asked.targets, timeout=asked.timeout)
+        return self._run(parse_cell(line, _REMOTE), cell)
+
+    @no_var_expand
+    @cell_magic
+    @_shortly
+    def distributed(self, line: str, cell: str) -> Any:
+        """Run a cell on all workers; the options are those of `%%remote`."""
+        options = parse_cell(line, _REMOTE.replace("%%remote [TARGET]", "%%distributed"))
+        if options.targets is not None:
+            raise UsageError("%%distributed runs on all workers; %%remote takes a target")
+        return self._run(options, cell)
+
+    @no_var_expand
+    @cell_magic
+    @_shortly
+    def rank(self, line: str, cell: str) -> Any:
+        """Run a cell on some workers: %%rank[0,1], %%rank [0-2]; the options are those of `%%remote`."""
+        options = parse_cell(line, _REMOTE.replace("%%remote [TARGET]", "%%rank[0,1]"))
+        if options.targets is None:
+            raise UsageError("which ranks? write %%rank[0,1], or %%distributed for all")
+        return self._run(options, cell)
+
+    def _run(self, options: CellLine, code: str) -> Cell | None:
+        cluster = self._session.cluster()
+        cluster.select(options.targets)
+        self._check_syntax(code)
+        wait = not (options.noblock or options.local)
+        cell = cluster.execute(
+            code,
+            options.targets,
+            block=wait,
+            timeout=options.timeout,
+            group_outputs=options.group_outputs,
+            keep=options.out is not None,
+        )
+        if options.local:
+            self._shell.run_cell(code)
+            if not options.noblock:
+                cell.wait()
+        if options.out is not None:
+            self._shell.user_ns[options.out] = cluster.references(cell, options.targets)
+        return cell if options.noblock else None
+
+    def _check_syntax(self, code: str) -> None:
+        """Find syntax errors before anything is sent."""
+        transformed = TransformerManager().transform_cell(code)
+        name = self._shell.compile.cache(transformed, self._shell.execution_count, raw_code=code)
+        try:
+            compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        except (SyntaxError, ValueError, OverflowError) as error:
+            bad = type(type(error).__name__, (_BadCell,), {})(*error.args)
+            bad.shown = self._shell.SyntaxTB.structured_traceback(type(error), error, [])
+            raise bad from None

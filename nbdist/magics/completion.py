@@ -1,0 +1,110 @@
+"""Tab completion in remote cells: options and workers in the first line, the target's names below it.
+
+Names come from the target's kernel where it is idle, within a fifth of a second, and from its last reply where it is
+not: completing never waits for a worker that computes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+
+from nbdist.cluster.cluster import Cluster
+from nbdist.errors import NbdistError
+from nbdist.magics.lines import CELL_OPTIONS, INIT_OPTIONS, parse_cell
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["RemoteCompleter"]
+
+PATIENCE = 0.2
+"""Seconds that an idle kernel has for its answer."""
+
+_FIRST = re.compile(r"\s*(%%(?:remote|distributed|rank)\b)([^\n]*)")
+_INIT = re.compile(r"\s*%dist_init\b[^\n]*")
+_NAMING = re.compile(r"\s*(%remote|%dist_restart|%dist_push|%dist_pull)\b[^\n]*")
+_WORD = re.compile(r"[^\s,\[]*$")
+_NAME = re.compile(r"\w*$")
+
+
+class RemoteCompleter:
+    """Completes what concerns workers."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._completer: Any = shell.Completer
+
+        @context_matcher(identifier="nbdist")  # type: ignore[untyped-decorator, unused-ignore]
+        def match(context: CompletionContext) -> SimpleMatcherResult:
+            return self.match(context.full_text, _offset(context))
+
+        self._match = match
+
+    def install(self) -> None:
+        """Take part in completion."""
+        self._completer.custom_matchers.append(self._match)
+
+    def remove(self) -> None:
+        """Take part no more."""
+        self._completer.custom_matchers.remove(self._match)
+
+    def match(self, text: str, cursor: int) -> SimpleMatcherResult:
+        """What may stand at the cursor."""
+        before = text[:cursor]
+        first = _FIRST.match(text)
+        if first is not None:
+            if cursor <= first.end():
+                return self._words(
+                    before, [*CELL_OPTIONS, *_workers(), "all"] if first[1] != "%%distributed" else CELL_OPTIONS
+                )
+            usage = f"{first[1]} [TARGET]"
+            return self._body(text[first.end() + 1 :], cursor - first.end() - 1, first[2], usage)
+        line = before.rpartition("\n")[2]
+        if _INIT.fullmatch(line):
+            return self._words(line, INIT_OPTIONS)
+        if _NAMING.fullmatch(line):
+            return self._words(line, [*_workers(), "all"], suppress=False)
+        return SimpleMatcherResult(completions=[])
+
+    @staticmethod
+    def _words(before: str, words: Any, *, suppress: bool = True) -> SimpleMatcherResult:
+        begun = _WORD.search(before)[0]  # type: ignore[index]
+        found = [SimpleCompletion(word, type="magic") for word in words if word.startswith(begun)]
+        if not found or (before.strip() == before.strip().split()[0] and not before.endswith((" ", "["))):
+            return SimpleMatcherResult(completions=[])  # still at the magic's own name
+        return SimpleMatcherResult(completions=found, suppress=suppress, matched_fragment=begun)
+
+    @staticmethod
+    def _body(code: str, cursor: int, line: str, usage: str) -> SimpleMatcherResult:
+        cluster = Cluster.current
+        if cluster is None or not cluster.running:
+            return SimpleMatcherResult(completions=[])
+        try:
+            worker = cluster.select(parse_cell(line, usage).targets)[0]
+        except NbdistError:
+            return SimpleMatcherResult(completions=[])
+        found = cluster.complete(worker, code, cursor, PATIENCE)
+        if found is not None:
+            matches, start, end = found
+            fragment = code[start:cursor] if end >= cursor else ""
+        else:
+            fragment = _NAME.search(code[:cursor])[0]  # type: ignore[index]
+            attribute = code[: cursor - len(fragment)].endswith(".")
+            matches = [] if attribute else [name for name in worker.names if name.startswith(fragment)]
+        return SimpleMatcherResult(
+            completions=[SimpleCompletion(text, type="instance") for text in matches],
+            suppress=True,
+            matched_fragment=fragment,
+        )
+
+
+def _workers() -> list[str]:
+    return Cluster.current.names if Cluster.current is not None else []
+
+
+def _offset(context: CompletionContext) -> int:
+    """The cursor's place in the whole text."""
+    lines = context.full_text.split("\n")
+    return sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position

@@ -1,0 +1,111 @@
+"""What the magics add to a shell besides themselves: things that happen with every cell."""
+
+from __future__ import annotations
+
+import os
+import re
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import nbdist
+from nbdist.cluster import labels
+from nbdist.cluster.cluster import Cluster
+from nbdist.errors import UsageError
+from nbdist.magics.completion import RemoteCompleter
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["Session"]
+
+_OURS = os.path.dirname(nbdist.__file__) + os.sep
+_RANK = re.compile(r"^(\s*%%rank)(?=\[)")
+
+
+class Session:
+    """One shell's side of nbdist."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell: Any = shell
+        self.everywhere = False
+        """Whether plain cells run on all workers: `%dist_mode -e`."""
+        labels.install(shell, None)
+        self._completer = RemoteCompleter(shell)
+        shell.input_transformers_cleanup.insert(0, self._transform)
+        shell.events.register("post_run_cell", self._after_cell)
+        self._completer.install()
+        self._trim_tracebacks()
+
+    @classmethod
+    def of(cls, shell: Any) -> Session:
+        """The session of a shell; made when it is first asked for."""
+        found = getattr(shell, "_nbdist", None)
+        if found is None:
+            found = shell._nbdist = cls(shell)
+        return found
+
+    @staticmethod
+    def cluster() -> Cluster:
+        """The cluster that runs."""
+        if Cluster.current is None:
+            raise UsageError("no cluster runs; start one with %dist_init -n 4")
+        return Cluster.current
+
+    def close(self) -> None:
+        """Undo what was done to the shell, and end the cluster."""
+        if Cluster.current is not None:
+            Cluster.current.shutdown()
+        self._shell.input_transformers_cleanup.remove(self._transform)
+        self._shell.events.unregister("post_run_cell", self._after_cell)
+        self._completer.remove()
+        del self._shell.InteractiveTB.structured_traceback  # the class's own shows again
+        del self._shell._nbdist
+
+    def _trim_tracebacks(self) -> None:
+        """Have errors of other workers shown without the way through this package by which they came."""
+        shown: Any = self._shell.InteractiveTB.structured_traceback
+
+        def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
+                _cut_off_our_frames(tb)
+            return shown(kind, error, tb, *args, **kwargs)
+
+        self._shell.InteractiveTB.structured_traceback = structured_traceback
+
+    # -- with every cell ------------------------------------------------------------------------
+
+    def _transform(self, lines: list[str]) -> list[str]:
+        """Write ``%%rank[0,1]`` as IPython reads it; send plain cells to all workers where that was asked for."""
+        first = next((index for index, line in enumerate(lines) if line.strip()), None)
+        if first is None:
+            return lines
+        if _RANK.match(lines[first]):
+            return [*lines[:first], _RANK.sub(r"\1 ", lines[first]), *lines[first + 1 :]]
+        if self.everywhere and Cluster.current is not None and Cluster.current.running and _is_plain(lines):
+            return ["%%distributed\n", *lines]
+        return lines
+
+    @staticmethod
+    def _after_cell(_: Any) -> None:
+        cluster = Cluster.current
+        if cluster is not None and cluster.running:
+            cluster.settle()
+
+
+def _is_plain(lines: list[str]) -> bool:
+    """Whether a cell is code for everybody: no magic, no question for help, more than comments."""
+    text = "".join(lines).strip()
+    if text.startswith(("%", "?")) or text.endswith("?"):
+        return False
+    return any(line.strip() and not line.strip().startswith("#") for line in lines)
+
+
+def _cut_off_our_frames(tb: TracebackType | None) -> None:
+    """Let a traceback end where this package was entered."""
+    last = None
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(_OURS):
+            last = tb
+        tb = tb.tb_next
+    if last is not None:
+        last.tb_next = None

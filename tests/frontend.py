@@ -1,0 +1,154 @@
+"""Drives a notebook kernel as a front end does: every channel, real processes."""
+
+import contextlib
+import os
+import queue
+import re
+import sys
+import time
+
+from jupyter_client.manager import KernelManager
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Executed:
+    """What one cell gave: its reply, and every message that belongs to it."""
+
+    def __init__(self, msg_id):
+        self.msg_id = msg_id
+        self.messages = []
+        self.reply = None
+        self.idle = False
+
+    def of(self, kind):
+        return [message["content"] for message in self.messages if message["msg_type"] == kind]
+
+    @property
+    def stdout(self):
+        return "".join(c["text"] for c in self.of("stream") if c["name"] == "stdout")
+
+    @property
+    def stderr(self):
+        return "".join(c["text"] for c in self.of("stream") if c["name"] == "stderr")
+
+    @property
+    def result(self):
+        results = self.of("execute_result")
+        return results[-1]["data"]["text/plain"] if results else None
+
+    @property
+    def displays(self):
+        return [content["data"] for content in self.of("display_data")]
+
+    @property
+    def error(self):
+        errors = self.of("error")
+        return errors[-1] if errors else None
+
+    @property
+    def traceback(self):
+        return COLOUR.sub("", "\n".join(self.error["traceback"])) if self.error else ""
+
+    def __repr__(self):
+        return f"<{[(m['msg_type'], m['content']) for m in self.messages]} {self.reply and self.reply['content']}>"
+
+
+class Notebook:
+    """A kernel and the front end's side of it."""
+
+    def __init__(self, *, load=True, env=None, watched=True):
+        self.watched = watched
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.kernel_spec.argv[0] = sys.executable
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "IPYTHONDIR": os.environ["NBDIST_RUNTIME_DIR"] + "/ipython"}
+        self.manager.start_kernel(env={**environment, **(env or {})}, extra_arguments=["--HistoryManager.enabled=False"])
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.cells = {}
+        self.answers = []
+        self.pid = self.manager.provisioner.pid
+        if load:
+            self.run("%load_ext nbdist")
+
+    # -- cells ----------------------------------------------------------------------------------
+
+    def send(self, code, **options):
+        options.setdefault("allow_stdin", self.watched)
+        self.client.allow_stdin = self.watched
+        cell = Executed(self.client.execute(code, **options))
+        self.cells[cell.msg_id] = cell
+        return cell
+
+    def run(self, code, timeout=60, check=True, **options):
+        """Execute a cell and wait for its end; its error is raised unless ``check`` is false."""
+        cell = self.send(code, **options)
+        self.finish(cell, timeout)
+        if check and cell.reply["content"]["status"] != "ok":
+            raise AssertionError(f"{code!r} failed: {COLOUR.sub('', chr(10).join(cell.reply['content'].get('traceback', [])))}")
+        return cell
+
+    def finish(self, cell, timeout=60):
+        self.until(lambda: cell.idle and cell.reply is not None, timeout, f"the end of {cell}")
+
+    def until(self, condition, timeout=30, what="what was awaited"):
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what} did not come within {timeout} s")
+            self.pump(0.05)
+
+    def pump(self, wait=0.0):
+        """Take what has come."""
+        with contextlib.suppress(queue.Empty):
+            self._on_output(self.client.get_iopub_msg(timeout=wait))
+            while True:
+                self._on_output(self.client.get_iopub_msg(timeout=0))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                reply = self.client.get_shell_msg(timeout=0)
+                cell = self.cells.get(reply["parent_header"].get("msg_id"))
+                if cell is not None:
+                    cell.reply = reply
+        with contextlib.suppress(queue.Empty):
+            while True:
+                request = self.client.get_stdin_msg(timeout=0)
+                self.client.input(self.answers.pop(0)(request["content"]))
+
+    def _on_output(self, message):
+        cell = self.cells.get(message["parent_header"].get("msg_id"))
+        if cell is None:
+            return
+        if message["msg_type"] == "status":
+            cell.idle = message["content"]["execution_state"] == "idle"
+        cell.messages.append(message)
+
+    # -- the rest of a front end ----------------------------------------------------------------
+
+    def interrupt(self):
+        self.manager.interrupt_kernel()
+
+    def complete(self, code, cursor=None, timeout=20):
+        reply = self.client.complete(code, cursor if cursor is not None else len(code), reply=True, timeout=timeout)
+        return reply["content"]
+
+    def inspect(self, code, cursor=None, timeout=20):
+        reply = self.client.inspect(code, cursor if cursor is not None else len(code), reply=True, timeout=timeout)
+        return reply["content"]
+
+    def kill(self):
+        """End the kernel as an out-of-memory killer would."""
+        self.manager.shutdown_kernel(now=True)
+        self.client.stop_channels()
+
+    def close(self):
+        with contextlib.suppress(Exception):
+            self.client.stop_channels()
+        self.manager.shutdown_kernel(now=False)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
