@@ -61,8 +61,14 @@ class Notebook:
         self.watched = watched
         self.manager = KernelManager(kernel_name="python3")
         self.manager.kernel_spec.argv[0] = sys.executable
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "IPYTHONDIR": os.environ["NBDIST_RUNTIME_DIR"] + "/ipython"}
-        self.manager.start_kernel(env={**environment, **(env or {})}, extra_arguments=["--HistoryManager.enabled=False"])
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "IPYTHONDIR": os.environ["NBDIST_RUNTIME_DIR"] + "/ipython",
+        }
+        self.manager.start_kernel(
+            env={**environment, **(env or {})}, extra_arguments=["--HistoryManager.enabled=False"]
+        )
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
@@ -86,7 +92,9 @@ class Notebook:
         cell = self.send(code, **options)
         self.finish(cell, timeout)
         if check and cell.reply["content"]["status"] != "ok":
-            raise AssertionError(f"{code!r} failed: {COLOUR.sub('', chr(10).join(cell.reply['content'].get('traceback', [])))}")
+            raise AssertionError(
+                f"{code!r} failed: {COLOUR.sub('', chr(10).join(cell.reply['content'].get('traceback', [])))}"
+            )
         return cell
 
     def finish(self, cell, timeout=60):

@@ -241,7 +241,8 @@ class Live(Arranger):
             heads = [(state.queue[0].since, name) for name, state in self._workers.items() if state.queue]
             if not heads:
                 return published
-            _, first = min(heads, key=lambda head: head[0])
+            earliest = min(since for since, _ in heads)
+            first = next(name for since, name in heads if since < earliest + FOLD_AFTER)  # in the workers' order
             item = self._workers[first].queue[0]
             same = [n for n, s in self._workers.items() if s.queue and item.key and s.queue[0].key == item.key]
             same = same or [first]

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed
 
 from nbdist.channel.liveness import is_alive, started_at
+from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Grouped, Live, Straight
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.comms import Comms
@@ -194,8 +195,6 @@ class Cluster:
         self.agent.explain_end = self._explain_end
         self._origins = Origins(self)
         self.agent.origin = self._origins.current
-        from nbdist.cluster import labels
-
         failures.on_text(labels.rename_frames)
         self._finish_in_time(self._bring_up(self.workers), started + self.spec.timeout)
 
@@ -458,7 +457,7 @@ class Cluster:
             quiet=quiet,
         )
         self._counter += 1
-        number = getattr(_shell(), "execution_count", self._counter)
+        number = labels.cell_number() or self._counter
         allow_stdin = block and sink.interactive
         request = {
             "code": code,
@@ -640,10 +639,3 @@ def _arranger(workers: Sequence[Worker], sink: Any, *, grouped: bool) -> Arrange
     if len(names) == 1:
         return Straight()
     return Grouped(names) if grouped or not sink.interactive else Live(names)
-
-
-def _shell() -> Any:
-    from IPython import get_ipython
-
-    shell: Any = get_ipython()
-    return shell

@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nbdist.cluster.setup import WorkerSetup
 __all__ = ["break_off", "initialise", "is_broken"]
 
 _LOOP = "gloo_tcp_loop"
+_TRIES = 100
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 dist: Any = torch.distributed  # which does not declare what it exports
@@ -80,11 +82,21 @@ def shut_connections() -> int:
         with contextlib.suppress(OSError, ValueError):
             if (task / "comm").read_text().strip() != _LOOP:
                 continue
-            poller = int(_system_call(int(task.name))[1], 16)  # epoll_wait(poller, ...)
+            poller = _polled_by(int(task.name))
             watched = Path(f"/proc/self/fdinfo/{poller}").read_text()
             for number in _WATCHED.findall(watched):
                 shut += _shut(int(number))
     return shut
+
+
+def _polled_by(task: int) -> int:
+    """The file with which a thread that polls does so; it is not in the call all the time."""
+    for _ in range(_TRIES):
+        call = _system_call(task)
+        if len(call) > 1:
+            return int(call[1], 16)  # epoll_wait(file, ...)
+        time.sleep(0.001)
+    raise ValueError("the thread does not poll")
 
 
 def _system_call(task: int) -> list[str]:
@@ -101,7 +113,9 @@ def _shut(number: int) -> int:
         return 0
     with copy:
         try:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return 0  # gloo ends the process if it cannot accept
             copy.shutdown(socket.SHUT_RDWR)
-        except OSError:  # listens, and is not connected
+        except OSError:  # no socket, or not connected
             return 0
     return 1

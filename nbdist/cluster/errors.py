@@ -73,7 +73,8 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     for group in list(groups.values())[:_SHOWN]:
         if targets > 1:
             traceback.append(f"[{say_names([error.worker for error in group])}]")
-        traceback += group[0].traceback
+        whose = say_names([error.worker for error in group])
+        traceback += [line.replace(f" on {group[0].worker}", f" on {whose}") for line in group[0].traceback]
     if len(groups) > _SHOWN:
         left = [error.worker for group in list(groups.values())[_SHOWN:] for error in group]
         traceback.append(f"... and other errors on {say_names(left)}")

@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["install", "rename_frames"]
+__all__ = ["cell_number", "install", "rename_frames"]
 
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 
 _shell: Any = None
+_number: int | None = None
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
     """Call cells by their numbers; in a worker, by its name as well."""
     global _shell
     _shell = shell
+    _follow_numbers(shell)
     if worker is None:
         return
     plain: Callable[[str], tuple[str, str] | None] = shell.compile.format_code_name
@@ -35,6 +37,23 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
         return found and (found[0], f"{found[1]} on {worker}")
 
     shell.compile.format_code_name = with_worker  # type: ignore[method-assign]
+
+
+def cell_number() -> int | None:
+    """The number of the cell that runs, or ran last, in this process."""
+    return _number
+
+
+def _follow_numbers(shell: InteractiveShell) -> None:
+    """Note the number of every cell: the shell's own count is, by version, that of this cell or of the next."""
+    cache: Any = shell.compile.cache
+
+    def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
+        global _number
+        _number = number or _number
+        return cache(transformed, number, *args, **kwargs)
+
+    shell.compile.cache = noting  # type: ignore[method-assign, assignment]
 
 
 def rename_frames(text: str, worker: str) -> str:

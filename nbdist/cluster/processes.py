@@ -6,6 +6,7 @@ This is the mechanism of the local launcher: start, signal, hear of ends, and be
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from nbdist.errors import UsageError, WorkerLost
 
 __all__ = ["Processes", "describe_exit"]
 
+_log = logging.getLogger("nbdist.cluster")
 _BOOT = "from nbdist.cluster.zygote import main; main()"
 
 
@@ -140,6 +142,8 @@ class Processes:
 
     def _take(self, event: Ready | Started | Failed | Ended) -> None:
         if isinstance(event, Ready):
+            for complaint in event.complaints:
+                _log.warning("what all workers need could not be imported once for all: %s", complaint)
             self._ready.set_result(event)
         elif isinstance(event, Started):
             with self._lock:

@@ -7,6 +7,8 @@ the functions here, so that it can say how far each worker is, and which step fa
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import random
 import signal
@@ -43,6 +45,8 @@ def main(told: str) -> None:
     global _setup
     _setup = WorkerSetup.decode(told)
     _set_environment(_setup)
+    log = os.dup(2)  # the kernel makes something else of standard error
+    faulthandler.enable(file=log, all_threads=False)
     _write_where_asked(_setup)
     from ipykernel.kernelapp import IPKernelApp
 
@@ -55,6 +59,8 @@ def main(told: str) -> None:
             "--InteractiveShell.cache_size=1000",
         ]
     )
+    with contextlib.suppress(OSError):
+        os.ftruncate(log, 0)  # how to connect other clients, and the like
     while True:
         app.start()
         if app.kernel._shutdown_message is not None:
@@ -77,8 +83,6 @@ def _set_environment(told: WorkerSetup) -> None:
 
 
 def _write_where_asked(told: WorkerSetup) -> None:
-    import faulthandler
-
     file = open(where_file(told.folder, told.name), "w")  # noqa: SIM115 (it stays open: a handler writes to it)
     faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
 

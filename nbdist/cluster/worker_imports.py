@@ -1,5 +1,39 @@
-"""What every worker imports: the zygote imports it once for all of them."""
+"""What every worker imports: the zygote imports it once, and its workers share the pages."""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+import importlib
+
+__all__ = ["MODULES"]
+
+MODULES = (
+    "torch.distributed",
+    "numpy.random",
+    "nbdist.cluster.collectives",
+    "nbdist.cluster.labels",
+    "nbdist.cluster.status",
+    "nbdist.cluster.worker",
+    "nbdist.cluster.worker_output",
+    "nbdist.cluster.worker_values",
+    "nbdist.rpc.caller",
+    "nbdist.rpc.ending",
+    "nbdist.rpc.executor",
+    "nbdist.rpc.handshake",
+    "nbdist.rpc.outcomes",
+    "nbdist.rpc.stopping",
+    "nbdist.rpc.world",
+    "ipykernel.debugger",
+    "ipykernel.ipkernel",
+    "ipykernel.kernelapp",
+    "ipykernel.zmqshell",
+    "tornado.platform.asyncio",
+    "IPython.core.completer",
+    "IPython.core.completerlib",
+    "IPython.core.logger",
+    "IPython.core.magics",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+)
+
+for _module in MODULES:
+    importlib.import_module(_module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import threading
 from collections import deque
@@ -27,6 +28,7 @@ STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
 """Calls a function of the worker's extension and leaves no name behind."""
 
 _LAST_LINES = 5
+_CRASH = re.compile(r"^(Fatal Python error|terminate called)")
 
 
 class StartError(NbdistError):
@@ -108,7 +110,7 @@ class Worker:
 
     def end(self, code: int, last_words: str) -> str:
         """Its process has ended; what is to be said of that."""
-        lines = [*last_words.splitlines(), *self.stderr][-_LAST_LINES:]
+        lines = _telling([line for line in last_words.splitlines() if line.strip()] or list(self.stderr))
         why = describe_exit(code)
         if lines:
             why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
@@ -130,6 +132,12 @@ class Worker:
     def remember_stderr(self, text: str) -> None:
         """Keep the end of its standard error, for the case that it dies."""
         self.stderr.extend(line for line in text.splitlines() if line.strip())
+
+
+def _telling(lines: list[str]) -> list[str]:
+    """The lines that say why a process died: the last ones, or those with which a crash begins."""
+    crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
+    return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]
 
 
 _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")

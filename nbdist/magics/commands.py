@@ -11,6 +11,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
 
 from nbdist import rpc
+from nbdist.cluster import labels
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.sinks import current_sink
@@ -44,7 +45,7 @@ def _shortly(magic: F) -> F:
     return call  # type: ignore[return-value]
 
 
-class _BadCell(SyntaxError):
+class _BadCell(UsageError):
     """A cell that no worker could compile; shown as a cell of this kernel would be."""
 
     shown: Sequence[str] = ()
@@ -281,10 +282,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def _check_syntax(self, code: str) -> None:
         """Find syntax errors before anything is sent."""
         transformed = TransformerManager().transform_cell(code)
-        name = self._shell.compile.cache(transformed, self._shell.execution_count, raw_code=code)
+        name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=code)
         try:
             compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except (SyntaxError, ValueError, OverflowError) as error:
-            bad = type(type(error).__name__, (_BadCell,), {})(*error.args)
-            bad.shown = self._shell.SyntaxTB.structured_traceback(type(error), error, [])
+            bad = type(type(error).__name__, (_BadCell,), {})(str(error))
+            bad.shown = self._shell.SyntaxTB.structured_traceback(type(error), error.with_traceback(None), None)
             raise bad from None

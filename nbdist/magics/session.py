@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import nbdist
 from nbdist.cluster import labels
 from nbdist.cluster.cluster import Cluster
-from nbdist.errors import UsageError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.completion import RemoteCompleter
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class Session:
         shown: Any = self._shell.InteractiveTB.structured_traceback
 
         def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
+            ours = isinstance(error, NbdistError | KeyboardInterrupt)
+            if ours or any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
                 _cut_off_our_frames(tb)
             return shown(kind, error, tb, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ PATIENCE = 2.0
 """Seconds after which what has not given way is named."""
 
 _POLL = 0.005
+_OURS = os.path.dirname(os.path.dirname(__file__))
 _ASK = 0.5
 _REMEMBERED = 1000
 
@@ -87,8 +89,10 @@ class Stopping:
         frame = sys._current_frames().get(thread) if thread is not None else None
         if frame is None:
             return ""
-        last = traceback.extract_stack(frame)[-1]
-        return f"{last.name}, line {last.lineno} of {last.filename}"
+        stack = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_OURS)]
+        if not stack or stack[-1].filename == threading.__file__:
+            return "C code"  # nothing of Python's is between it and us
+        return f"{stack[-1].name}, line {stack[-1].lineno} of {stack[-1].filename}"
 
     # -- the caller's side --------------------------------------------------------------------
 

@@ -28,7 +28,10 @@ class LocalLauncher:
 
     def __init__(self, folder: Path, count: int, on_end: Callable[[str, int], None]) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // count))
-        self._defaults = {"OMP_NUM_THREADS": threads}  # else every worker takes every core for itself
+        self._defaults = {
+            "OMP_NUM_THREADS": threads,  # else every worker takes every core for itself
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a warning of the debugger's, on standard error
+        }
         self._processes = Processes(
             folder,
             on_end,
