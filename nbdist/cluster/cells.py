@@ -32,7 +32,8 @@ class Part:
     """One worker's share in a cell."""
 
     worker: str
-    id: str
+    id: str = ""
+    """Of the request, once it has been sent."""
     began: float | None = None
     when_begun: list[Callable[[], None]] = field(default_factory=list)
     idle: bool = False
@@ -52,6 +53,7 @@ class Cell:
     def __init__(
         self,
         code: str,
+        workers: Sequence[str],
         sink: Sink,
         arranger: Arranger,
         thread: KernelThread,
@@ -63,7 +65,7 @@ class Cell:
     ) -> None:
         self.code = code
         self.sink = sink
-        self.parts: dict[str, Part] = {}
+        self.parts = {worker: Part(worker) for worker in workers}
         self._arranger = arranger
         self._thread = thread
         self._interrupt = interrupt
@@ -207,10 +209,9 @@ class Cell:
 
     # -- events, in the kernel thread ---------------------------------------------------------
 
-    def begin(self, sent: Sequence[tuple[str, str]], part_ended: Callable[[Cell, str], None]) -> None:
-        """It has been sent to these workers, under these ids."""
-        self._part_ended = part_ended
-        self.parts.update({worker: Part(worker, id) for worker, id in sent})
+    def when_part_ends(self, action: Callable[[Cell, str], None]) -> None:
+        """Call ``action(cell, worker)``, in the kernel thread, as soon as it has ended on a worker."""
+        self._part_ended = action
 
     def on_output(self, worker: str, message: Message) -> None:
         """A message on the output channel of a worker whose parent is this cell."""

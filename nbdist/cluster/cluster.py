@@ -137,6 +137,10 @@ class Cluster:
         """The run directory."""
         return str(self._folder)
 
+    def find(self, name: str) -> Worker:
+        """The worker of that name."""
+        return next(worker for worker in self.workers if worker.name == name)
+
     @property
     def kernel_thread(self) -> KernelThread:
         """The thread that talks to the kernels."""
@@ -374,7 +378,7 @@ class Cluster:
         self._thread.soon(self._thread.loop.call_later, 0.03, self._lost, name, code)  # its last output comes first
 
     def _lost(self, name: str, code: int) -> None:
-        worker = self._find(name)
+        worker = self.find(name)
         worker.end(code, self._launcher.last_words(name))
 
     def _explain_end(self, pid: int) -> str:
@@ -383,9 +387,6 @@ class Cluster:
                 worker.ended.wait(_SETTLE)
                 return worker.lost or ""
         return ""
-
-    def _find(self, name: str) -> Worker:
-        return next(worker for worker in self.workers if worker.name == name)
 
     def _on_message(self, worker: Worker, channel: str, message: Message) -> None:
         parent = message["parent_header"].get("msg_id", "")
@@ -448,6 +449,7 @@ class Cluster:
         sink = sink or current_sink()
         cell = Cell(
             code,
+            [worker.name for worker in workers],
             sink,
             _arranger(workers, sink, grouped=group_outputs),
             self._thread,
@@ -476,28 +478,21 @@ class Cluster:
         return cell
 
     def _send(self, cell: Cell, workers: Sequence[Worker], request: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-        sent = []
+        cell.when_part_ends(self._part_ended)
         for worker in workers:
             if worker.alive:
                 assert worker.kernel is not None
-                id = worker.kernel.send("execute_request", request, metadata=told)
+                id = cell.parts[worker.name].id = worker.kernel.send("execute_request", request, metadata=told)
                 self._routes[id] = cell
                 worker.cells.append(cell)
-            else:
-                id = ""
-            sent.append((worker, id))
-        cell.begin([(worker.name, id) for worker, id in sent], self._part_ended)
-        while len(self._routes) > _ROUTES:
-            oldest = next(iter(self._routes))
-            if not self._routes[oldest].done:
-                break
-            del self._routes[oldest]
-        for worker, _ in sent:
+        for worker in workers:
             if not worker.alive:
                 cell.on_lost(worker.name, f"{worker.lost}\n`%dist_restart {worker.name}` starts it again")
+        while len(self._routes) > _ROUTES and next(iter(self._routes.values())).done:
+            self._routes.popitem(last=False)
 
     def _part_ended(self, cell: Cell, name: str) -> None:
-        worker = self._find(name)
+        worker = self.find(name)
         if cell in worker.cells:
             worker.cells.remove(cell)
 
@@ -507,7 +502,7 @@ class Cluster:
             self._thread.loop.create_task(interrupt_cell(self, cell))
 
     def _answer(self, name: str, text: str, request: Message) -> None:
-        kernel = self._find(name).kernel
+        kernel = self.find(name).kernel
         assert kernel is not None
         self._thread.soon(lambda: kernel.send("input_reply", {"value": text}, channel="stdin", parent=request))
 

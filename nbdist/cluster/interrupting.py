@@ -41,16 +41,22 @@ async def interrupt_cell(cluster: Cluster, cell: Cell) -> list[str]:
     for part in parts:
         if part.began is None:
             part.when_begun.append(lambda part=part: _signal_soon(cluster, part))  # type: ignore[misc]
-        else:
+        if _is_next(cluster, cell, part):
             cluster.signal(part.worker, signal.SIGINT)
-            if began - part.began < _BARELY_BEGUN:  # it may not have been listening
+            if part.began is not None and began - part.began < _BARELY_BEGUN:  # it may not have been listening
                 _signal_soon(cluster, part)
     await _gone(parts, began + _BREAK_AFTER)
     for part in parts:
-        if not part.done and part.began is not None:
+        if not part.done and _is_next(cluster, cell, part):
             _break_collective(cluster, part)
     await _gone(parts, began + PATIENCE)
-    return [await _describe(cluster, part) for part in parts if not part.done]
+    return [await _describe(cluster, cell, part) for part in parts if not part.done]
+
+
+def _is_next(cluster: Cluster, cell: Cell, part: Part) -> bool:
+    """Whether its kernel has nothing else to do; who holds the GIL from the first cannot even say that it began."""
+    cells = cluster.find(part.worker).cells
+    return part.began is not None or (bool(cells) and cells[0] is cell)
 
 
 async def _gone(parts: list[Part], deadline: float) -> None:
@@ -75,8 +81,8 @@ def _break_collective(cluster: Cluster, part: Part) -> None:
         cluster.agent.caller.asynchronous(part.worker, collectives.break_off, (), None, PATIENCE).then(note)
 
 
-async def _describe(cluster: Cluster, part: Part) -> str:
-    if part.began is None:
+async def _describe(cluster: Cluster, cell: Cell, part: Part) -> str:
+    if not _is_next(cluster, cell, part):
         return f"{part.worker} has not begun this cell: it still runs one from before, and will not run this one"
     where = await _where(cluster, part.worker)
     return (

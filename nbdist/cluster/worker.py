@@ -7,6 +7,7 @@ the functions here, so that it can say how far each worker is, and which step fa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -29,6 +30,8 @@ STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
 
 WHERE_SIGNAL = signal.SIGRTMAX - 3
 """Has a worker write down where its main thread is, which works also while the GIL is held."""
+
+_GIVEN = ("rank", "world_size", "device", "gpu_id", "torch", "dist", "rpc")
 
 _setup: WorkerSetup | None = None
 
@@ -61,11 +64,19 @@ def main(told: str) -> None:
     )
     with contextlib.suppress(OSError):
         os.ftruncate(log, 0)  # how to connect other clients, and the like
+    atexit.register(_leave)  # runs behind what the user registers, before what the kernel has
     while True:
         app.start()
         if app.kernel._shutdown_message is not None:
             return
         # A KeyboardInterrupt that came between two cells has ended the loop: it was meant for neither.
+
+
+def _leave() -> None:
+    """Be gone: the kernel's own end may take seconds, and taking down every module copies what the zygote shares."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _set_environment(told: WorkerSetup) -> None:
@@ -168,5 +179,5 @@ def visible_names() -> list[str]:
     from IPython import get_ipython
 
     shell: Any = get_ipython()
-    hidden = shell.user_ns_hidden
+    hidden = set(shell.user_ns_hidden) - set(_GIVEN)
     return [name for name in list(shell.user_ns) if not name.startswith("_") and name not in hidden]

@@ -26,6 +26,7 @@ MODULES = (
     "ipykernel.ipkernel",
     "ipykernel.kernelapp",
     "ipykernel.zmqshell",
+    "jedi",
     "tornado.platform.asyncio",
     "IPython.core.completer",
     "IPython.core.completerlib",

@@ -320,6 +320,7 @@ class _Zygote:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
         shutil.rmtree(self._setup.folder, ignore_errors=True)
+        os._exit(0)  # nothing else is left to do, and taking down every module takes long
 
 
 def _open_process(pid: int) -> int:

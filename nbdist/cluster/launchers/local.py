@@ -20,7 +20,7 @@ _PRELOAD = (
     "nbdist.rpc",
     "nbdist.cluster.worker_imports",
 )
-_WORDS = 2000
+_WORDS = 20_000
 
 
 class LocalLauncher:
