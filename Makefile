@@ -1,8 +1,10 @@
-# make demo     install, run the main job, print what it shows
+# make demo     install, run the tour (notebooks/00_tour.ipynb), print each cell's verdict, leave a page to read
+# make lab      install, open the tour in JupyterLab
 # make test     install, run every test
 # make check    format, lint, types, layers, exported names
-# make bench    measure
+# make bench    measure: calls, and workers from a notebook, beside the peers that are installed
 # make soak     the long sweeps that `make test` leaves out
+# make notebooks  run all notebooks, put their outputs into them
 # make clean    remove everything that the above made
 #
 # Variables:
@@ -10,6 +12,8 @@
 #   TORCH       what `pip install` is given for torch, options included, e.g.
 #               make demo TORCH="torch==2.13.0 --index-url URL"
 #   ARGS        more arguments for the program that is run, e.g. make test ARGS="-k rref -x"
+#   PAGE        the page that `make demo` leaves
+#   BENCH       which of benchmarks/ `make bench` runs, e.g. make bench BENCH=rpc ARGS=--peers
 #
 # What runs is the built wheel, installed into .venv, never the checkout. Stamp files in .venv record
 # what is installed: a second run reinstalls only what has changed.
@@ -17,6 +21,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+PAGE ?= build/tour.html
+BENCH ?= rpc startup
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -31,12 +37,18 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m pytest
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
-.PHONY: demo test check bench soak clean always
+.PHONY: demo lab notebooks test check bench soak clean always
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.nbdist
-	$(PY) examples/demo.py $(ARGS)
+	$(PY) notebooks/run.py --html $(PAGE) $(ARGS) notebooks/00_tour.ipynb
+
+lab: $(VENV)/.lab
+	$(PY) -m jupyterlab $(ARGS) notebooks/00_tour.ipynb
+
+notebooks: $(VENV)/.nbdist
+	$(PY) notebooks/run.py --write $(ARGS)
 
 test: $(VENV)/.nbdist
 	$(PYTEST) $(ARGS)
@@ -48,14 +60,14 @@ check: $(VENV)/.nbdist
 	$(PYTEST) tests/test_installed.py tests/test_layers.py tests/test_exported_names.py
 
 bench: $(VENV)/.nbdist
-	$(PY) benchmarks/rpc.py $(ARGS)
+	set -e; for name in $(BENCH); do $(PY) benchmarks/$$name.py $(ARGS); done
 
 soak: $(VENV)/.nbdist
 	$(PYTEST) -m soak --timeout=7200 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
 
 # --- installation -------------------------------------------------------------------------------
 
@@ -80,8 +92,13 @@ $(VENV)/.nbdist: $(VENV)/.torch pyproject.toml build/sources.txt $(SOURCES)
 	rm -rf $(WHEELS)
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS) .
 	wheel=$$(echo $(WHEELS)/nbdist-*.whl) && \
-	  $(PIP) install --quiet "$$wheel[test,check]" && \
+	  $(PIP) install --quiet "$$wheel[test,check,notebook]" && \
 	  $(PIP) install --quiet --no-deps --force-reinstall "$$wheel"
+	@touch $@
+
+# JupyterLab is for people, no test needs it; it comes when it is first asked for.
+$(VENV)/.lab: $(VENV)/.nbdist
+	wheel=$$(echo $(WHEELS)/nbdist-*.whl) && $(PIP) install --quiet "$$wheel[lab]"
 	@touch $@
 
 # Files that hold a value and change only when the value does, so that others can depend on it.

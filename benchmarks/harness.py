@@ -96,6 +96,18 @@ def table(times: Times, base: str, subject: str, limits: Mapping[str, float]) ->
     return "\n".join(lines)
 
 
+def ranking(case: str, times: Mapping[str, Sequence[float]], subject: str, limits: Mapping[str, float]) -> str:
+    """One case, a contestant a row: its median and range, and the subject's ratio to it, as Markdown."""
+    lines = [f"| {case} | median | fastest | slowest | {subject} / it | limit |", f"| --- |{' ---: |' * 5}"]
+    ours = statistics.median(times[subject])
+    for name, values in times.items():
+        median = statistics.median(values)
+        cells = [_time(value) for value in (median, min(values), max(values))]
+        limit = f"{limits[name]:g}" if name in limits else "-"
+        lines.append(f"| {name} | {' | '.join(cells)} | {ours / median:.2f} | {limit} |")
+    return "\n".join(lines)
+
+
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"

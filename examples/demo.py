@@ -1,6 +1,6 @@
 """A tour of nbdist.rpc in one script: three processes on this host, and what each call shows.
 
-Run it with ``make demo``, or with ``python examples/demo.py`` where nbdist is installed.
+Run it with ``python examples/demo.py`` where nbdist is installed. The same and more, in a notebook: ``make demo``.
 """
 
 from __future__ import annotations

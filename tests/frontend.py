@@ -145,6 +145,12 @@ class Notebook:
         reply = self.client.inspect(code, cursor if cursor is not None else len(code), reply=True, timeout=timeout)
         return reply["content"]
 
+    def restart(self):
+        """What the restart button does."""
+        self.manager.restart_kernel()
+        self.client.wait_for_ready(timeout=60)
+        self.pid = self.manager.provisioner.pid
+
     def kill(self):
         """End the kernel as an out-of-memory killer would."""
         self.manager.shutdown_kernel(now=True)

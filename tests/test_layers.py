@@ -106,6 +106,12 @@ def imports(module: Module, known: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, absolute(module, dots, target.lstrip("."))
 
 
+def lines_of_functions(module: Module) -> set[int]:
+    """The lines that run only when a function is called."""
+    functions = [node for node in ast.walk(ast.parse(module.source)) if isinstance(node, ast.FunctionDef)]
+    return {line for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
 def violations(
     modules: list[Module],
     layers: Mapping[str, int],
@@ -127,7 +133,10 @@ def violations(
         own = layer_of(module.name)
         if own is None:
             found.append(f"{module.path}:1: {module.name} is in no layer: add it to LAYERS")
+        facade = lines_of_functions(module) if module.name == package else set()
         for line, target in imports(module, known):
+            if line in facade:
+                continue  # the package's front door leads to every layer, but opens only when somebody knocks
             where = f"{module.path}:{line}:"
             top = target.split(".")[0]
             if not target:
@@ -250,6 +259,16 @@ def test_the_package_itself_is_layer_0():
     assert check("nbdist", "from .errors import X\nfrom . import errors", is_package=True) == []
     (found,) = check("nbdist", "from . import rpc", is_package=True)
     assert found == "m.py:1: nbdist (layer 0) imports nbdist.rpc (layer 3), a higher one"
+
+
+def test_the_front_door_may_lead_anywhere_when_it_is_asked():
+    asked = Module("nbdist", "nbdist/__init__.py", "def __getattr__(name):\n    from nbdist.magics import load\n")
+    always = Module("nbdist", "nbdist/__init__.py", "from nbdist.magics import load\n")
+    inside = Module("nbdist.rpc.api", "nbdist/rpc/api.py", "def f():\n    from nbdist.magics import load\n")
+    layers = {"rpc": 3, "magics": 7}
+    assert violations([asked], layers, {}) == []
+    assert len(violations([always], layers, {})) == 1
+    assert len(violations([inside], layers, {})) == 1
 
 
 def test_a_module_in_no_layer_is_found():

@@ -15,6 +15,7 @@ from getpass import getpass
 from typing import Any
 
 from nbdist.cluster.arrange import Arranger, Published, say_names
+from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.sinks import Sink
@@ -23,6 +24,9 @@ __all__ = ["Cell", "Part"]
 
 _REPLY_LOST = 1.0
 """Seconds after a kernel is idle again within which its reply must come: an interrupt may have eaten it."""
+
+_ERROR_STANDS = 3.0
+"""Seconds after which an error that a cell has shown is not the one with which it ends."""
 
 _OUTPUTS = ("stream", "display_data", "execute_result", "error")
 
@@ -42,6 +46,8 @@ class Part:
     done: bool = False
     note: str = ""
     outputs: list[dict[str, Any]] = field(default_factory=list)
+    held: list[Published] = field(default_factory=list)
+    """An error, which may be the cell's end or something that it only shows, and what came after it."""
 
 
 class Cell:
@@ -60,6 +66,7 @@ class Cell:
         interrupt: Callable[[Cell], Sequence[str]],
         answer: Callable[[str, str, Message], None],
         *,
+        number: int,
         foreground: bool,
         quiet: bool = False,
     ) -> None:
@@ -70,6 +77,7 @@ class Cell:
         self._thread = thread
         self._interrupt = interrupt
         self._answer = answer
+        self.number = number
         self._foreground = foreground
         self._quiet = quiet
         self._events: queue.SimpleQueue[tuple[str, Message] | None] = queue.SimpleQueue()
@@ -140,6 +148,7 @@ class Cell:
             if self._finished and not self.running:
                 raise
             raise self._interruption(self._stop()) from None
+        self._hand_on_payload()
         error = self.error()
         if error is not None:
             self._error_shown = True
@@ -200,6 +209,17 @@ class Cell:
         notes = [f"{part.worker}: {part.note}" for part in self.parts.values() if part.note]
         return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
 
+    def _hand_on_payload(self) -> None:
+        """What the cell wants of the front end besides output: a page of help, a next cell; each from one worker."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for part in self.parts.values():
+            for payload in (part.reply or {}).get("payload", ()):
+                found.setdefault(payload.get("source", ""), payload)
+        found.pop("ask_exit", None)  # means the worker
+        if self._foreground and not self._quiet:
+            for payload in found.values():
+                self.sink.hand_on(payload)
+
     def _ask(self, worker: str, request: Message) -> None:
         """A worker asks for input; only the main thread may ask the user."""
         content = request["content"]
@@ -219,19 +239,18 @@ class Cell:
         part = self.parts[worker]
         if kind == "status":
             self._on_status(part, content["execution_state"])
-        elif kind == "error":
-            self._fail(part, content)
-        elif kind not in ("execute_input", "iopub_welcome") and not (self._quiet and kind == "execute_result"):
-            self._remember(part, kind, content)
+        elif kind == "execute_input":
+            self._on_begin(part)
+        elif kind != "iopub_welcome" and not (self._quiet and kind == "execute_result"):
+            if kind.startswith("comm_"):
+                content = own_request(content, part.id, self.sink.id)
             published = Published(kind, content, message.get("metadata") or {}, message.get("buffers") or ())
-            self._publish(self._arranger.feed(worker, published, time.monotonic()))
+            self._show_or_hold(part, published)
 
     def on_reply(self, worker: str, content: Mapping[str, Any]) -> None:
         """The reply to this cell has come from a worker."""
         part = self.parts[worker]
         part.reply = content
-        if content["status"] == "error" and part.error is None:
-            self._fail(part, content)
         if content["status"] in ("aborted", "abort"):
             part.error = WorkerError(worker, "Aborted", "the kernel gave the cell up", ())
         self._maybe_end(part)
@@ -249,13 +268,16 @@ class Cell:
         part.error = WorkerError(worker, "WorkerLost", text, (f"WorkerLost: {text}",))
         self._end(part)
 
+    @staticmethod
+    def _on_begin(part: Part) -> None:
+        """Its code is about to run; from now on an interrupt is heard."""
+        part.began = time.monotonic()
+        actions, part.when_begun = part.when_begun, []
+        for action in actions:
+            action()
+
     def _on_status(self, part: Part, state: str) -> None:
-        if state == "busy":
-            part.began = time.monotonic()
-            actions, part.when_begun = part.when_begun, []
-            for action in actions:
-                action()
-        elif state == "idle":
+        if state == "idle":
             part.idle = True
             self._maybe_end(part)
             if not part.done:
@@ -263,20 +285,34 @@ class Cell:
 
     def _reply_is_lost(self, part: Part) -> None:
         if not part.done:
-            part.error = part.error or WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
+            if not self._take_error(part, None):
+                part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
             self._end(part)
 
     def _fail(self, part: Part, content: Mapping[str, Any]) -> None:
         traceback = tuple(content.get("traceback", ()))
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
+    def _take_error(self, part: Part, name: str | None) -> bool:
+        """Have it fail with the last error that it has shown, if that is called so."""
+        errors = [message for message in part.held if message.kind == "error"]
+        if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):  # NoneType: of a bad repr
+            return False
+        part.held = [message for message in part.held if message is not errors[-1]]
+        self._fail(part, errors[-1].content)
+        return True
+
     def _maybe_end(self, part: Part) -> None:
-        if part.idle and part.reply is not None and not part.done:
-            self._end(part)
+        if not part.idle or part.reply is None or part.done:
+            return
+        if part.reply["status"] == "error" and not self._take_error(part, part.reply["ename"]):
+            self._fail(part, part.reply)
+        self._end(part)
 
     def _end(self, part: Part) -> None:
         part.done = True
         self._part_ended(self, part.worker)
+        self._show_held(part)
         now = time.monotonic()
         self._publish(self._arranger.ended(part.worker, now))
         if self.running:
@@ -292,11 +328,37 @@ class Cell:
             if error is not None:
                 self.sink.publish("error", error_content(error))
 
+    def _show_or_hold(self, part: Part, message: Published) -> None:
+        if message.kind in _OUTPUTS and message.kind != "stream":
+            self._show_held(part)  # an error behind which more than text comes was not the cell's end
+        if message.kind == "error" and not part.done:
+            part.held.append(message)
+            self._thread.loop.call_later(_ERROR_STANDS, self._show_held, part, message)
+        elif part.held:
+            part.held.append(message)
+        else:
+            self._show(part, message)
+
+    def _show(self, part: Part, message: Published) -> None:
+        self._remember(part, message.kind, message.content)
+        self._publish(self._arranger.feed(part.worker, message, time.monotonic()))
+
+    def _show_held(self, part: Part, error: Published | None = None) -> None:
+        """Show what is held back; or do nothing if that is no longer for that error."""
+        if error is not None and (not part.held or part.held[0] is not error):
+            return
+        held, part.held = part.held, []
+        for message in held:
+            self._show(part, message)
+
     def _publish(self, published: Sequence[Published]) -> None:
         for message in published:
             self.sink.publish(*message)
         due = self._arranger.next_flush()
-        if due is not None and self._timer is None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
             self._timer = self._thread.loop.call_later(max(0.0, due - time.monotonic()), self._flush)
 
     def _flush(self) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -55,9 +56,17 @@ Targets = str | int | Sequence[int | str] | None
 class _Fence:
     """Waits until all output that was on its way has come: the workers' answers come behind it."""
 
-    def __init__(self) -> None:
-        self.sent = self.came = 0
+    def __init__(self, awaited: int) -> None:
         self.all_came = threading.Event()
+        self._awaited = awaited
+        self._lock = threading.Lock()
+
+    def pass_one(self) -> None:
+        """One answer has come, or none will."""
+        with self._lock:
+            self._awaited -= 1
+            if self._awaited <= 0:
+                self.all_came.set()
 
 
 class Cluster:
@@ -192,6 +201,7 @@ class Cluster:
         self._comms = Comms(self._thread)
         # All that is to be done here is done while the zygote imports torch.
         self._store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._master_port = _free_port()
         self._begun = [self._launch(worker) for worker in self.workers]
         id = 0 if self.spec.driver is not None else self.spec.count
         options = RpcBackendOptions(init_method=self._meeting)
@@ -218,6 +228,7 @@ class Cluster:
             folder=str(self._folder),
             meeting=self._meeting,
             store_port=self._store.port,
+            master_port=self._master_port,
             backend=self.backend,
             gpu=worker.gpu,
             device=worker.device,
@@ -447,6 +458,8 @@ class Cluster:
         self.start()
         workers = self.select(targets)
         sink = sink or current_sink()
+        self._counter += 1
+        number = labels.cell_number() or self._counter
         cell = Cell(
             code,
             [worker.name for worker in workers],
@@ -455,11 +468,10 @@ class Cluster:
             self._thread,
             self._interrupt_cell,
             self._answer,
+            number=number,
             foreground=block,
             quiet=quiet,
         )
-        self._counter += 1
-        number = labels.cell_number() or self._counter
         allow_stdin = block and sink.interactive
         request = {
             "code": code,
@@ -469,7 +481,7 @@ class Cluster:
             "allow_stdin": allow_stdin,
             "stop_on_error": False,
         }
-        told = {METADATA: {"number": number, "keep": keep}}
+        told = {METADATA: {"number": number, "keep": keep, "origin": self._origins.current()}}
         self._thread.soon(self._send, cell, workers, request, told)
         if block:
             cell.wait(timeout)
@@ -579,12 +591,13 @@ class Cluster:
         if origin is None or origin.sink.interactive:
             return
         token = os.urandom(8).hex()
-        self._fences[token] = waiting = _Fence()
-        for worker in self.workers:
-            if worker.alive:
-                with contextlib.suppress(NbdistError):
-                    waiting.sent += 1
-                    self.agent.caller.asynchronous(worker.name, fence, (token,), None, _SETTLE)
+        alive = [worker for worker in self.workers if worker.alive]
+        self._fences[token] = waiting = _Fence(len(alive))
+        for worker in alive:
+            try:
+                self.agent.caller.asynchronous(worker.name, fence, (token,), None, _SETTLE)
+            except NbdistError:
+                waiting.pass_one()
         waiting.all_came.wait(_SETTLE)
         del self._fences[token]
         self._thread.run(_soon(origin.finish)).result()
@@ -592,9 +605,7 @@ class Cluster:
     def _on_fence(self, content: Mapping[str, Any]) -> None:
         waiting = self._fences.get(content["token"])
         if waiting is not None:
-            waiting.came += 1
-            if waiting.came == waiting.sent:
-                waiting.all_came.set()
+            waiting.pass_one()
 
     def complete(self, worker: Worker, code: str, cursor: int, patience: float) -> tuple[list[str], int, int] | None:
         """What a worker's kernel would complete, and from where to where; None if it does not say so in time."""
@@ -634,3 +645,9 @@ def _arranger(workers: Sequence[Worker], sink: Any, *, grouped: bool) -> Arrange
     if len(names) == 1:
         return Straight()
     return Grouped(names) if grouped or not sink.interactive else Live(names)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

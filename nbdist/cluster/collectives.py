@@ -24,28 +24,32 @@ from nbdist.cluster.setup import WorkerSetup
 __all__ = ["break_off", "initialise", "is_broken"]
 
 _LOOP = "gloo_tcp_loop"
+_EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
 _TRIES = 100
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 dist: Any = torch.distributed  # which does not declare what it exports
 _broken = False
+_breaking = threading.Lock()
 
 
 def initialise(told: WorkerSetup, generation: int) -> None:
     """Form the process group of that generation; one from before is given up."""
     global _broken
-    if dist.is_initialized():
-        if _broken:
-            shut_connections()  # so that nothing in it is still waited for
-        dist.destroy_process_group()
-    _broken = False
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)  # keeps the keys of generations apart
+    with _breaking:  # what shuts connections must not meet those of the new group
+        if dist.is_initialized():
+            if _broken:
+                shut_connections()  # so that nothing in it is still waited for
+            dist.destroy_process_group()
+        _broken = False
     if "gloo" in told.backend and told.master_address == "127.0.0.1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
-        dist.init_process_group(told.backend, rank=told.rank, world_size=told.world_size)
+        store = dist.TCPStore(told.master_address, told.store_port, is_master=False)
+        store = dist.PrefixStore(f"group {generation}", store)  # a generation must not find the keys of another
+        dist.init_process_group(told.backend, store=store, rank=told.rank, world_size=told.world_size)
 
 
 def is_broken() -> bool:
@@ -59,11 +63,12 @@ def break_off() -> str:
     Called in another thread, when an interrupt has had no effect.
     """
     global _broken
-    if not (dist.is_available() and dist.is_initialized() and _main_thread_waits_in_torch()):
-        return ""
-    if not shut_connections():
-        return ""
-    _broken = True
+    with _breaking:
+        if not (dist.is_available() and dist.is_initialized() and _main_thread_waits_in_torch()):
+            return ""
+        if not shut_connections():
+            return ""
+        _broken = True
     return "its process group was broken off; `%dist_restart --process-group` forms it anew"
 
 
@@ -93,8 +98,8 @@ def _polled_by(task: int) -> int:
     """The file with which a thread that polls does so; it is not in the call all the time."""
     for _ in range(_TRIES):
         call = _system_call(task)
-        if len(call) > 1:
-            return int(call[1], 16)  # epoll_wait(file, ...)
+        if call[0] in _EPOLL_WAITS:
+            return int(call[1], 16)
         time.sleep(0.001)
     raise ValueError("the thread does not poll")
 

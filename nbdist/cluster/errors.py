@@ -1,16 +1,18 @@
 """How a cell fails when workers do: with their own errors, as the cell itself would have.
 
 One worker's error, or the same one of several, has its own class name and text, and can be caught as its own class
-where that is a builtin. Several errors come together, at most four tracebacks of them.
+where that is Python's or nbdist's. Several errors come together, at most four tracebacks of them.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+import nbdist.errors
 from nbdist.cluster.arrange import say_names
 from nbdist.errors import NbdistError
 
@@ -18,6 +20,11 @@ __all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "make_e
 
 _SHOWN = 4
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _on(worker: str) -> re.Pattern[str]:
+    """Where a traceback names the worker of a frame: not worker10, where it is worker1."""
+    return re.compile(rf" on {re.escape(worker)}(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,14 @@ class WorkerError:
     @property
     def key(self) -> tuple[str, str, str]:
         """The same for errors that differ in nothing but the worker."""
-        lines = _COLOUR.sub("", "\n".join(self.traceback)).replace(f" on {self.worker}", "")
-        return self.name, self.text, lines
+        lines = _COLOUR.sub("", "\n".join(self.traceback))
+        return self.name, self.text, _on(self.worker).sub("", lines)
+
+    def lines(self, workers: str) -> list[str]:
+        """Its traceback, as that of all who had the same one."""
+        if not self.traceback:
+            return [f"{self.name}: {self.text}" if self.text else self.name]
+        return [_on(self.worker).sub(f" on {workers}", line) for line in self.traceback]
 
 
 class CellError(NbdistError):
@@ -45,6 +58,9 @@ class CellError(NbdistError):
     def __init__(self, text: str = "", errors: Sequence[WorkerError] = ()) -> None:
         super().__init__(text)
         self.errors = errors
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # a KeyError would show the text's repr, a SyntaxError None
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows for it: the workers' tracebacks, not the way through this package."""
@@ -60,48 +76,68 @@ class CellInterrupted(KeyboardInterrupt):
         return list(self.traceback)
 
 
+CellInterrupted.__name__ = "KeyboardInterrupt"  # which it is, and by which a front end shall know it
+
+
 class CellTimeout(CellError, TimeoutError):
     """A cell ran for longer than its ``-t`` allows."""
 
 
 def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     """The error with which a cell fails whose workers failed like this."""
-    groups: dict[tuple[str, str, str], list[WorkerError]] = {}
-    for error in errors:
-        groups.setdefault(error.key, []).append(error)
     traceback: list[str] = []
-    for group in list(groups.values())[:_SHOWN]:
+    alike = _grouped(errors, lambda error: error.key)
+    for group in alike[:_SHOWN]:
+        whose = _whose(group)
         if targets > 1:
-            traceback.append(f"[{say_names([error.worker for error in group])}]")
-        whose = say_names([error.worker for error in group])
-        traceback += [line.replace(f" on {group[0].worker}", f" on {whose}") for line in group[0].traceback]
-    if len(groups) > _SHOWN:
-        left = [error.worker for group in list(groups.values())[_SHOWN:] for error in group]
-        traceback.append(f"... and other errors on {say_names(left)}")
+            traceback.append(f"[{whose}]")
+        traceback += group[0].lines(whose)
+    if left := [error for group in alike[_SHOWN:] for error in group]:
+        traceback.append(f"... and other errors on {_whose(left)}")
     names = {error.name for error in errors}
-    texts = {error.text for error in errors}
-    if len(names) == len(texts) == 1:
-        name, text = names.pop(), texts.pop()
-    elif len(names) == 1:
-        name = names.pop()
-        text = "; ".join(f"{error.worker}: {error.text}" for error in errors[:_SHOWN])
+    texts = _grouped(errors, lambda error: (error.name, error.text))
+    name = names.pop() if len(names) == 1 else "CellError"
+    if len(texts) == 1:
+        text = errors[0].text
     else:
-        name = "CellError"
-        text = "; ".join(f"{error.worker}: {error.name}: {error.text}" for error in errors[:_SHOWN])
+        said = [f"{_whose(group)}: {_say(group[0], with_name=name == 'CellError')}" for group in texts[:_SHOWN]]
+        if left := [error for group in texts[_SHOWN:] for error in group]:
+            said.append(f"and others on {_whose(left)}")
+        text = "; ".join(said)
     made = _class_for(name)(text)
     made.errors = tuple(errors)
     made.traceback = traceback
     return made
 
 
+def _grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable]) -> list[list[WorkerError]]:
+    groups: dict[Hashable, list[WorkerError]] = {}
+    for error in errors:
+        groups.setdefault(key(error), []).append(error)
+    return list(groups.values())
+
+
+def _whose(errors: Sequence[WorkerError]) -> str:
+    return say_names([error.worker for error in errors])
+
+
+def _say(error: WorkerError, *, with_name: bool) -> str:
+    return ": ".join(part for part in (error.name if with_name else "", error.text) if part)
+
+
+@functools.lru_cache(maxsize=128)
 def _class_for(name: str) -> type[CellError]:
     """A CellError with the name of the workers' error, which is one of that class as well where it can be."""
     if name == "CellError":
         return CellError
-    own = getattr(builtins, name, None)
-    if isinstance(own, type) and issubclass(own, Exception):
+    own = getattr(nbdist.errors, name, None) or getattr(builtins, name, None)
+    # A StopIteration that leaves a generator or a coroutine, such as the one that awaits a cell, becomes another error.
+    if isinstance(own, type) and issubclass(own, Exception) and not issubclass(own, StopIteration | StopAsyncIteration):
         try:
-            return type(name, (CellError, own), {})
-        except TypeError:  # their instances are laid out differently
+            made = type(name, (CellError, own), {})
+            made("")
+        except TypeError:  # their instances are laid out differently, or are not made from a text
             pass
+        else:
+            return made
     return type(name, (CellError,), {})

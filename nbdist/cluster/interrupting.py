@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.cluster import collectives
 from nbdist.cluster.worker import WHERE_SIGNAL, where_file
+from nbdist.cluster.worker_output import call_off
 from nbdist.errors import NbdistError
 from nbdist.rpc.stopping import PATIENCE
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["interrupt_cell"]
 
-_BARELY_BEGUN = 0.1
-_AGAIN = 0.15
-_BREAK_AFTER = 0.25
+_LISTENS_AFTER = 0.3
+_WAKE_AFTER = 0.02
+_BREAK_AFTER = 0.4
 _POLL = 0.005
 _WHERE = 0.3
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
@@ -39,12 +40,10 @@ async def interrupt_cell(cluster: Cluster, cell: Cell) -> list[str]:
     began = time.monotonic()
     parts = [part for part in cell.parts.values() if not part.done]
     for part in parts:
-        if part.began is None:
-            part.when_begun.append(lambda part=part: _signal_soon(cluster, part))  # type: ignore[misc]
         if _is_next(cluster, cell, part):
-            cluster.signal(part.worker, signal.SIGINT)
-            if part.began is not None and began - part.began < _BARELY_BEGUN:  # it may not have been listening
-                _signal_soon(cluster, part)
+            _signal(cluster, part)
+        else:
+            _call_off(cluster, part)
     await _gone(parts, began + _BREAK_AFTER)
     for part in parts:
         if not part.done and _is_next(cluster, cell, part):
@@ -64,12 +63,39 @@ async def _gone(parts: list[Part], deadline: float) -> None:
         await asyncio.sleep(_POLL)
 
 
-def _signal_soon(cluster: Cluster, part: Part) -> None:
-    def signal_it() -> None:
+def _signal(cluster: Cluster, part: Part) -> None:
+    """Send SIGINT, as soon as the worker listens."""
+    loop = asyncio.get_running_loop()
+
+    def send() -> None:
         if not part.done:
             cluster.signal(part.worker, signal.SIGINT)
+            loop.call_later(_WAKE_AFTER, wake)
 
-    asyncio.get_running_loop().call_later(_AGAIN, signal_it)
+    def wake() -> None:
+        kernel = cluster.find(part.worker).kernel
+        if not part.done and kernel is not None:
+            kernel.send("kernel_info_request", {})  # an event loop that waits learns of a signal with its next event
+
+    if part.began is not None:
+        send()
+        return
+    # It is about to begin, and does not listen before it has; or it has, and holds the GIL, so that nobody can say so.
+    late = loop.call_later(_LISTENS_AFTER, send)
+
+    def begun() -> None:
+        if not late.cancelled():
+            late.cancel()
+            send()
+
+    part.when_begun.append(begun)
+
+
+def _call_off(cluster: Cluster, part: Part) -> None:
+    """Have a cell that waits for its turn not run."""
+    part.when_begun.append(lambda: _signal(cluster, part))
+    with contextlib.suppress(NbdistError):
+        cluster.agent.caller.asynchronous(part.worker, call_off, (part.id,), None, PATIENCE)
 
 
 def _break_collective(cluster: Cluster, part: Part) -> None:

@@ -8,16 +8,25 @@ typed in its own cells and travelled.
 from __future__ import annotations
 
 import linecache
+import os
 import re
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from ipykernel.compiler import get_file_name
+
+import nbdist
+from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_number", "install", "rename_frames"]
+__all__ = ["cell_number", "install", "rename_cell_frames", "rename_frames", "trim_tracebacks"]
 
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
+
+_OURS = os.path.dirname(nbdist.__file__) + os.sep
 
 _shell: Any = None
 _number: int | None = None
@@ -71,3 +80,33 @@ def rename_frames(text: str, worker: str) -> str:
         return f"{indent}Cell In[{numbers[file]}] on {worker}, line {line}{function or ''}\n{shown}"
 
     return _FRAME.sub(rename, text)
+
+
+def rename_cell_frames(text: str, code: str, number: int, worker: str) -> str:
+    """A traceback that a worker's process wrote when it could say no more, with its cell called by its number."""
+    file = os.path.basename(get_file_name(code))  # a digest of the code, in a directory of the process
+    return re.sub(rf'File "[^"]*/ipykernel_\d+/{re.escape(file)}"', f"Cell In[{number}] on {worker}", text)
+
+
+def trim_tracebacks(shell: Any) -> None:
+    """Have a shell show errors that come from or through this package without the way through it."""
+    shown: Any = shell.InteractiveTB.structured_traceback
+
+    def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(error, NbdistError | KeyboardInterrupt)
+        if ours or any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
+            _cut_off_our_frames(tb)
+        return shown(kind, error, tb, *args, **kwargs)
+
+    shell.InteractiveTB.structured_traceback = structured_traceback
+
+
+def _cut_off_our_frames(tb: TracebackType | None) -> None:
+    """Let a traceback end where this package was entered."""
+    last = None
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(_OURS):
+            last = tb
+        tb = tb.tb_next
+    if last is not None:
+        last.tb_next = None

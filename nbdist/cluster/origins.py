@@ -47,7 +47,10 @@ class Origin:
         for message in published:
             self.sink.publish(*message)
         due = self._arranger.next_flush()
-        if due is not None and self._timer is None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
             self._timer = self._thread.loop.call_later(max(0.0, due - time.monotonic()), self._flush)
 
     def _flush(self) -> None:

@@ -149,11 +149,13 @@ class Processes:
             with self._lock:
                 self._living[event.name] = event.pid
                 future = self._starting.pop(event.name)
-            future.set_result(event.pid)
+            if future.set_running_or_notify_cancel():
+                future.set_result(event.pid)
         elif isinstance(event, Failed):
             with self._lock:
                 future = self._starting.pop(event.name)
-            future.set_exception(WorkerLost(f"{event.name} cannot start: {event.why}"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(WorkerLost(f"{event.name} cannot start: {event.why}"))
         else:
             with self._lock:
                 self._living.pop(event.name, None)
@@ -172,7 +174,8 @@ class Processes:
         if not self._ready.done():
             self._ready.set_exception(error)
         for future in starting.values():
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():  # nobody may wait any more
+                future.set_exception(error)
         for name in living:
             self._on_end(name, -signal.SIGKILL)
 

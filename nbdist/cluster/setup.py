@@ -23,7 +23,9 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     meeting: str
     """The ``init_method`` of the RPC world."""
     store_port: int
-    """Where the notebook's store for process groups listens, on this host."""
+    """Where the notebook's store for process groups listens."""
+    master_port: int
+    """Where nobody listens: for a process group that the user forms by ``env://``."""
     backend: str
     """Of the process group; ``none`` for no group."""
     gpu: int | None = None

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from IPython import get_ipython
 
-__all__ = ["KernelSink", "PlainSink", "Sink", "current_sink"]
+__all__ = ["KernelSink", "PlainSink", "Sink", "current_sink", "sink_of"]
 
 
 class Sink(Protocol):
@@ -31,6 +31,10 @@ class Sink(Protocol):
         buffers: Sequence[Any] | None = None,
     ) -> None:
         """Show what a Jupyter message of that kind says."""
+        ...
+
+    def hand_on(self, payload: Mapping[str, Any]) -> None:
+        """Do what a cell asks for in its reply: show a page, write a next cell. In the main thread."""
         ...
 
 
@@ -65,6 +69,10 @@ class KernelSink:
             buffers=list(buffers or ()),
         )
 
+    def hand_on(self, payload: Mapping[str, Any]) -> None:
+        """Put it into the reply of the cell that runs."""
+        self._kernel.shell.payload_manager.write_payload(dict(payload))
+
 
 class PlainSink:
     """Standard output and error of a script or a terminal."""
@@ -85,16 +93,26 @@ class PlainSink:
                 file = sys.stderr if content["name"] == "stderr" else sys.stdout
                 file.write(content["text"])
                 file.flush()
-            elif kind in ("display_data", "execute_result", "update_display_data"):
+            elif kind in ("display_data", "execute_result"):  # what is printed cannot be updated
                 print(content["data"].get("text/plain", "<a display without text>"), flush=True)
             elif kind == "error":
                 print("\n".join(content["traceback"]), file=sys.stderr, flush=True)
+
+    def hand_on(self, payload: Mapping[str, Any]) -> None:
+        """Print a page."""
+        if payload.get("source") == "page":
+            self.publish("display_data", payload)
 
 
 def current_sink() -> KernelSink | PlainSink:
     """Where output of the code that runs now belongs."""
     shell: Any = get_ipython()
-    kernel = getattr(shell, "kernel", None)
+    return sink_of((shell.get_parent() if hasattr(shell, "get_parent") else None) or {})
+
+
+def sink_of(request: Mapping[str, Any]) -> KernelSink | PlainSink:
+    """Where output belongs that a message of the front end causes."""
+    kernel = getattr(get_ipython(), "kernel", None)
     if kernel is None or not hasattr(kernel, "iopub_socket"):
         return PlainSink()
-    return KernelSink(kernel, shell.get_parent() or {})
+    return KernelSink(kernel, request)

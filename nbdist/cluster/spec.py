@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nbdist.errors import UsageError
+from nbdist.rpc.membership import WorkerInfo
 
 __all__ = ["Spec"]
 
@@ -34,8 +36,10 @@ class Spec:
             raise UsageError(f"the backend is gloo, nccl or none, not {self.backend!r}")
         if self.driver is not None and re.fullmatch(r"worker\d+", self.driver):
             raise UsageError(f"{self.driver!r} is a worker's name; give the notebook another, such as master")
-        if self.timeout <= 0:
-            raise UsageError(f"the timeout must be more than 0 s, not {self.timeout:g}")
+        if self.driver is not None:
+            WorkerInfo(self.driver, 0)  # raises for a bad name
+        if not 0 < self.timeout < math.inf:
+            raise UsageError(f"the timeout must be more than 0 s, and finite, not {self.timeout:g}")
         if self.gpu_ids is not None and (len(set(self.gpu_ids)) < len(self.gpu_ids) or not self.gpu_ids):
             raise UsageError("name each GPU once")
 
@@ -56,6 +60,11 @@ class Spec:
         if not there:
             return [("cpu", None)] * self.count
         chosen = self._chosen()
+        if self.backend == "nccl" and len(chosen) < self.count:
+            raise UsageError(
+                f"the backend nccl needs a GPU for each of {self.count} workers, and has {len(chosen)}; "
+                "start fewer, or take --backend gloo -g " + ",".join(map(str, chosen))
+            )
         places = [rank % len(chosen) for rank in range(self.count)]
         return [(f"cuda:{0 if self.isolate_gpus else place}", chosen[place]) for place in places]
 

@@ -31,6 +31,9 @@ STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
 WHERE_SIGNAL = signal.SIGRTMAX - 3
 """Has a worker write down where its main thread is, which works also while the GIL is held."""
 
+_PATIENCE = 1.2
+"""Seconds for what this worker waits for to stop; the notebook, which waits for this worker, has a little more."""
+
 _GIVEN = ("rank", "world_size", "device", "gpu_id", "torch", "dist", "rpc")
 
 _setup: WorkerSetup | None = None
@@ -86,10 +89,7 @@ def _set_environment(told: WorkerSetup) -> None:
         WORLD_SIZE=str(told.world_size),
         LOCAL_WORLD_SIZE=str(told.world_size),
         MASTER_ADDR=told.master_address,
-        MASTER_PORT=str(told.store_port),
-        # The store at MASTER_PORT is there already, in the notebook: rank 0 must not try to open it.
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
+        MASTER_PORT=str(told.master_port),
     )
 
 
@@ -119,6 +119,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         torch.cuda.set_device(device)
     _seed(told)
     labels.install(shell, told.name)
+    labels.trim_tracebacks(shell)
     worker_output.install(shell)
     shell.push(
         {
@@ -163,6 +164,7 @@ def join() -> None:
     agent = initialize(
         told.name, told.id, None, RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0), hosted=True
     )
+    agent.stopping.patience = _PATIENCE
     worker_output.follow(agent)
     failures.on_text(labels.rename_frames)
 

@@ -11,12 +11,15 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from nbdist.rpc.functions import async_execution
+from nbdist.rpc.futures import Future
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.rpc.agent import Agent
 
-__all__ = ["FENCE", "METADATA", "fence", "follow", "install", "take_last_value"]
+__all__ = ["FENCE", "METADATA", "call_off", "fence", "follow", "install", "take_last_value"]
 
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, of what the notebook says about its cell."""
@@ -24,9 +27,15 @@ METADATA = "nbdist"
 FENCE = "nbdist_fence"
 """The type of a message that only says that nothing is to come from before it."""
 
+_CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
+"""The messages that run what puts something out."""
+
+_REMEMBERED = 1000
+
 _shell: Any = None
-_keep: set[str] = set()
-_values: dict[str, Any] = {}
+_called_off: dict[str, None] = {}
+_values: dict[str, Future[Any]] = {}
+_numbered = ""
 
 
 def install(shell: InteractiveShell) -> None:
@@ -35,6 +44,18 @@ def install(shell: InteractiveShell) -> None:
     _shell = shell
     shell.input_transformers_cleanup.append(_number)  # what comes before the shell looks at its own count
     shell.events.register("post_run_cell", _after)
+    _keep_parent(shell)
+
+
+def _keep_parent(shell: Any) -> None:
+    """Let the output of threads go on belonging to the last cell when the kernel is asked for completions and such."""
+    plain = shell.set_parent
+
+    def set_parent(parent: dict[str, Any]) -> None:
+        if parent.get("header", {}).get("msg_type") in _CAUSES:
+            plain(parent)
+
+    shell.set_parent = set_parent
 
 
 def follow(agent: Agent) -> None:
@@ -56,27 +77,63 @@ def _told() -> tuple[str, dict[str, Any]]:
     return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
 
 
+def call_off(id: str) -> None:
+    """Have a cell that has been sent and has not begun fail instead of running."""
+    _called_off[id] = None
+    if len(_called_off) > _REMEMBERED:
+        del _called_off[next(iter(_called_off))]
+
+
+class _CalledOff(Exception):
+    """What a cell fails with that was interrupted before it began."""
+
+    def _render_traceback_(self) -> list[str]:
+        return ["KeyboardInterrupt: it was interrupted before it began"]
+
+
+_CalledOff.__name__ = "KeyboardInterrupt"
+
+
 def _number(lines: list[str]) -> list[str]:
-    _, told = _told()
-    if "number" in told:
-        _shell.execution_count = told["number"]
+    global _numbered
+    id, told = _told()
+    if id in _called_off:  # for good: the kernel transforms a cell again when that failed
+        raise _CalledOff
+    if "number" in told and id != _numbered:  # once: magics such as %%time transform what they run as well
+        _shell.execution_count, _numbered = told["number"], id
     return lines
 
 
 def _after(result: Any) -> None:
     id, told = _told()
-    if told.get("keep") and result.success:
-        _values[id] = result.result
+    if told.get("keep"):
+        value = _value_of(id)
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            value.set_exception(error)
+        else:
+            value.set_result(result.result)
 
 
-def take_last_value(id: str) -> Any:
-    """The value of the last expression of a cell that was sent with ``keep``; once."""
-    return _values.pop(id, None)
+@async_execution
+def take_last_value(id: str) -> Future[Any]:
+    """The value of the last expression of a cell that was sent with ``keep``, as soon as it has run; once."""
+    value = _value_of(id)
+    value.add_done_callback(lambda _: _values.pop(id, None))
+    return value
+
+
+def _value_of(id: str) -> Future[Any]:
+    if id not in _values:
+        _values[id] = Future()
+        if len(_values) > _REMEMBERED:
+            del _values[next(iter(_values))]  # of cells that failed, mostly: nobody asks for their values
+    return _values[id]
 
 
 def _origin() -> str:
-    id, _ = _told()
-    return id
+    id, told = _told()
+    return str(told.get("origin", id))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist.cluster import labels
 from nbdist.cluster.kernels import Kernel, KernelThread, Message
 from nbdist.cluster.processes import describe_exit
 from nbdist.errors import NbdistError, WorkerLost
@@ -112,6 +113,8 @@ class Worker:
         """Its process has ended; what is to be said of that."""
         lines = _telling([line for line in last_words.splitlines() if line.strip()] or list(self.stderr))
         why = describe_exit(code)
+        for cell in self.cells:
+            lines = [labels.rename_cell_frames(line, cell.code, cell.number, self.name) for line in lines]
         if lines:
             why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
         self.lose(why)

@@ -130,7 +130,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         options.add_argument("targets", nargs="*")
         options.add_argument("-p", "--process-group", action="store_true")
         found = options.read(line)
-        targets = "".join(word.strip() for word in found.targets) or None
+        targets = " ".join(found.targets).strip() or None
         cluster = self._session.cluster()
         names = cluster.restart(targets, process_group=found.process_group)
         if names:
@@ -213,7 +213,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         options.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
         found = options.read(line)
         names = [name for word in found.names for name in word.split(",") if name]
-        return names, "".join(word.strip() for word in found.targets) if found.targets else None
+        return names, " ".join(found.targets) if found.targets else None
 
     # -- cells ----------------------------------------------------------------------------------
 

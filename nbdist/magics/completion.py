@@ -7,6 +7,7 @@ not: completing never waits for a worker that computes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -23,17 +24,29 @@ __all__ = ["RemoteCompleter"]
 PATIENCE = 0.2
 """Seconds that an idle kernel has for its answer."""
 
+_BACKENDS = ("gloo", "nccl", "none")
 _FIRST = re.compile(r"\s*(%%(?:remote|distributed|rank)\b)([^\n]*)")
 _INIT = re.compile(r"\s*%dist_init\b[^\n]*")
+_BACKEND = re.compile(r".*\s--backend[ =]\s*\w*")
+_VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]|[^\s\[]+)\s+")
 _NAMING = re.compile(r"\s*(%remote|%dist_restart|%dist_push|%dist_pull)\b[^\n]*")
-_WORD = re.compile(r"[^\s,\[]*$")
+_MAGIC = re.compile(r"\s*%+\w*")
+_WORD = re.compile(r"[^\s,=\[]*$")
 _NAME = re.compile(r"\w*$")
+
+
+class _Nothing(list[SimpleCompletion]):
+    """No completions, nor any of others: IPython does not use theirs where somebody who has some asks for it."""
+
+    def __len__(self) -> int:
+        return 1
 
 
 class RemoteCompleter:
     """Completes what concerns workers."""
 
     def __init__(self, shell: InteractiveShell) -> None:
+        self._shell: Any = shell
         self._completer: Any = shell.Completer
 
         @context_matcher(identifier="nbdist")  # type: ignore[untyped-decorator, unused-ignore]
@@ -63,17 +76,28 @@ class RemoteCompleter:
             return self._body(text[first.end() + 1 :], cursor - first.end() - 1, first[2], usage)
         line = before.rpartition("\n")[2]
         if _INIT.fullmatch(line):
-            return self._words(line, INIT_OPTIONS)
-        if _NAMING.fullmatch(line):
-            return self._words(line, [*_workers(), "all"], suppress=False)
+            return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else INIT_OPTIONS)
+        if (value := _VALUE.match(line)) is not None:
+            return self._body(line[value.end() :], len(line) - value.end(), value[1], "%remote TARGET expression")
+        if (naming := _NAMING.fullmatch(line)) is not None:
+            return self._words(line, [*self._variables(naming[1]), *_workers(), "all"], suppress=False)
         return SimpleMatcherResult(completions=[])
 
+    def _variables(self, magic: str) -> list[str]:
+        """What may be pushed, or pulled."""
+        if magic == "%dist_push":
+            hidden = self._shell.user_ns_hidden
+            return [name for name in list(self._shell.user_ns) if not name.startswith("_") and name not in hidden]
+        if magic == "%dist_pull" and Cluster.current is not None:
+            return sorted({name for worker in Cluster.current.workers for name in worker.names})
+        return []
+
     @staticmethod
-    def _words(before: str, words: Any, *, suppress: bool = True) -> SimpleMatcherResult:
+    def _words(before: str, words: Iterable[str], *, suppress: bool = True) -> SimpleMatcherResult:
         begun = _WORD.search(before)[0]  # type: ignore[index]
         found = [SimpleCompletion(word, type="magic") for word in words if word.startswith(begun)]
-        if not found or (before.strip() == before.strip().split()[0] and not before.endswith((" ", "["))):
-            return SimpleMatcherResult(completions=[])  # still at the magic's own name
+        if not found or _MAGIC.fullmatch(before):  # still at the magic's own name
+            return SimpleMatcherResult(completions=[])
         return SimpleMatcherResult(completions=found, suppress=suppress, matched_fragment=begun)
 
     @staticmethod
@@ -94,7 +118,7 @@ class RemoteCompleter:
             attribute = code[: cursor - len(fragment)].endswith(".")
             matches = [] if attribute else [name for name in worker.names if name.startswith(fragment)]
         return SimpleMatcherResult(
-            completions=[SimpleCompletion(text, type="instance") for text in matches],
+            completions=[SimpleCompletion(text, type="instance") for text in matches] or _Nothing(),
             suppress=True,
             matched_fragment=fragment,
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -32,15 +34,31 @@ class _Reader(argparse.ArgumentParser):
 
 reader = _Reader
 
+_LONGEST = 1e8
+"""Seconds for which Python can wait."""
+
+
+def _this_host(text: str) -> str:
+    if text not in ("localhost", "127.0.0.1"):
+        raise argparse.ArgumentTypeError(f"workers are started on this host, not at {text!r}")
+    return text
+
 
 def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if value <= 0:
-        raise argparse.ArgumentTypeError("the time must be more than 0 s")
+    if not 0 < value <= _LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"the time must be more than 0 s, and at most {_LONGEST:.0f}, not {text.strip()}"
+        )
     return value
+
+
+def _targets(words: Sequence[str]) -> str | None:
+    """The words of a target as one; they stay apart, so that ``1 2`` is not 12."""
+    return " ".join(word.strip() for word in words) or None
 
 
 # -- %%remote -----------------------------------------------------------------------------------
@@ -70,13 +88,20 @@ def parse_cell(line: str, usage: str) -> CellLine:
     reader.add_argument("--group-outputs", action="store_true")
     reader.add_argument("--local", action="store_true")
     found = reader.read(line)
-    if found.out is not None and not found.out.isidentifier():
-        raise UsageError(f"-o needs the name of a variable, not {found.out!r}")
-    targets = "".join(word.strip() for word in found.targets) or None
-    return CellLine(targets, found.noblock, found.out, found.timeout, found.group_outputs, found.local)
+    if found.out is not None and (not found.out.isidentifier() or keyword.iskeyword(found.out)):
+        raise UsageError(f"-o needs the name of a variable, not {found.out.strip()!r}; write: {usage}")
+    return CellLine(_targets(found.targets), found.noblock, found.out, found.timeout, found.group_outputs, found.local)
 
 
-_VALUE = re.compile(r"\s*(?:(?:-t|--timeout)(?:\s+|=)(\S+)\s+)?((?:\[[^\]]*\]|[^\s\[])+)\s+(.*\S)\s*", re.DOTALL)
+# No expression begins with -t and a number, so the option may also stand behind the target.
+_VALUE = re.compile(
+    r"\s*(?:(?:-t|--timeout)(?:\s+|=)(?P<before>\S+)\s+)?"
+    r"(?P<targets>(?:\[[^\]]*\]|,\s*|[^\s\[,])+)\s+"
+    r"(?:(?:-t|--timeout)(?:\s+|=)(?P<after>[\d.]+)\s+)?"
+    r"(?P<expression>.*\S)\s*",
+    re.DOTALL,
+)
+_VALUE_USAGE = "write: %remote [-t SECONDS] TARGET expression, for instance: %remote worker1 x.shape"
 
 
 @dataclass(frozen=True)
@@ -92,15 +117,15 @@ def parse_value(line: str) -> ValueLine:
     """Read ``[-t SECONDS] TARGET expression``."""
     match = _VALUE.fullmatch(line)
     if match is None:
-        raise UsageError(
-            "write: %remote TARGET expression, for instance: %remote worker1 x.shape; a cell that runs on workers "
-            "begins with %%remote"
-        )
+        raise UsageError(f"{_VALUE_USAGE}; a cell that runs on workers begins with %%remote")
+    targets, seconds = match["targets"], match["before"] or match["after"]
+    if re.match(r"-\D", targets):
+        raise UsageError(f"{targets!r} is not a target; {_VALUE_USAGE}")
     try:
-        timeout = _seconds(match[1]) if match[1] is not None else None
+        timeout = _seconds(seconds) if seconds is not None else None
     except argparse.ArgumentTypeError as error:
-        raise UsageError(f"-t: {error}") from None
-    return ValueLine(match[2], match[3], timeout)
+        raise UsageError(f"-t: {error}; {_VALUE_USAGE}") from None
+    return ValueLine(targets, match["expression"], timeout)
 
 
 # -- %dist_init ---------------------------------------------------------------------------------
@@ -129,7 +154,8 @@ def parse_init(line: str) -> Spec:
     """Read the line of ``%dist_init``."""
     reader = _Reader(_INIT_USAGE)
     reader.add_argument("-n", "--num-processes", type=int)
-    reader.add_argument("-g", "--gpu-ids", type=_numbers)
+    reader.add_argument("-g", "--gpu-ids", nargs="+")
+    reader.add_argument("-a", "--master-addr", type=_this_host)  # nbdistributed's; workers are on this host
     reader.add_argument("--backend", choices=("gloo", "nccl", "none"))
     reader.add_argument("--driver")
     reader.add_argument("--seed", type=int)
@@ -137,12 +163,13 @@ def parse_init(line: str) -> Spec:
     reader.add_argument("--launcher", default="local")
     reader.add_argument("--isolate-gpus", action="store_true")
     found: Any = reader.read(line)
+    gpus = _numbers(" ".join(found.gpu_ids)) if found.gpu_ids is not None else None
     count = found.num_processes
     if count is None:
-        count = len(found.gpu_ids) if found.gpu_ids else 2
+        count = len(gpus) if gpus else 2
     spec = Spec(
         count,
-        found.gpu_ids,
+        gpus,
         found.backend,
         found.driver,
         found.seed,
@@ -155,7 +182,9 @@ def parse_init(line: str) -> Spec:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    """``0,1``, also in brackets and with spaces."""
+    match = re.fullmatch(r"\s*(\[)?([-\d,\s]*)(?(1)\])\s*", text)
     try:
-        return tuple(int(part) for part in text.strip("[]").split(","))
+        return tuple(int(part) for part in re.split(r"\s*,\s*|\s+", match[2].strip() if match else ""))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1") from None
+        raise UsageError(f"-g: {text.strip()!r} is not a list of numbers such as 0,1; write: {_INIT_USAGE}") from None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import nbdist
 from nbdist.cluster import labels
 from nbdist.cluster.cluster import Cluster
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter
 
 if TYPE_CHECKING:
@@ -18,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
-_OURS = os.path.dirname(nbdist.__file__) + os.sep
 _RANK = re.compile(r"^(\s*%%rank)(?=\[)")
 
 
@@ -34,7 +30,7 @@ class Session:
         shell.input_transformers_cleanup.insert(0, self._transform)
         shell.events.register("post_run_cell", self._after_cell)
         self._completer.install()
-        self._trim_tracebacks()
+        labels.trim_tracebacks(shell)
 
     @classmethod
     def of(cls, shell: Any) -> Session:
@@ -60,18 +56,6 @@ class Session:
         self._completer.remove()
         del self._shell.InteractiveTB.structured_traceback  # the class's own shows again
         del self._shell._nbdist
-
-    def _trim_tracebacks(self) -> None:
-        """Have errors of other workers shown without the way through this package by which they came."""
-        shown: Any = self._shell.InteractiveTB.structured_traceback
-
-        def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
-            ours = isinstance(error, NbdistError | KeyboardInterrupt)
-            if ours or any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
-                _cut_off_our_frames(tb)
-            return shown(kind, error, tb, *args, **kwargs)
-
-        self._shell.InteractiveTB.structured_traceback = structured_traceback
 
     # -- with every cell ------------------------------------------------------------------------
 
@@ -99,14 +83,3 @@ def _is_plain(lines: list[str]) -> bool:
     if text.startswith(("%", "?")) or text.endswith("?"):
         return False
     return any(line.strip() and not line.strip().startswith("#") for line in lines)
-
-
-def _cut_off_our_frames(tb: TracebackType | None) -> None:
-    """Let a traceback end where this package was entered."""
-    last = None
-    while tb is not None:
-        if not tb.tb_frame.f_code.co_filename.startswith(_OURS):
-            last = tb
-        tb = tb.tb_next
-    if last is not None:
-        last.tb_next = None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nbdist.rpc.futures import Future
     from nbdist.rpc.rref import RRef
 
-__all__ = ["ASYNC_MARK", "Executor"]
+__all__ = ["ASYNC_MARK", "Executor", "Request"]
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, knows a function that returns a Future for its result."""
@@ -61,7 +61,7 @@ class Executor:
         return f"{function} for {name} since {time.monotonic() - since:.1f} s{more}"
 
     def _on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
-        request = _Request(self._agent, self, call, sender, frames)
+        request = Request(self._agent, self, call, sender, frames)
         self._running[request.number] = (call.function, time.monotonic(), sender)
         return request.admit()
 
@@ -76,7 +76,7 @@ class Executor:
             self.finished[sender] = self.finished.get(sender, 0) + 1
 
 
-class _Request:
+class Request:
     """One call on its way through this worker."""
 
     def __init__(self, agent: Agent, executor: Executor, call: Call, sender: int, frames: list[bytes]) -> None:
@@ -137,7 +137,7 @@ class _Request:
         output = around(self._call.origin) if around is not None else contextlib.nullcontext()
         with self._agent.activate(), output:
             try:
-                result, is_async = self._invoke()
+                result, is_async = self.invoke()
             except MissingDefinition as error:
                 self._answer_missing(error)
             except BaseException as error:
@@ -148,7 +148,8 @@ class _Request:
                 else:
                     self._answer(result)
 
-    def _invoke(self) -> tuple[Any, bool]:
+    def invoke(self) -> tuple[Any, bool]:
+        """Run it; what it returned, and whether that is a future for the result."""
         call = self._call
         if call.mode == Mode.FETCH:
             assert self._target is not None  # `run` is only made a job when it is there

@@ -87,13 +87,13 @@ class Outcomes:
 
     # -- without one --------------------------------------------------------------------------
 
-    def _fail(self, call: Pending, error: NbdistError, *, may_exist: bool) -> None:
+    def _fail(self, call: Pending, error: BaseException, *, may_exist: bool) -> None:
         """A call ends without an answer."""
         if call.result is not None:
             self.creation_failed(call.result, error, may_exist=may_exist)
         self.end(call, None, error)
 
-    def creation_failed(self, result: Fork, why: NbdistError, *, may_exist: bool) -> None:
+    def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
         """The reference that a call was to make refers to nothing."""
         if result.owner == self._agent.me.incarnation:
             self._agent.references.settle(result.rref, None, creation_error(why))
@@ -137,7 +137,7 @@ class Outcomes:
         error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since:.1f} s before{more}")
         self._fail(call, error, may_exist=False)
 
-    def interrupt(self, calls: Sequence[Pending], error: NbdistError) -> None:
+    def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:
         """The user gives up on these calls."""
         for call in calls:
             if self._agent.pending.pop(call.id) is not None:

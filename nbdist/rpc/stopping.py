@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.rpc.calls import Pending
+from nbdist.rpc.executor import Request
 from nbdist.wire.messages import Stop
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 _ASK = 0.5
 _REMEMBERED = 1000
 
+_RUNS_USER_CODE = Request.invoke.__code__
+"""Frames inside of this one's are the user's."""
+
 _Key = tuple[int, int]
 """The caller's incarnation, and its number for the call."""
 
@@ -42,6 +46,7 @@ class Stopping:
     """One agent's part in stopping calls, as caller and as callee."""
 
     def __init__(self, agent: Agent) -> None:
+        self.patience = PATIENCE
         self._agent = agent
         self._lock = threading.Lock()
         self._threads: dict[_Key, int] = {}
@@ -50,22 +55,23 @@ class Stopping:
 
     # -- the callee's side --------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def running(self, caller: int, id: int) -> Iterator[None]:
+    def running(self, caller: int, id: int) -> _Running:
         """While the block runs, that call may be stopped in this thread."""
-        key = caller, id
-        me = threading.get_ident()
+        return _Running(self, (caller, id))
+
+    def begin(self, key: _Key) -> None:
+        """A call runs in this thread."""
         with self._lock:
             if self._stopped and key in self._stopped:
                 raise KeyboardInterrupt
-            self._threads[key] = me
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._threads[key]
-                if self._stopped and self._stopped.pop(key, 0) is None:
-                    _raise_in(me, None)  # what has not been raised yet must not hit the thread's next call
+            self._threads[key] = threading.get_ident()
+
+    def end(self, key: _Key) -> None:
+        """A call no longer runs in this thread."""
+        with self._lock:
+            del self._threads[key]
+            if self._stopped and self._stopped.pop(key, 0) is None:
+                _raise_in(threading.get_ident(), None)  # what has not been raised must not hit the thread's next call
 
     def _on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
         key = sender, message.id
@@ -74,14 +80,39 @@ class Stopping:
             if len(self._stopped) > _REMEMBERED:
                 del self._stopped[next(iter(self._stopped))]
             thread = self._threads.get(key)
-            if thread is None:
-                return
-            _raise_in(thread, KeyboardInterrupt)
+        if thread is None:
+            return
         nested = [call for call in self._agent.pending.all() if call.thread == thread]
         self.stop(nested)
-        self._agent.pool.submit(
-            lambda: self._agent.outcomes.interrupt(nested, Interrupted("stopped: its caller was interrupted"))
-        )
+        if nested:
+            self._agent.pool.submit(lambda: self._give_up(nested))
+        elif not self._try_to_raise(key):
+            threading.Thread(target=self._raise_soon, args=(key,), name="nbdist-stopping", daemon=True).start()
+
+    def _give_up(self, nested: Sequence[Pending]) -> None:
+        """End the waits of a function that is to stop; it finds that it was interrupted."""
+        for call in nested:
+            stopped = Interrupted("stopped: its caller was interrupted")
+            self._agent.outcomes.interrupt([call], stopped if call.result is not None else KeyboardInterrupt())
+
+    def _raise_soon(self, key: _Key) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not self._try_to_raise(key) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+
+    def _try_to_raise(self, key: _Key) -> bool:
+        """Raise KeyboardInterrupt in the thread of a call; not while it is in our code, which may hold a lock."""
+        with self._lock:
+            thread = self._threads.get(key)
+            if thread is None:
+                return True  # it has ended
+            frame = sys._current_frames().get(thread)
+            while frame is not None and frame.f_code is not _RUNS_USER_CODE:
+                if frame.f_code.co_filename.startswith(_OURS):
+                    return False
+                frame = frame.f_back
+            _raise_in(thread, KeyboardInterrupt)
+            return True
 
     def where(self, caller: int, id: int) -> str:
         """Where a running call is, in a few words."""
@@ -110,13 +141,13 @@ class Stopping:
         calls += [call for call in pending.all() if call.result is not None and call.result.rref in values]
         calls = calls or [call for call in pending.all() if call.thread == me]  # a future made of others
         self.stop(calls)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline and any(pending.get(call.id) for call in calls):
             time.sleep(_POLL)
         for call in calls:
             if pending.get(call.id) is not None:
                 error.add_note(
-                    f"{call.worker} has not stopped running {call.function} within {PATIENCE:g} s"
+                    f"{call.worker} has not stopped running {call.function} within {self.patience:g} s"
                     f"{self._ask_where(call)}; `%dist_restart {call.worker}` ends it"
                 )
 
@@ -127,6 +158,22 @@ class Stopping:
         except NbdistError:
             return " and does not say where it is"
         return f" (it is in {found})" if found else ""
+
+
+class _Running:
+    """The time in which a call may be stopped."""
+
+    __slots__ = ("_key", "_stopping")
+
+    def __init__(self, stopping: Stopping, key: _Key) -> None:
+        self._stopping = stopping
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._stopping.begin(self._key)
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping.end(self._key)
 
 
 def _where(caller: int, id: int) -> str:

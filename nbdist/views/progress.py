@@ -16,7 +16,7 @@ _WIDTH = 12
 
 def draw(names: Sequence[str], steps: dict[str, str]) -> str:
     """A bar for each worker."""
-    longest = max(map(len, names))
+    longest = max(map(len, names), default=0)
     lines = []
     for name in names:
         step = steps.get(name, "starting")
@@ -46,6 +46,8 @@ class StartProgress:
     def __call__(self, worker: str, step: str) -> None:
         """A worker has reached a step."""
         with self._lock:
+            if self._steps.get(worker) == step:
+                return
             self._steps[worker] = step
             finished = all(self._steps.get(name) == "ready" for name in self._names)
             if self._live or finished:

@@ -25,8 +25,8 @@ class StatusTable:
                 str(row.rank),
                 str(row.pid or ""),
                 row.device,
-                row.state.partition("\n")[0],
-                row.runs,
+                _first_line(row.state),
+                _first_line(row.runs),
                 _bytes(row.memory),
                 str(row.calls) if row.calls is not None else "",
             ]
@@ -47,6 +47,10 @@ class StatusTable:
             for line in self._cells()
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _bytes(count: int | None) -> str:

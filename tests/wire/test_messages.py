@@ -25,7 +25,7 @@ EVERY = [
     m.Ping(1),
     m.Pong(1, "f"),
     m.Call(1, m.Mode.CALL, "f", PAYLOAD),
-    m.Call(1, m.Mode.METHOD_REMOTE, "f", PAYLOAD, True, FORK, ID),
+    m.Call(1, m.Mode.METHOD_REMOTE, "f", PAYLOAD, True, FORK, ID, "a cell"),
     m.Reply(1, True, PAYLOAD, STATE, [("f", "digest")]),
     m.ForkRequest(ID, OTHER),
     m.ForkConfirm(ID, OTHER, STATE, True),
@@ -35,6 +35,7 @@ EVERY = [
     m.AskShutdown(1, True, ["worker1"]),
     m.ShutdownState(1, 2, 3, 4),
     m.Cast("topic", PAYLOAD),
+    m.Stop(1),
 ]
 
 

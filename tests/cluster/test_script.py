@@ -1,0 +1,102 @@
+"""A cluster without a notebook: in a script, and under `python -i`."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import torch
+import nbdist
+from nbdist import rpc
+
+def double(x):
+    print("doubling")
+    return 2 * x
+
+if __name__ == "__main__":
+    with nbdist.Cluster(2, seed=3) as cluster:
+        cluster.execute("x = rank + 1; print('rank', rank)")
+        print(cluster.pull("x"), cluster.evaluate("x * 10", 1))
+        cluster.push({"y": torch.ones(2)}, "worker1")
+        print(cluster.evaluate("y.sum().item()", 1))
+        print(rpc.rpc_sync("worker0", double, args=(21,)))
+        try:
+            cluster.execute("1/0", 0)
+        except ZeroDivisionError as error:
+            print("caught", type(error).__name__, error, [e.worker for e in error.errors])
+        cell = cluster.execute("total = torch.tensor([float(rank)]); dist.all_reduce(total); total", block=False)
+        cell.wait()
+        print(cell.outputs["worker1"][-1]["data"]["text/plain"])
+        try:
+            cluster.execute("import os; os._exit(4)", 1)
+        except nbdist.cluster.errors.CellError as error:
+            print("lost:", str(error).splitlines()[0])
+        cluster.restart()
+        print(cluster.evaluate("rank"))
+        pids = [worker.pid for worker in cluster.workers]
+    import os
+    print("left:", [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
+"""
+
+
+def run(arguments, text=None, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        **options,
+    )
+
+
+def test_a_script_drives_a_cluster(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = run([str(path)])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if "doubling" not in line and not line.startswith("[worker0,1] (")] == [
+        "[worker0] rank 0",
+        "[worker1] rank 1",
+        "[1, 2] 20",
+        "2.0",
+        "42",
+        "caught ZeroDivisionError division by zero ['worker0']",
+        "[worker0,1] tensor([1.])",
+        "tensor([1.])",
+        "lost: worker1 exited with code 4",
+        "[0, 1]",
+        "left: []",
+    ]
+    assert "[worker0] doubling" in lines
+
+
+def test_a_cluster_under_python_i():
+    done = run(
+        ["-i", "-q"],
+        "import nbdist\n"
+        "cluster = nbdist.Cluster(1, backend='none')\n"
+        "cell = cluster.execute('print(6 * 7)')\n"
+        "cluster.evaluate('world_size', 0)\n"
+        "exit()\n",
+    )
+    assert "42" in done.stdout
+    assert "1" in done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_that_ends_without_a_word_leaves_nothing(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import nbdist\n"
+        "if __name__ == '__main__':\n"
+        "    cluster = nbdist.Cluster(1, backend='none').start()\n"
+        "    print(cluster.workers[0].pid, cluster.folder)\n"
+    )
+    done = run([str(path)])
+    pid, folder = done.stdout.split()
+    assert not os.path.exists(f"/proc/{pid}")
+    assert not os.path.exists(folder)

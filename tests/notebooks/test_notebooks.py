@@ -1,0 +1,160 @@
+"""The notebooks of this repository: run as nbval runs them, and judged as `make demo` judges them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+TAGS = {"nbval-check-output", "raises-exception", "verdict"}
+
+
+def run(*arguments, scratch):
+    """Run this Python in the checkout; nothing is written there, nor to the user's IPython history."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "IPYTHONDIR": str(scratch / "ipython"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def judge(*arguments, scratch):
+    """Run notebooks as `make demo` does."""
+    return run(FOLDER / "run.py", *arguments, scratch=scratch)
+
+
+def make_notebook(path, *cells):
+    """Write a notebook; a cell is its source, or its source and its tags."""
+    notebook = nbformat.v4.new_notebook()
+    for cell in cells:
+        source, *tags = (cell,) if isinstance(cell, str) else cell
+        notebook.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": tags}))
+    nbformat.write(notebook, path)
+    return path
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def test_nbval_finds_the_committed_outputs(tmp_path):
+    status, said = run(
+        *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
+        *("--nbval-cell-timeout=120", "-p", "no:cacheprovider", "--color=no", "notebooks/"),
+        scratch=tmp_path,
+    )
+    assert status == 0, said
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_cell_does_what_it_is_there_for(path, tmp_path):
+    page = tmp_path / "page.html"
+    status, said = judge(path, "--html", page, scratch=tmp_path)
+    assert status == 0, said
+    text = page.read_text()
+    assert not re.search(r"""<script|<link|@import|src=(?!["']?data:)|url\((?!["']?data:)""", text)
+    assert text.count("<img ") == path.read_text().count('"image/png"')
+
+
+# --- as they are committed ------------------------------------------------------------------------
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_committed_and_say_nothing_of_the_machine(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "version" not in notebook.metadata.language_info
+    cells = code_cells(path)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        assert set(cell.metadata) <= {"tags"}
+        outputs = [
+            {key: value for key, value in output.get("data", output).items() if key != "image/png"}
+            for output in cell.outputs
+        ]
+        assert not re.search(r"/(home|root|tmp|usr|var|work)/|\bpid\b|\b0x[0-9a-f]{6}|:\d{4,5}\b", str(outputs)), (
+            outputs
+        )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_tags_are_known_and_true(path):
+    checked = 0
+    for cell in code_cells(path):
+        tags = set(cell.metadata.get("tags", []))
+        assert tags <= TAGS, cell.source
+        assert ("raises-exception" in tags) == any(output.output_type == "error" for output in cell.outputs)
+        if "verdict" in tags:
+            assert cell.outputs[-1].data["text/plain"] == "True"
+        checked += "nbval-check-output" in tags
+    assert checked >= 10
+
+
+# --- the judge ------------------------------------------------------------------------------------
+
+GROUP = "raise ExceptionGroup('two', [ValueError('one'), ValueError('other')])"
+
+
+@pytest.mark.parametrize("cell", [GROUP, ("%no_such_magic", "raises-exception")], ids=["group", "usage"])
+def test_a_cell_that_fails_without_an_error_output_is_caught(cell, tmp_path):
+    path = make_notebook(tmp_path / "silent.ipynb", "1 + 1", cell, "2 + 2")
+    status, said = judge(path, scratch=tmp_path)
+    assert status == 1
+    assert re.search(r"In\[2\] .* FAILED IN SILENCE", said)
+    assert "the rest was not run" in said
+
+
+def test_what_passes_and_what_does_not(tmp_path):
+    path = make_notebook(
+        tmp_path / "mixed.ipynb",
+        ("1 + 1 == 2", "verdict"),
+        ("1 + 1 == 3", "verdict"),
+        ("'True'", "verdict"),
+        ("print(True)", "verdict"),
+        ("1 / 0", "raises-exception"),
+        ("1 / 1", "raises-exception"),
+        "1 / 0",
+        "print('not reached')",
+    )
+    before = path.read_text()
+    status, said = judge(path, scratch=tmp_path)
+    assert status == 1
+    lines = [line.split()[3:5] for line in said.splitlines() if re.match(r"\s+In\[", line)]
+    assert lines == [
+        ["verdict", "True"],
+        ["verdict", "False"],
+        ["verdict", "'True'"],
+        ["verdict", "None"],
+        ["raised", "ZeroDivisionError"],
+        ["SHOULD", "HAVE"],
+        ["RAISED", "ZeroDivisionError"],
+    ]
+    assert "5 did not pass" in said
+    assert path.read_text() == before  # it was not asked to write
+
+
+def test_what_is_written_is_the_same_every_time(tmp_path):
+    path = make_notebook(tmp_path / "plain.ipynb", "print('hello')", "6 * 7")
+    assert judge("--write", path, scratch=tmp_path)[0] == 0
+    first, second = code_cells(path)
+    assert first.outputs[0].text == "hello\n"
+    assert second.outputs[0].data["text/plain"] == "42"
+    written = path.read_text()
+    assert judge("--write", path, scratch=tmp_path)[0] == 0
+    assert path.read_text() == written

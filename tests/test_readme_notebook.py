@@ -1,0 +1,77 @@
+"""The README's notebook, its script, its picture and its links."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from frontend import Notebook
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "coming_from.md")
+
+
+def block(name: str) -> str:
+    return re.search(rf"<!-- {name} -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+
+
+def promised(code: str) -> list[str]:
+    """What the comments of some code say that it shows."""
+    return re.findall(r"  # (.+)", code)
+
+
+def test_the_ten_lines():
+    cells = block("notebook").strip().split("\n\n")
+    assert sum(len(cell.splitlines()) for cell in cells) == 10
+    assert len(promised(block("notebook"))) == 2
+    with Notebook(load=False) as notebook:
+        for code in cells:
+            cell = notebook.run(code)
+            for text in promised(code):
+                assert text in (cell.stdout.strip(), cell.result)
+        assert cell.stdout == "0 processes left.\n"
+
+
+def test_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(block("script"))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == promised(block("script"))
+
+
+def test_the_picture_shows_what_a_notebook_shows():
+    place = ROOT / "docs" / "draw_tour.py"
+    spec = importlib.util.spec_from_file_location("draw_tour", place)
+    draw_tour = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw_tour)
+    drawn = draw_tour.draw(draw_tour.run_cells())
+    assert drawn == draw_tour.PICTURE.read_text(), f"run `python {place.relative_to(ROOT)}`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_magics_that_are_named_exist(page):
+    text = page.read_text() if page == README else here_column(page.read_text())
+    named = set(re.findall(r"%%?([a-z]\w+)", text)) - {"load_ext"}
+    from nbdist.magics.commands import DistMagics
+
+    there = {*DistMagics.magics["line"], *DistMagics.magics["cell"]}
+    assert named <= there
+    assert named
+
+
+def here_column(text: str) -> str:
+    """The right-hand columns of tables that say what is called what."""
+    rows = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+    return "\n".join(re.split(r"(?<!\\)\|", row, maxsplit=1)[1] for row in rows)
