@@ -3,7 +3,9 @@
 import contextlib
 import os
 import queue
+import pathlib
 import re
+import signal
 import sys
 import time
 
@@ -75,8 +77,16 @@ class Notebook:
         self.cells = {}
         self.answers = []
         self.pid = self.manager.provisioner.pid
+        self._stacks = pathlib.Path(os.environ["NBDIST_RUNTIME_DIR"], f"stacks-{self.pid}")
+        self._prepare()
         if load:
             self.run("%load_ext nbdist")
+
+    def _prepare(self):
+        where = f"open({str(self._stacks)!r}, 'w')"
+        self.run(
+            f"__import__('faulthandler').register({int(signal.SIGUSR1)}, file={where}, all_threads=True)", silent=True
+        )
 
     # -- cells ----------------------------------------------------------------------------------
 
@@ -104,8 +114,16 @@ class Notebook:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"{what} did not come within {timeout} s")
+                raise AssertionError(f"{what} did not come within {timeout} s\n{self.stacks()}")
             self.pump(0.05)
+
+    def stacks(self):
+        """Where every thread of the kernel is, for whoever reads why a test failed."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+            return self._stacks.read_text()
+        return "(the kernel is gone)"
 
     def pump(self, wait=0.0):
         """Take what has come."""

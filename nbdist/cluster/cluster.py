@@ -25,6 +25,7 @@ from nbdist.cluster.cells import Cell
 from nbdist.cluster.comms import Comms
 from nbdist.cluster.folder import make_folder
 from nbdist.cluster.interrupting import interrupt_cell
+from nbdist.cluster.jupyter_wire import pack
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.launchers import Launcher, find_launcher
 from nbdist.cluster.origins import Origins
@@ -32,8 +33,8 @@ from nbdist.cluster.setup import WorkerSetup
 from nbdist.cluster.sinks import Sink, current_sink
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
-from nbdist.cluster.worker_output import FENCE, METADATA, fence, take_last_value
-from nbdist.cluster.workers import STEP, StartError, Worker, first_error, lost_error
+from nbdist.cluster.worker_output import FENCE, METADATA, NAMES, fence, take_last_value
+from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api, failures
 from nbdist.rpc.agent import Agent
@@ -47,7 +48,6 @@ _ROUTES = 2000
 """How many cells are remembered for what still comes from them."""
 
 _SETTLE = 1.0
-_NAMES = {"nbdist": STEP.format("visible_names()")}
 _dist: Any = torch.distributed
 
 Targets = str | int | Sequence[int | str] | None
@@ -410,24 +410,20 @@ class Cluster:
             if kind == FENCE:
                 self._on_fence(content)
                 return
+            if kind == NAMES:
+                worker.names = content["names"]
+                return
             route = self._routes.get(parent) or self._origins.find(parent)
             if route is not None:
                 route.on_output(worker.name, message)
         elif channel == "shell":
             route = self._routes.get(parent)
             if route is not None:
-                self._remember_names(worker, message["content"])
                 route.on_reply(worker.name, message["content"])
         elif channel == "stdin":
             route = self._routes.get(parent)
             if route is not None:
                 route.on_input(worker.name, message)
-
-    @staticmethod
-    def _remember_names(worker: Worker, content: Mapping[str, Any]) -> None:
-        found = content.get("user_expressions", {}).get("nbdist", {})
-        if found.get("status") == "ok":
-            worker.names = re.findall(r"'([^']+)'", found["data"]["text/plain"])
 
     # -- cells ----------------------------------------------------------------------------------
 
@@ -477,7 +473,7 @@ class Cluster:
             "code": code,
             "silent": False,
             "store_history": True,
-            "user_expressions": _NAMES,
+            "user_expressions": {},
             "allow_stdin": allow_stdin,
             "stop_on_error": False,
         }
@@ -491,10 +487,11 @@ class Cluster:
 
     def _send(self, cell: Cell, workers: Sequence[Worker], request: Mapping[str, Any], told: Mapping[str, Any]) -> None:
         cell.when_part_ends(self._part_ended)
+        content, metadata = pack(request), pack(told)  # once for all
         for worker in workers:
             if worker.alive:
                 assert worker.kernel is not None
-                id = cell.parts[worker.name].id = worker.kernel.send("execute_request", request, metadata=told)
+                id = cell.parts[worker.name].id = worker.kernel.send("execute_request", content, metadata=metadata)
                 self._routes[id] = cell
                 worker.cells.append(cell)
         for worker in workers:

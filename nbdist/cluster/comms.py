@@ -124,7 +124,7 @@ class Comms:
         if not comm.worker.alive or kernel is None:
             return
         buffers = [bytes(buffer) for buffer in message.get("buffers") or ()]
-        metadata = message.get("metadata")
+        metadata = message.get("metadata") or {}
         relayed.id = kernel.send(kind, message["content"], metadata=metadata, buffers=buffers, parent=message)
         self._relayed[relayed.id] = relayed
         if len(self._relayed) > _REMEMBERED:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from jupyter_client.asynchronous.client import AsyncKernelClient
+from jupyter_client.client import KernelClient
 
+from nbdist.cluster.jupyter_wire import decode, encode, new_header, pack
 from nbdist.errors import WorkerLost
 
 __all__ = ["Kernel", "KernelThread", "Message"]
@@ -26,6 +28,8 @@ Message = dict[str, Any]
 _log = logging.getLogger("nbdist.cluster")
 _ASK_AGAIN = 0.1
 _RECONNECT_MS = 10
+_AT_ONCE = 100
+_READABLE = 1
 
 
 class KernelThread:
@@ -85,37 +89,39 @@ class Kernel:
     ) -> None:
         self._thread = thread
         self._connection = dict(connection)
+        self._key = str(connection["key"]).encode()
+        self._session = secrets.token_hex(8)
         self._listener = listener
         self._replies: dict[str, asyncio.Future[Message]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._sockets: dict[str, Any] = {}
         self._heard = asyncio.Event()
-        self._client: Any = None
 
     async def open(self) -> None:
         """Connect, and wait until the kernel answers and its output reaches us."""
+        client: Any = KernelClient() if self._thread.context is None else KernelClient(context=self._thread.context)
         if self._thread.context is None:
-            client: Any = AsyncKernelClient()
             self._thread.context = client.context
             client._created_context = False  # it outlives this client
-            self._thread.context.reconnect_ivl = _RECONNECT_MS  # sockets that a starting kernel has yet to make
-        self._client = AsyncKernelClient(context=self._thread.context)
-        self._client.load_connection_info(self._connection)
-        self._client.start_channels(hb=False)
+            self._thread.context.reconnect_ivl = _RECONNECT_MS  # to sockets that a starting kernel has yet to make
+        client.load_connection_info(self._connection)
+        identity = self._session.encode()
         for channel in ("shell", "iopub", "stdin", "control"):
-            self._tasks.append(asyncio.create_task(self._read(channel)))
+            connect = getattr(client, f"connect_{channel}")
+            socket = self._sockets[channel] = connect() if channel == "iopub" else connect(identity=identity)
+            socket.linger = 0
+            self._thread.loop.add_reader(socket.FD, self._drain, channel)
         while True:
-            reply = self.ask("kernel_info_request", {})
-            await reply
+            await self.ask("kernel_info_request", {})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._heard.wait(), _ASK_AGAIN)
                 return
 
     def close(self, why: str) -> None:
         """Disconnect; requests without a reply fail."""
-        for task in self._tasks:
-            task.cancel()
-        if self._client is not None:
-            self._client.stop_channels()
+        sockets, self._sockets = self._sockets, {}
+        for socket in sockets.values():
+            self._thread.loop.remove_reader(socket.FD)
+            socket.close(linger=0)
         replies, self._replies = self._replies, {}
         for reply in replies.values():
             if not reply.done():
@@ -125,18 +131,28 @@ class Kernel:
     def send(
         self,
         kind: str,
-        content: Mapping[str, Any],
+        content: Mapping[str, Any] | bytes,
         *,
         channel: str = "shell",
-        metadata: Mapping[str, Any] | None = None,
-        buffers: Sequence[Any] | None = None,
+        metadata: Mapping[str, Any] | bytes = b"{}",
+        buffers: Sequence[Any] = (),
         parent: Message | None = None,
     ) -> str:
-        """Send a message; its id."""
-        session = self._client.session
-        message = session.msg(kind, dict(content), parent=parent, metadata=dict(metadata or {}))
-        session.send(getattr(self._client, f"{channel}_channel").socket, message, buffers=buffers)
-        return str(message["header"]["msg_id"])
+        """Send a message; its id. Who sends the same to many has packed it."""
+        header = new_header(kind, self._session)
+        frames = encode(
+            self._key,
+            header,
+            content if isinstance(content, bytes) else pack(content),
+            parent=parent["header"] if parent is not None else None,
+            metadata=metadata if isinstance(metadata, bytes) else pack(metadata),
+            buffers=buffers,
+        )
+        socket = self._sockets.get(channel)
+        if socket is not None:
+            socket.send_multipart(frames)
+            self._thread.loop.call_soon(self._drain, channel)  # sending may have taken the sign that there is news
+        return str(header["msg_id"])
 
     def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:
         """Send a request; the reply to come."""
@@ -144,26 +160,25 @@ class Kernel:
         reply = self._replies[id] = asyncio.get_running_loop().create_future()
         return reply
 
-    async def _read(self, channel: str) -> None:
-        socket = getattr(self._client, f"{channel}_channel").socket
-        session = self._client.session
-        while True:
-            frames = await socket.recv_multipart()
+    def _drain(self, channel: str) -> None:
+        """Take what has come: the loop is told once of any number of messages."""
+        for _ in range(_AT_ONCE):
+            socket = self._sockets.get(channel)  # a message may close the kernel
+            if socket is None or not socket.EVENTS & _READABLE:
+                return
+            frames = socket.recv_multipart()
             try:
-                _, parts = session.feed_identities(frames)
-                message = session.deserialize(parts)
-            except Exception:
-                _log.exception("a message of a worker's kernel could not be read")
-                continue
-            if channel == "iopub":
-                self._heard.set()
-            parent = message["parent_header"].get("msg_id", "")
-            reply = self._replies.pop(parent, None) if channel in ("shell", "control") else None
-            if reply is not None:
-                if not reply.done():
-                    reply.set_result(message)
-                continue
-            try:
-                self._listener(channel, message)
+                self._take(channel, decode(self._key, frames))
             except Exception:
                 _log.exception("a message of a worker's kernel could not be handled")
+        self._thread.loop.call_soon(self._drain, channel)
+
+    def _take(self, channel: str, message: Message) -> None:
+        if channel == "iopub":
+            self._heard.set()
+        parent = message["parent_header"].get("msg_id", "")
+        reply = self._replies.pop(parent, None) if channel in ("shell", "control") else None
+        if reply is None:
+            self._listener(channel, message)
+        elif not reply.done():
+            reply.set_result(message)

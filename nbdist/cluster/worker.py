@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import logging
 import os
 import random
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.cluster import collectives
 from nbdist.cluster.setup import WorkerSetup
@@ -23,18 +24,13 @@ from nbdist.errors import UsageError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["STEP", "WHERE_SIGNAL", "join", "main", "setup", "visible_names"]
-
-STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
-"""An expression that calls a function of this module without leaving a name behind."""
+__all__ = ["WHERE_SIGNAL", "group", "join", "main", "setup", "where_file"]
 
 WHERE_SIGNAL = signal.SIGRTMAX - 3
 """Has a worker write down where its main thread is, which works also while the GIL is held."""
 
 _PATIENCE = 1.2
 """Seconds for what this worker waits for to stop; the notebook, which waits for this worker, has a little more."""
-
-_GIVEN = ("rank", "world_size", "device", "gpu_id", "torch", "dist", "rpc")
 
 _setup: WorkerSetup | None = None
 
@@ -63,8 +59,11 @@ def main(told: str) -> None:
             "--ext=nbdist.cluster.worker",
             "--HistoryManager.enabled=False",  # which would write the notebook's user's history file
             "--InteractiveShell.cache_size=1000",
+            "--Session.packer=nbdist.cluster.jupyter_wire.pack",
+            "--Session.unpacker=nbdist.cluster.jupyter_wire.unpack",
         ]
     )
+    app.log.setLevel(logging.WARNING)  # else every message is formatted for a handler that drops it
     with contextlib.suppress(OSError):
         os.ftruncate(log, 0)  # how to connect other clients, and the like
     atexit.register(_leave)  # runs behind what the user registers, before what the kernel has
@@ -120,21 +119,18 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     _seed(told)
     labels.install(shell, told.name)
     labels.trim_tracebacks(shell)
-    worker_output.install(shell)
-    shell.push(
-        {
-            "rank": told.rank,
-            "world_size": told.world_size,
-            "__rank__": told.rank,
-            "__world_size__": told.world_size,
-            "device": device,
-            "gpu_id": told.gpu,
-            "torch": torch,
-            "dist": torch.distributed,
-            "rpc": rpc,
-        },
-        interactive=False,
-    )
+    given = {
+        "rank": told.rank,
+        "world_size": told.world_size,
+        "device": device,
+        "gpu_id": told.gpu,
+        "torch": torch,
+        "dist": torch.distributed,
+        "rpc": rpc,
+        "__rank__": told.rank,  # as nbdistributed's programs know them
+        "__world_size__": told.world_size,
+    }
+    worker_output.install(shell, given)
 
 
 def _seed(told: WorkerSetup) -> None:
@@ -174,12 +170,3 @@ def group(generation: int) -> None:
     told = setup()
     if told.backend != "none":
         collectives.initialise(told, generation)
-
-
-def visible_names() -> list[str]:
-    """The names in the user's namespace, for completion while the worker is busy."""
-    from IPython import get_ipython
-
-    shell: Any = get_ipython()
-    hidden = set(shell.user_ns_hidden) - set(_GIVEN)
-    return [name for name in list(shell.user_ns) if not name.startswith("_") and name not in hidden]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbdist.rpc.functions import async_execution
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nbdist.rpc.agent import Agent
 
-__all__ = ["FENCE", "METADATA", "call_off", "fence", "follow", "install", "take_last_value"]
+__all__ = ["FENCE", "METADATA", "NAMES", "call_off", "fence", "follow", "install", "take_last_value"]
 
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, of what the notebook says about its cell."""
@@ -30,18 +30,25 @@ FENCE = "nbdist_fence"
 _CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
 """The messages that run what puts something out."""
 
+NAMES = "nbdist_names"
+"""The type of a message that lists the user's names on a worker."""
+
 _REMEMBERED = 1000
 
 _shell: Any = None
+_names_given: frozenset[str] = frozenset()
+_names_told: list[str] = []
 _called_off: dict[str, None] = {}
 _values: dict[str, Future[Any]] = {}
 _numbered = ""
 
 
-def install(shell: InteractiveShell) -> None:
-    """Number cells as the notebook does, and keep the values that it will ask for."""
-    global _shell
+def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
+    """Give the user these names, number cells as the notebook does, and keep the values that it will ask for."""
+    global _shell, _names_given
     _shell = shell
+    _names_given = frozenset(given)
+    _shell.push(dict(given), interactive=False)  # they are no variables of the user's, for `%who`
     shell.input_transformers_cleanup.append(_number)  # what comes before the shell looks at its own count
     shell.events.register("post_run_cell", _after)
     _keep_parent(shell)
@@ -68,8 +75,7 @@ def fence(token: str) -> None:
     """Tell the notebook, behind all output so far, that there is no more of it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kernel = _shell.kernel
-    kernel.session.send(kernel.iopub_socket, FENCE, {"token": token}, ident=FENCE.encode())
+    _publish(FENCE, {"token": token})
 
 
 def _told() -> tuple[str, dict[str, Any]]:
@@ -104,8 +110,24 @@ def _number(lines: list[str]) -> list[str]:
     return lines
 
 
+def _tell_names() -> None:
+    """Tell the notebook which names there are, for completion while this worker is busy."""
+    global _names_told
+    hidden = _shell.user_ns_hidden
+    names = [name for name in list(_shell.user_ns) if name[:1] != "_" and (name not in hidden or name in _names_given)]
+    if names != _names_told:
+        _names_told = names
+        _publish(NAMES, {"names": names})
+
+
+def _publish(kind: str, content: dict[str, Any]) -> None:
+    kernel = _shell.kernel
+    kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
+
+
 def _after(result: Any) -> None:
     id, told = _told()
+    _tell_names()
     if told.get("keep"):
         value = _value_of(id)
         error = result.error_before_exec or result.error_in_exec

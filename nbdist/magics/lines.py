@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import keyword
 import re
 import shlex
@@ -78,8 +79,8 @@ class CellLine:
     local: bool
 
 
-def parse_cell(line: str, usage: str) -> CellLine:
-    """Read ``[TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--local]``."""
+@functools.cache  # making it takes longer than all that is done with it
+def _cell_reader(usage: str) -> _Reader:
     reader = _Reader(usage)
     reader.add_argument("targets", nargs="*")
     reader.add_argument("-a", "--noblock", action="store_true")
@@ -87,7 +88,12 @@ def parse_cell(line: str, usage: str) -> CellLine:
     reader.add_argument("-t", "--timeout", type=_seconds)
     reader.add_argument("--group-outputs", action="store_true")
     reader.add_argument("--local", action="store_true")
-    found = reader.read(line)
+    return reader
+
+
+def parse_cell(line: str, usage: str) -> CellLine:
+    """Read ``[TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--local]``."""
+    found = _cell_reader(usage).read(line)
     if found.out is not None and (not found.out.isidentifier() or keyword.iskeyword(found.out)):
         raise UsageError(f"-o needs the name of a variable, not {found.out.strip()!r}; write: {usage}")
     return CellLine(_targets(found.targets), found.noblock, found.out, found.timeout, found.group_outputs, found.local)
