@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import queue
 import pathlib
+import queue
 import re
 import signal
 import sys
@@ -68,6 +68,9 @@ class Notebook:
             "OMP_NUM_THREADS": "1",
             "IPYTHONDIR": os.environ["NBDIST_RUNTIME_DIR"] + "/ipython",
         }
+        environment.pop("PYTEST_CURRENT_TEST", None)  # by which kernels see that they are tested, and behave otherwise
+        if older := os.environ.get("NBDIST_TEST_KERNEL_PATH"):  # see tests/cluster/test_older_ipykernel.py
+            environment["PYTHONPATH"] = os.pathsep.join([older, os.environ.get("PYTHONPATH", "")])
         self.manager.start_kernel(
             env={**environment, **(env or {})}, extra_arguments=["--HistoryManager.enabled=False"]
         )

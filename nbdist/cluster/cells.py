@@ -17,6 +17,7 @@ from typing import Any
 from nbdist.cluster.arrange import Arranger, Published, say_names
 from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
+from nbdist.cluster.jupyter_wire import new_id
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.sinks import Sink
 
@@ -36,8 +37,8 @@ class Part:
     """One worker's share in a cell."""
 
     worker: str
-    id: str = ""
-    """Of the request, once it has been sent."""
+    id: str
+    """Of the request."""
     began: float | None = None
     when_begun: list[Callable[[], None]] = field(default_factory=list)
     idle: bool = False
@@ -72,7 +73,7 @@ class Cell:
     ) -> None:
         self.code = code
         self.sink = sink
-        self.parts = {worker: Part(worker) for worker in workers}
+        self.parts = {worker: Part(worker, new_id()) for worker in workers}
         self._arranger = arranger
         self._thread = thread
         self._interrupt = interrupt

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import os
 import re
 import signal
-import socket
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
-
-import torch.distributed
 
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Grouped, Live, Straight
 from nbdist.cluster.cells import Cell
-from nbdist.cluster.comms import Comms
 from nbdist.cluster.folder import make_folder
 from nbdist.cluster.interrupting import interrupt_cell
 from nbdist.cluster.jupyter_wire import pack
 from nbdist.cluster.kernels import KernelThread, Message
-from nbdist.cluster.launchers import Launcher, find_launcher
-from nbdist.cluster.origins import Origins
-from nbdist.cluster.setup import WorkerSetup
+from nbdist.cluster.lifecycle import Lifecycle
+from nbdist.cluster.routing import Router
 from nbdist.cluster.sinks import Sink, current_sink
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
-from nbdist.cluster.worker_output import FENCE, METADATA, NAMES, fence, take_last_value
-from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
+from nbdist.cluster.worker_output import METADATA, fence, take_last_value
+from nbdist.cluster.workers import Worker, lost_error
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api, failures
 from nbdist.rpc.agent import Agent
@@ -44,29 +36,9 @@ from nbdist.rpc.rref import RRef
 
 __all__ = ["Cluster"]
 
-_ROUTES = 2000
-"""How many cells are remembered for what still comes from them."""
-
 _SETTLE = 1.0
-_dist: Any = torch.distributed
 
 Targets = str | int | Sequence[int | str] | None
-
-
-class _Fence:
-    """Waits until all output that was on its way has come: the workers' answers come behind it."""
-
-    def __init__(self, awaited: int) -> None:
-        self.all_came = threading.Event()
-        self._awaited = awaited
-        self._lock = threading.Lock()
-
-    def pass_one(self) -> None:
-        """One answer has come, or none will."""
-        with self._lock:
-            self._awaited -= 1
-            if self._awaited <= 0:
-                self.all_came.set()
 
 
 class Cluster:
@@ -98,9 +70,6 @@ class Cluster:
         self.progress = progress
         self._state = "new"
         self._pid = os.getpid()
-        self._routes: OrderedDict[str, Any] = OrderedDict()
-        self._fences: dict[str, _Fence] = {}
-        self._generation = 0
         self._counter = 0
         first = 0 if driver is None else 1
         devices = self.spec.devices()
@@ -157,7 +126,7 @@ class Cluster:
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker's process."""
-        self._launcher.signal(name, number)
+        self._lives.launcher.signal(name, number)
 
     @property
     def names(self) -> list[str]:
@@ -194,109 +163,28 @@ class Cluster:
         return self
 
     def _start(self) -> None:
-        started = time.monotonic()
-        self._folder = make_folder()
-        self._launcher: Launcher = find_launcher(self.spec.launcher)(self._folder, self.spec.count, self._on_end)
+        deadline = time.monotonic() + self.spec.timeout
         self._thread = KernelThread()
-        self._comms = Comms(self._thread)
+        self._router = Router(self._thread, self.names)
+        self._folder = make_folder()
+        self._lives = Lifecycle(
+            self.spec,
+            self.backend,
+            self.workers,
+            self._folder,
+            self._thread,
+            self._router.on_message,
+            lambda worker, step: self.progress(worker, step) if self.progress is not None else None,
+        )
+        self._lives.launch(self.workers)
         # All that is to be done here is done while the zygote imports torch.
-        self._store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._master_port = _free_port()
-        self._begun = [self._launch(worker) for worker in self.workers]
         id = 0 if self.spec.driver is not None else self.spec.count
-        options = RpcBackendOptions(init_method=self._meeting)
+        options = RpcBackendOptions(init_method=self._lives.meeting)
         self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=True)
         self.agent.explain_end = self._explain_end
-        self._origins = Origins(self)
-        self.agent.origin = self._origins.current
+        self.agent.origin = self._router.origins.current
         failures.on_text(labels.rename_frames)
-        self._finish_in_time(self._bring_up(self.workers), started + self.spec.timeout)
-
-    @property
-    def _meeting(self) -> str:
-        return f"file://{self._folder}/members"
-
-    def _launch(self, worker: Worker) -> Any:
-        """Start a worker's process; it says when there is a pid."""
-        worker.prepare(self._thread, self._folder, self._on_message)
-        setup = WorkerSetup(
-            name=worker.name,
-            id=worker.id,
-            rank=worker.rank,
-            world_size=self.spec.count,
-            connection_file=str(worker.connection_file(self._folder)),
-            folder=str(self._folder),
-            meeting=self._meeting,
-            store_port=self._store.port,
-            master_port=self._master_port,
-            backend=self.backend,
-            gpu=worker.gpu,
-            device=worker.device,
-            seed=self.spec.seed,
-        )
-        return self._launcher.start(setup, self._environment(worker))
-
-    def _environment(self, worker: Worker) -> dict[str, str]:
-        environment = dict(os.environ)
-        environment.pop("JPY_PARENT_PID", None)  # the worker's parent is another
-        environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-        if worker.gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = self.spec.visible_gpus(worker.gpu)
-        return environment
-
-    async def _bring_up(self, workers: Sequence[Worker]) -> None:
-        """See started workers through their steps."""
-
-        async def reach(worker: Worker, pid: Any) -> None:
-            worker.pid = await asyncio.wrap_future(pid)
-            self._reached(worker, "process")
-            assert worker.kernel is not None
-            await worker.kernel.open()
-            self._reached(worker, "kernel")
-            await worker.call("join()")
-            self._reached(worker, "rpc")
-
-        begun, self._begun = self._begun, []
-        await first_error([asyncio.create_task(reach(*pair)) for pair in zip(workers, begun, strict=True)])
-        if len(workers) == len(self.workers):
-            await self._form_group()
-        for worker in workers:
-            self._reached(worker, "ready")
-
-    async def _form_group(self) -> None:
-        if self.backend == "none":
-            return
-
-        async def form(worker: Worker) -> None:
-            if not worker.alive:
-                raise lost_error(worker)
-            await worker.call(f"group({self._generation})")
-            if worker.step != "ready":
-                self._reached(worker, "process group")
-
-        await first_error([asyncio.create_task(form(worker)) for worker in self.workers])
-
-    def _reached(self, worker: Worker, step: str) -> None:
-        worker.step = step
-        if self.progress is not None:
-            with contextlib.suppress(Exception):  # a view must not keep a cluster from starting
-                self.progress(worker.name, step)
-
-    def _finish_in_time(self, work: Any, deadline: float) -> None:
-        """Have the kernel thread do this; name who is late."""
-
-        async def limited() -> None:
-            await asyncio.wait_for(work, max(0.0, deadline - time.monotonic()))
-
-        running = self._thread.run(limited())
-        try:
-            running.result()
-        except KeyboardInterrupt:
-            running.cancel()
-            raise
-        except TimeoutError:
-            late = [f"{w.name} ({w.lost or f'has reached: {w.step}'})" for w in self.workers if w.step != "ready"]
-            raise StartError(f"not all workers came up within {self.spec.timeout:g} s: {', '.join(late)}") from None
+        self._lives.bring_up(self.workers, deadline)
 
     # -- ending -------------------------------------------------------------------------------
 
@@ -311,37 +199,18 @@ class Cluster:
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
-        agent, launcher, thread = (getattr(self, name, None) for name in ("agent", "_launcher", "_thread"))
+        agent, lives, thread = (getattr(self, name, None) for name in ("agent", "_lives", "_thread"))
         processes = [(worker.pid, started_at(worker.pid)) for worker in self.workers if worker.pid and not worker.lost]
-        if ask and thread is not None and all(worker.step == "ready" for worker in self.workers):
-            with contextlib.suppress(Exception):
-                thread.run(self._say_goodbye()).result(_SETTLE + 1)
+        if ask and lives is not None and all(worker.step == "ready" for worker in self.workers):
+            lives.say_goodbye()
         if agent is not None:
             api.finish(agent)
-        if launcher is not None:
-            launcher.close()
-        for worker in self.workers:
-            worker.step = "ended"
+        if lives is not None:
+            lives.close()
         if thread is not None:
-            thread.soon(self._lose_all)
-            self._comms.close()
+            self._router.comms.close()
             thread.close()
-        self._store = None
         return sum(is_alive(pid, started) for pid, started in processes)
-
-    async def _say_goodbye(self) -> None:
-        """Let kernels end by themselves, so that what their users registered for that runs."""
-        asked = [worker for worker in self.workers if worker.alive and not worker.cells]
-        for worker in asked:
-            assert worker.kernel is not None
-            worker.kernel.send("shutdown_request", {"restart": False}, channel="control")
-        deadline = time.monotonic() + _SETTLE
-        while any(worker.alive for worker in asked) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-
-    def _lose_all(self) -> None:
-        for worker in self.workers:
-            worker.lose("has been shut down with its cluster")
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Start workers anew, under their names and ranks; without targets, those that have died.
@@ -353,44 +222,24 @@ class Cluster:
         if not chosen and not process_group:
             raise UsageError("no worker has died; name those to restart, or `all`")
         deadline = time.monotonic() + self.spec.timeout
-        self._thread.run(self._kill(chosen)).result()
-        self._begun = [self._launch(worker) for worker in chosen]
         if chosen:
-            if len(chosen) == len(self.workers):
-                self._generation += 1
-            self._finish_in_time(self._bring_up(chosen), deadline)
+            self._lives.kill(chosen, self._is_member)
+            self._lives.launch(chosen)
+            self._lives.bring_up(chosen, deadline)
         if process_group and len(chosen) < len(self.workers):
-            self.rebuild_process_group()
+            self._lives.form_group(deadline)
         return [worker.name for worker in chosen]
 
     def rebuild_process_group(self) -> None:
         """Form the process group of all workers anew: after one was restarted, or a collective interrupted."""
         self.start()
-        self._generation += 1
-        self._finish_in_time(self._form_group(), time.monotonic() + self.spec.timeout)
+        self._lives.form_group(time.monotonic() + self.spec.timeout)
 
     def _dead(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.lost is not None]
 
-    async def _kill(self, workers: Sequence[Worker]) -> None:
-        for worker in workers:
-            if worker.lost is None:
-                self._launcher.signal(worker.name, signal.SIGKILL)
-                worker.lose("was restarted")
-        names = {worker.name for worker in workers}
-        while not all(worker.ended.is_set() for worker in workers):
-            await asyncio.sleep(0.005)
-        while any(record.name in names for record in self.agent.membership.members()):
-            await asyncio.sleep(0.005)  # RPC learns of it by itself
-
-    # -- what workers tell ----------------------------------------------------------------------
-
-    def _on_end(self, name: str, code: int) -> None:
-        self._thread.soon(self._thread.loop.call_later, 0.03, self._lost, name, code)  # its last output comes first
-
-    def _lost(self, name: str, code: int) -> None:
-        worker = self.find(name)
-        worker.end(code, self._launcher.last_words(name))
+    def _is_member(self, name: str) -> bool:
+        return any(record.name == name for record in self.agent.membership.members())
 
     def _explain_end(self, pid: int) -> str:
         for worker in self.workers:
@@ -398,32 +247,6 @@ class Cluster:
                 worker.ended.wait(_SETTLE)
                 return worker.lost or ""
         return ""
-
-    def _on_message(self, worker: Worker, channel: str, message: Message) -> None:
-        parent = message["parent_header"].get("msg_id", "")
-        if channel == "iopub":
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream" and content["name"] == "stderr":
-                worker.remember_stderr(content["text"])
-            if kind.startswith("comm_"):
-                self._comms.from_worker(worker, message)
-            if kind == FENCE:
-                self._on_fence(content)
-                return
-            if kind == NAMES:
-                worker.names = content["names"]
-                return
-            route = self._routes.get(parent) or self._origins.find(parent)
-            if route is not None:
-                route.on_output(worker.name, message)
-        elif channel == "shell":
-            route = self._routes.get(parent)
-            if route is not None:
-                route.on_reply(worker.name, message["content"])
-        elif channel == "stdin":
-            route = self._routes.get(parent)
-            if route is not None:
-                route.on_input(worker.name, message)
 
     # -- cells ----------------------------------------------------------------------------------
 
@@ -477,7 +300,7 @@ class Cluster:
             "allow_stdin": allow_stdin,
             "stop_on_error": False,
         }
-        told = {METADATA: {"number": number, "keep": keep, "origin": self._origins.current()}}
+        told = {METADATA: {"number": number, "keep": keep, "origin": self._router.origins.current()}}
         self._thread.soon(self._send, cell, workers, request, told)
         if block:
             cell.wait(timeout)
@@ -491,14 +314,13 @@ class Cluster:
         for worker in workers:
             if worker.alive:
                 assert worker.kernel is not None
-                id = cell.parts[worker.name].id = worker.kernel.send("execute_request", content, metadata=metadata)
-                self._routes[id] = cell
+                id = cell.parts[worker.name].id
+                self._router.expect(id, cell)
                 worker.cells.append(cell)
+                worker.kernel.send("execute_request", content, metadata=metadata, id=id)
         for worker in workers:
             if not worker.alive:
                 cell.on_lost(worker.name, f"{worker.lost}\n`%dist_restart {worker.name}` starts it again")
-        while len(self._routes) > _ROUTES and next(iter(self._routes.values())).done:
-            self._routes.popitem(last=False)
 
     def _part_ended(self, cell: Cell, name: str) -> None:
         worker = self.find(name)
@@ -522,7 +344,7 @@ class Cluster:
         self.start()
         for worker in self.select(targets):
             if worker.alive:
-                self._launcher.signal(worker.name, signal.SIGINT)
+                self._lives.launcher.signal(worker.name, signal.SIGINT)
 
     def _interrupt_cell(self, cell: Cell) -> Sequence[str]:
         if self._thread.is_current():
@@ -584,25 +406,18 @@ class Cluster:
 
     def settle(self) -> None:
         """A cell of the notebook has ended: where nobody watches, what its calls printed comes before the next one."""
-        origin = self._origins.find(current_sink().id)
+        origin = self._router.origins.find(current_sink().id)
         if origin is None or origin.sink.interactive:
             return
-        token = os.urandom(8).hex()
-        alive = [worker for worker in self.workers if worker.alive]
-        self._fences[token] = waiting = _Fence(len(alive))
-        for worker in alive:
-            try:
-                self.agent.caller.asynchronous(worker.name, fence, (token,), None, _SETTLE)
-            except NbdistError:
-                waiting.pass_one()
-        waiting.all_came.wait(_SETTLE)
-        del self._fences[token]
-        self._thread.run(_soon(origin.finish)).result()
 
-    def _on_fence(self, content: Mapping[str, Any]) -> None:
-        waiting = self._fences.get(content["token"])
-        if waiting is not None:
-            waiting.pass_one()
+        def ask(worker: str, token: str) -> bool:
+            try:
+                self.agent.caller.asynchronous(worker, fence, (token,), None, _SETTLE)
+            except NbdistError:
+                return False
+            return True
+
+        self._router.settle(origin, [worker for worker in self.workers if worker.alive], ask)
 
     def complete(self, worker: Worker, code: str, cursor: int, patience: float) -> tuple[list[str], int, int] | None:
         """What a worker's kernel would complete, and from where to where; None if it does not say so in time."""
@@ -626,10 +441,6 @@ class Cluster:
                 raise lost_error(worker)
 
 
-async def _soon(action: Callable[[], None]) -> None:
-    action()
-
-
 def _is_single(targets: Targets, count: int) -> bool:
     """Whether one worker was meant, rather than several that happen to be one."""
     if isinstance(targets, int):
@@ -642,9 +453,3 @@ def _arranger(workers: Sequence[Worker], sink: Any, *, grouped: bool) -> Arrange
     if len(names) == 1:
         return Straight()
     return Grouped(names) if grouped or not sink.interactive else Live(names)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

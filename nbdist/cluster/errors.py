@@ -19,6 +19,11 @@ from nbdist.errors import NbdistError
 __all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "make_error"]
 
 _SHOWN = 4
+_NOT_AS_THEMSELVES = (
+    StopIteration,  # becomes another error where it leaves a coroutine, such as the one that awaits a cell
+    StopAsyncIteration,
+    SyntaxError,  # is shown by IPython in a way of its own
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -131,8 +136,7 @@ def _class_for(name: str) -> type[CellError]:
     if name == "CellError":
         return CellError
     own = getattr(nbdist.errors, name, None) or getattr(builtins, name, None)
-    # A StopIteration that leaves a generator or a coroutine, such as the one that awaits a cell, becomes another error.
-    if isinstance(own, type) and issubclass(own, Exception) and not issubclass(own, StopIteration | StopAsyncIteration):
+    if isinstance(own, type) and issubclass(own, Exception) and not issubclass(own, _NOT_AS_THEMSELVES):
         try:
             made = type(name, (CellError, own), {})
             made("")

@@ -17,7 +17,7 @@ from jupyter_client.session import json_packer, json_unpacker
 
 from nbdist.errors import ProtocolError
 
-__all__ = ["decode", "encode", "new_header", "pack", "unpack"]
+__all__ = ["decode", "encode", "new_header", "new_id", "pack", "unpack"]
 
 _DELIMITER = b"<IDS|MSG>"
 _VERSION = "5.4"
@@ -42,10 +42,15 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
         return json_unpacker(bytes(data))
 
 
-def new_header(kind: str, session: str) -> dict[str, Any]:
+def new_id() -> str:
+    """An id for a message."""
+    return uuid.uuid4().hex
+
+
+def new_header(kind: str, session: str, id: str | None = None) -> dict[str, Any]:
     """The header of a message that has not been sent before."""
     return {
-        "msg_id": uuid.uuid4().hex,
+        "msg_id": id or new_id(),
         "msg_type": kind,
         "username": "nbdist",
         "session": session,

@@ -95,9 +95,12 @@ class Kernel:
         self._replies: dict[str, asyncio.Future[Message]] = {}
         self._sockets: dict[str, Any] = {}
         self._heard = asyncio.Event()
+        self._closed: str | None = None
 
     async def open(self) -> None:
         """Connect, and wait until the kernel answers and its output reaches us."""
+        if self._closed is not None:
+            raise WorkerLost(self._closed)
         client: Any = KernelClient() if self._thread.context is None else KernelClient(context=self._thread.context)
         if self._thread.context is None:
             self._thread.context = client.context
@@ -118,6 +121,7 @@ class Kernel:
 
     def close(self, why: str) -> None:
         """Disconnect; requests without a reply fail."""
+        self._closed = why
         sockets, self._sockets = self._sockets, {}
         for socket in sockets.values():
             self._thread.loop.remove_reader(socket.FD)
@@ -137,9 +141,12 @@ class Kernel:
         metadata: Mapping[str, Any] | bytes = b"{}",
         buffers: Sequence[Any] = (),
         parent: Message | None = None,
+        id: str | None = None,
     ) -> str:
         """Send a message; its id. Who sends the same to many has packed it."""
-        header = new_header(kind, self._session)
+        if self._closed is not None:
+            raise WorkerLost(self._closed)
+        header = new_header(kind, self._session, id)
         frames = encode(
             self._key,
             header,
@@ -148,10 +155,8 @@ class Kernel:
             metadata=metadata if isinstance(metadata, bytes) else pack(metadata),
             buffers=buffers,
         )
-        socket = self._sockets.get(channel)
-        if socket is not None:
-            socket.send_multipart(frames)
-            self._thread.loop.call_soon(self._drain, channel)  # sending may have taken the sign that there is news
+        self._sockets[channel].send_multipart(frames)
+        self._thread.loop.call_soon(self._drain, channel)  # sending may have taken the sign that there is news
         return str(header["msg_id"])
 
     def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:

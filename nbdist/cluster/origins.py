@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from nbdist.cluster.arrange import Arranger, Grouped, Live, Published
-from nbdist.cluster.kernels import Message
+from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.sinks import Sink, current_sink
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
 
 __all__ = ["Origin", "Origins"]
 
@@ -22,10 +20,9 @@ _REMEMBERED = 500
 class Origin:
     """One cell of the notebook, as far as it called functions elsewhere."""
 
-    def __init__(self, cluster: Cluster, sink: Sink) -> None:
-        self._thread = cluster.kernel_thread
+    def __init__(self, thread: KernelThread, names: Sequence[str], sink: Sink) -> None:
+        self._thread = thread
         self.sink = sink
-        names = cluster.names
         self._arranger: Arranger = Live(names) if sink.interactive else Grouped(names)
         for name in names:
             self._arranger.ended(name, time.monotonic())  # nobody waits for others to say the same
@@ -61,8 +58,9 @@ class Origin:
 class Origins:
     """The cells of the notebook that have called functions elsewhere."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
+        self._thread = thread
+        self._names = names
         self._known: OrderedDict[str, Origin] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -71,7 +69,7 @@ class Origins:
         sink = current_sink()
         if sink.id not in self._known:
             with self._lock:
-                self._known[sink.id] = Origin(self._cluster, sink)
+                self._known[sink.id] = Origin(self._thread, self._names, sink)
                 if len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
         return sink.id

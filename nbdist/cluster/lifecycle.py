@@ -1,0 +1,216 @@
+"""How the workers of a cluster come up, form their process group, and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from nbdist.cluster.kernels import KernelThread, Message
+from nbdist.cluster.launchers import Launcher, find_launcher
+from nbdist.cluster.setup import WorkerSetup
+from nbdist.cluster.spec import Spec
+from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
+
+__all__ = ["Lifecycle"]
+
+_dist: Any = torch.distributed
+
+_LAST_OUTPUT = 0.03
+"""Seconds for what a worker said before its end to come."""
+
+_GOODBYE = 1.0
+_POLL = 0.005
+
+
+class Lifecycle:
+    """Starts, restarts and ends the workers of one cluster."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        backend: str,
+        workers: Sequence[Worker],
+        folder: Path,
+        thread: KernelThread,
+        listener: Callable[[Worker, str, Message], None],
+        reached: Callable[[str, str], None],
+    ) -> None:
+        self._spec = spec
+        self._backend = backend
+        self._workers = workers
+        self._folder = folder
+        self._thread = thread
+        self._listener = listener
+        self._reached_step = reached
+        self._generation = 0
+        self._begun: dict[str, Future[int]] = {}
+        self.launcher: Launcher = find_launcher(spec.launcher)(folder, spec.count, self._on_end)
+        # The store is here, and not in rank 0 as usual, so that any worker may die and come back.
+        self._store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._master_port = _free_port()
+
+    @property
+    def meeting(self) -> str:
+        """The ``init_method`` of the RPC world."""
+        return f"file://{self._folder}/members"
+
+    # -- up -----------------------------------------------------------------------------------
+
+    def launch(self, workers: Sequence[Worker]) -> None:
+        """Have processes made; `bring_up` sees them through."""
+        self._begun = {worker.name: self._launch(worker) for worker in workers}
+
+    def _launch(self, worker: Worker) -> Future[int]:
+        worker.prepare(self._thread, self._folder, self._listener)
+        setup = WorkerSetup(
+            name=worker.name,
+            id=worker.id,
+            rank=worker.rank,
+            world_size=self._spec.count,
+            connection_file=str(worker.connection_file(self._folder)),
+            folder=str(self._folder),
+            meeting=self.meeting,
+            store_port=self._store.port,
+            master_port=self._master_port,
+            backend=self._backend,
+            gpu=worker.gpu,
+            device=worker.device,
+            seed=self._spec.seed,
+        )
+        return self.launcher.start(setup, self._environment(worker))
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.pop("JPY_PARENT_PID", None)  # the worker's parent is another
+        environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+        if worker.gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._spec.visible_gpus(worker.gpu)
+        return environment
+
+    def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
+        """See launched workers through their steps; all of the cluster's form their process group too."""
+
+        async def reach(worker: Worker) -> None:
+            worker.pid = await asyncio.wrap_future(self._begun.pop(worker.name))
+            self._reached(worker, "process")
+            assert worker.kernel is not None
+            await worker.kernel.open()
+            self._reached(worker, "kernel")
+            await worker.call("join()")
+            self._reached(worker, "rpc")
+
+        async def all_steps() -> None:
+            await first_error([asyncio.create_task(reach(worker)) for worker in workers])
+            if len(workers) == len(self._workers):
+                await self._form_group()
+            for worker in workers:
+                self._reached(worker, "ready")
+
+        self._in_time(all_steps(), deadline)
+
+    def form_group(self, deadline: float) -> None:
+        """Form the process group of all workers anew."""
+        self._in_time(self._form_group(), deadline)
+
+    async def _form_group(self) -> None:
+        if self._backend == "none":
+            return
+        self._generation += 1
+
+        async def form(worker: Worker) -> None:
+            if not worker.alive:
+                raise lost_error(worker)
+            await worker.call(f"group({self._generation})")
+            if worker.step != "ready":
+                self._reached(worker, "process group")
+
+        await first_error([asyncio.create_task(form(worker)) for worker in self._workers])
+
+    def _reached(self, worker: Worker, step: str) -> None:
+        worker.step = step
+        with contextlib.suppress(Exception):  # a view must not keep a cluster from starting
+            self._reached_step(worker.name, step)
+
+    def _in_time(self, work: Coroutine[Any, Any, None], deadline: float) -> None:
+        """Have the kernel thread do this; name who is late."""
+
+        async def limited() -> None:
+            await asyncio.wait_for(work, max(0.0, deadline - time.monotonic()))
+
+        running = self._thread.run(limited())
+        try:
+            running.result()
+        except KeyboardInterrupt:
+            running.cancel()
+            raise
+        except TimeoutError:
+            late = [f"{w.name} ({w.lost or f'has reached: {w.step}'})" for w in self._workers if w.step != "ready"]
+            who = ", ".join(late) or "the process group did not form"
+            raise StartError(f"not all workers were ready within {self._spec.timeout:g} s: {who}") from None
+
+    # -- down ---------------------------------------------------------------------------------
+
+    def kill(self, workers: Sequence[Worker], is_member: Callable[[str], bool]) -> None:
+        """Kill workers, and wait until they are gone, also from the RPC world."""
+
+        async def kill() -> None:
+            for worker in workers:
+                if worker.lost is None:
+                    self.launcher.signal(worker.name, signal.SIGKILL)
+                    worker.lose("was restarted")
+            while not all(worker.ended.is_set() for worker in workers):
+                await asyncio.sleep(_POLL)
+            while any(is_member(worker.name) for worker in workers):
+                await asyncio.sleep(_POLL)  # RPC learns of it by itself
+
+        self._thread.run(kill()).result()
+
+    def say_goodbye(self) -> None:
+        """Let idle kernels end by themselves, so that what their users registered for that runs."""
+
+        async def ask() -> None:
+            asked = [worker for worker in self._workers if worker.alive and not worker.cells]
+            for worker in asked:
+                assert worker.kernel is not None
+                worker.kernel.send("shutdown_request", {"restart": False}, channel="control")
+            deadline = time.monotonic() + _GOODBYE
+            while any(worker.alive for worker in asked) and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL)
+
+        with contextlib.suppress(Exception):
+            self._thread.run(ask()).result(2 * _GOODBYE)
+
+    def close(self) -> None:
+        """Kill all that lives; nothing is left."""
+        self.launcher.close()
+        for worker in self._workers:
+            worker.step = "ended"
+        self._thread.soon(self._lose_all)
+        self._store = None
+
+    def _lose_all(self) -> None:
+        for worker in self._workers:
+            worker.lose("has been shut down with its cluster")
+
+    def _on_end(self, name: str, code: int) -> None:
+        self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT, self._ended, name, code)
+
+    def _ended(self, name: str, code: int) -> None:
+        worker = next(worker for worker in self._workers if worker.name == name)
+        worker.end(code, self.launcher.last_words(name))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,103 @@
+"""Brings what workers' kernels say to the cell that caused it, also after that cell has ended."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from nbdist.cluster.cells import Cell
+from nbdist.cluster.comms import Comms
+from nbdist.cluster.kernels import KernelThread, Message
+from nbdist.cluster.origins import Origin, Origins
+from nbdist.cluster.worker_output import FENCE, NAMES
+from nbdist.cluster.workers import Worker
+
+__all__ = ["Router"]
+
+_REMEMBERED = 2000
+"""How many cells are remembered for what still comes from them."""
+
+_SETTLE = 1.0
+
+
+class Router:
+    """Knows to which cell a message belongs. Of the kernel thread, but for `settle`."""
+
+    def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
+        self.origins = Origins(thread, names)
+        self.comms = Comms(thread)
+        self._thread = thread
+        self._cells: OrderedDict[str, Cell] = OrderedDict()
+        self._fences: dict[str, _Fence] = {}
+
+    def expect(self, id: str, cell: Cell) -> None:
+        """What comes for a request of that id belongs to this cell."""
+        self._cells[id] = cell
+        while len(self._cells) > _REMEMBERED and next(iter(self._cells.values())).done:
+            self._cells.popitem(last=False)
+
+    def on_message(self, worker: Worker, channel: str, message: Message) -> None:
+        """A kernel says something that is no awaited reply."""
+        if channel == "iopub":
+            self._on_output(worker, message)
+            return
+        cell = self._cells.get(message["parent_header"].get("msg_id", ""))
+        if cell is not None and channel == "shell":
+            cell.on_reply(worker.name, message["content"])
+        elif cell is not None and channel == "stdin":
+            cell.on_input(worker.name, message)
+
+    def _on_output(self, worker: Worker, message: Message) -> None:
+        kind, content = message["msg_type"], message["content"]
+        if kind == FENCE:
+            if (fence := self._fences.get(content["token"])) is not None:
+                fence.pass_one()
+            return
+        if kind == NAMES:
+            worker.names = content["names"]
+            return
+        if kind == "stream" and content["name"] == "stderr":
+            worker.remember_stderr(content["text"])
+        if kind.startswith("comm_"):
+            self.comms.from_worker(worker, message)
+        id = message["parent_header"].get("msg_id", "")
+        found = self._cells.get(id) or self.origins.find(id) or self.comms.find(message)
+        if found is not None:
+            found.on_output(worker.name, message)
+
+    # -- at the end of a cell -----------------------------------------------------------------
+
+    def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool]) -> None:
+        """Wait until all that was put out for a cell of the notebook has come, and show it.
+
+        ``ask(worker, token)`` has a worker answer behind its output so far; whether it could be asked.
+        """
+        token = os.urandom(8).hex()
+        self._fences[token] = fence = _Fence(len(workers))
+        for worker in workers:
+            if not ask(worker.name, token):
+                fence.pass_one()
+        fence.all_passed.wait(_SETTLE)
+        del self._fences[token]
+
+        async def finish() -> None:
+            origin.finish()
+
+        self._thread.run(finish()).result()
+
+
+class _Fence:
+    """Opens when so many have passed it."""
+
+    def __init__(self, awaited: int) -> None:
+        self.all_passed = threading.Event()
+        self._awaited = awaited
+        self._lock = threading.Lock()
+
+    def pass_one(self) -> None:
+        with self._lock:
+            self._awaited -= 1
+            if self._awaited <= 0:
+                self.all_passed.set()

@@ -1,0 +1,98 @@
+"""The oldest ipykernel that is supported: notebook and workers run on it, whatever is installed otherwise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from frontend import Notebook
+
+OLDEST = "ipykernel==7.3.0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder that has it, for PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("ipykernel")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), OLDEST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    if done.returncode:
+        pytest.skip(f"{OLDEST} cannot be had: {done.stderr.strip()[-200:]}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def old(folder):
+    with Notebook(env={"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}) as notebook:
+        notebook.run("%dist_init -n 2 -t 60")
+        yield notebook
+        assert "0 processes left" in notebook.run("%dist_shutdown").stdout
+
+
+def test_it_is_the_one_that_runs(old):
+    assert old.run("import ipykernel; ipykernel.__version__").result == "'7.3.0'"
+    assert old.run("%remote all __import__('ipykernel').__version__").result == "['7.3.0', '7.3.0']"
+
+
+def test_cells_calls_and_errors(old):
+    assert old.run("%%remote\nprint('x'); print(rank)").stdout == "[worker0,1] x\n[worker0] 0\n[worker1] 1\n"
+    cell = old.run("%%remote 1\n1/0", check=False)
+    number = cell.of("execute_input")[0]["execution_count"]
+    assert f"In[{number}] on worker1" in cell.traceback
+    old.run("def speak(word):\n    print('said', word)\n    return word")
+    cell = old.run("rpc.rpc_sync('worker1', speak, args=('hello',))")
+    old.until(lambda: cell.stdout)
+    assert cell.stdout == "[worker1] said hello\n"
+    assert old.run("%%remote\nt = torch.ones(1); dist.all_reduce(t); t.item()").stdout == "[worker0,1] 2.0\n"
+    assert old.run("%remote 1 rank").result == "1"
+
+
+def test_output_after_the_cell_input_and_completion(old):
+    cell = old.run("%%remote 1 -a\nimport time\ntime.sleep(0.3)\nprint('late')")
+    old.until(lambda: "late" in cell.stdout)
+    old.run("_.wait()")
+    old.answers.append(lambda content: "bob" if content["prompt"] == "name? " else "")
+    assert old.run("%%remote 1\ninput('name? ')").result == "'bob'"
+    assert "rank" in old.complete("%%remote 1\nran")["matches"]
+
+
+def test_interrupts(old):
+    for target, name in (("", "worker0,1"), (" 0", "worker0")):
+        cell = old.send(f"%%remote{target}\nimport time; print('started', flush=True); time.sleep(600)")
+        old.until(lambda cell=cell: "started" in cell.stdout)
+        old.interrupt()
+        old.finish(cell)
+        assert cell.error["ename"] == "KeyboardInterrupt"
+        assert f"on {name}" in cell.traceback
+    assert old.run("%%remote\nprint(1)").stdout == "[worker0,1] 1\n"
+
+
+def test_widgets_both_ways(old):
+    pytest.importorskip("ipywidgets")
+    cell = old.run(
+        "%%remote 0\nimport ipywidgets\nslider = ipywidgets.IntSlider()\nseen = []\n"
+        "slider.observe(lambda change: seen.append(change['new']), 'value')\nslider"
+    )
+    opened = [
+        content for content in cell.of("comm_open") if content["data"]["state"].get("_model_name") == "IntSliderModel"
+    ]
+    data = {"method": "update", "state": {"value": 7}, "buffer_paths": []}
+    message = old.client.session.msg("comm_msg", {"comm_id": opened[0]["comm_id"], "data": data})
+    old.client.shell_channel.send(message)
+    assert old.run("%remote 0 (slider.value, seen)").result == "(7, [7])"
+
+
+def test_a_death_and_a_return(old):
+    cell = old.run("%%remote 1\nimport os; os._exit(3)", check=False)
+    assert "worker1 exited with code 3" in cell.error["evalue"]
+    old.run("%dist_restart -p")
+    assert old.run("%%remote\nt = torch.ones(1); dist.all_reduce(t); t.item()").stdout == "[worker0,1] 2.0\n"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_all_the_rest_runs_on_it_too(folder):
+    environment = {**os.environ, "NBDIST_TEST_KERNEL_PATH": str(folder)}
+    tests = os.path.dirname(__file__)
+    command = [sys.executable, "-m", "pytest", tests, os.path.join(os.path.dirname(tests), "magics")]
+    assert subprocess.run(command, env=environment, timeout=3500).returncode == 0
