@@ -65,8 +65,8 @@ os.register_at_fork(after_in_child=_after_fork)
 class _Directory:
     """An agent's own directory; a lock says that its agent lives."""
 
-    def __init__(self, label: str) -> None:
-        self.path = runtime_directory() / label
+    def __init__(self, base: Path, label: str) -> None:
+        self.path = base / label
         draft = self.path.with_name(f"new-{label}")  # nobody may find it before it is locked
         draft.mkdir(mode=0o700)
         self._lock: IO[bytes] = (draft / "lock").open("wb")
@@ -122,7 +122,9 @@ class ZmqChannel:
         local: bool = True,
         host: str | None = None,
         max_message: int = MAX_MESSAGE,
+        directory: Path | None = None,
     ) -> None:
+        """``directory``: where the channel's own shall be, of which somebody takes care; else the user's own."""
         self._secret = secret
         self._local = local
         self._max_message = max_message
@@ -139,10 +141,11 @@ class ZmqChannel:
             self._prepare(self._inbox)
             self._addresses: list[str] = []
             if local:
-                sweep()
-                directory = _Directory(f"agent-{label}")
-                undo.callback(directory.remove)
-                self._bind(f"ipc://{directory.path}/in")
+                if directory is None:
+                    sweep()
+                own = _Directory(directory or runtime_directory(), f"agent-{label}")
+                undo.callback(own.remove)
+                self._bind(f"ipc://{own.path}/in")
             if host is not None:
                 undo.enter_context(self._authenticator())
                 # From here on; what is bound already, the ipc file, is guarded by its directory instead.

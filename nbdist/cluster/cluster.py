@@ -16,7 +16,6 @@ from nbdist.channel.liveness import is_alive, started_at
 from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Grouped, Live, Straight
 from nbdist.cluster.cells import Cell
-from nbdist.cluster.folder import make_folder
 from nbdist.cluster.interrupting import interrupt_cell
 from nbdist.cluster.jupyter_wire import pack
 from nbdist.cluster.kernels import KernelThread, Message
@@ -113,7 +112,7 @@ class Cluster:
     @property
     def folder(self) -> str:
         """The run directory."""
-        return str(self._folder)
+        return str(self._lives.folder)
 
     def find(self, name: str) -> Worker:
         """The worker of that name."""
@@ -166,12 +165,10 @@ class Cluster:
         deadline = time.monotonic() + self.spec.timeout
         self._thread = KernelThread()
         self._router = Router(self._thread, self.names)
-        self._folder = make_folder()
         self._lives = Lifecycle(
             self.spec,
             self.backend,
             self.workers,
-            self._folder,
             self._thread,
             self._router.on_message,
             lambda worker, step: self.progress(worker, step) if self.progress is not None else None,
@@ -180,7 +177,7 @@ class Cluster:
         # All that is to be done here is done while the zygote imports torch.
         id = 0 if self.spec.driver is not None else self.spec.count
         options = RpcBackendOptions(init_method=self._lives.meeting)
-        self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=True)
+        self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder)
         self.agent.explain_end = self._explain_end
         self.agent.origin = self._router.origins.current
         failures.on_text(labels.rename_frames)

@@ -19,7 +19,7 @@ __all__ = ["make_folder"]
 _LONGEST = 107
 """Bytes of a unix socket's path."""
 
-_SOCKET = "/worker100-99-5"
+_SOCKET = "/agent-1234567-0123456789abcdef/in"
 
 
 def make_folder() -> Path:

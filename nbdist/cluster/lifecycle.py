@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch.distributed
@@ -40,7 +39,6 @@ class Lifecycle:
         spec: Spec,
         backend: str,
         workers: Sequence[Worker],
-        folder: Path,
         thread: KernelThread,
         listener: Callable[[Worker, str, Message], None],
         reached: Callable[[str, str], None],
@@ -48,13 +46,13 @@ class Lifecycle:
         self._spec = spec
         self._backend = backend
         self._workers = workers
-        self._folder = folder
         self._thread = thread
         self._listener = listener
         self._reached_step = reached
         self._generation = 0
         self._begun: dict[str, Future[int]] = {}
-        self.launcher: Launcher = find_launcher(spec.launcher)(folder, spec.count, self._on_end)
+        self.launcher: Launcher = find_launcher(spec.launcher)(spec.count, self._on_end)
+        self.folder = self.launcher.folder
         # The store is here, and not in rank 0 as usual, so that any worker may die and come back.
         self._store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._master_port = _free_port()
@@ -62,7 +60,7 @@ class Lifecycle:
     @property
     def meeting(self) -> str:
         """The ``init_method`` of the RPC world."""
-        return f"file://{self._folder}/members"
+        return f"file://{self.folder}/members"
 
     # -- up -----------------------------------------------------------------------------------
 
@@ -71,14 +69,14 @@ class Lifecycle:
         self._begun = {worker.name: self._launch(worker) for worker in workers}
 
     def _launch(self, worker: Worker) -> Future[int]:
-        worker.prepare(self._thread, self._folder, self._listener)
+        worker.prepare(self._thread, self.folder, self._listener)
         setup = WorkerSetup(
             name=worker.name,
             id=worker.id,
             rank=worker.rank,
             world_size=self._spec.count,
-            connection_file=str(worker.connection_file(self._folder)),
-            folder=str(self._folder),
+            connection_file=str(worker.connection_file(self.folder)),
+            folder=str(self.folder),
             meeting=self.meeting,
             store_port=self._store.port,
             master_port=self._master_port,

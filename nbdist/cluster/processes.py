@@ -44,8 +44,9 @@ class Processes:
         fork: bool = True,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._folder = folder
-        self._on_end = on_end
+        self.folder = folder
+        self.on_end = on_end
+        self.owner = os.getpid()
         self._lock = threading.Lock()
         self._starting: dict[str, Future[int]] = {}
         self._living: dict[str, int] = {}
@@ -99,7 +100,7 @@ class Processes:
 
     def log(self, name: str) -> Path:
         """The file with what a worker wrote where nobody captured it."""
-        return self._folder / f"{name}.log"
+        return self.folder / f"{name}.log"
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker, if it lives."""
@@ -116,6 +117,11 @@ class Processes:
         """The zygote's own."""
         return self._process.pid
 
+    @property
+    def usable(self) -> bool:
+        """Whether workers can be started."""
+        return not self._closing and self._process.poll() is None
+
     def close(self, timeout: float = 10.0) -> None:
         """Kill all workers and what they started, and wait until nothing is left."""
         with self._lock:
@@ -130,7 +136,7 @@ class Processes:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         self._line.socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- what the zygote says -----------------------------------------------------------------
 
@@ -159,7 +165,7 @@ class Processes:
         else:
             with self._lock:
                 self._living.pop(event.name, None)
-            self._on_end(event.name, event.code)
+            self.on_end(event.name, event.code)
 
     def _zygote_ended(self) -> None:
         """The kernel has killed the workers with it."""
@@ -169,7 +175,7 @@ class Processes:
             living, self._living = self._living, {}
             starting, self._starting = self._starting, {}
         with contextlib.suppress(OSError):
-            said = (self._folder / "zygote.log").read_text(errors="replace").strip()
+            said = (self.folder / "zygote.log").read_text(errors="replace").strip()
         error = WorkerLost(f"the process that starts workers has ended{': ' + said[-2000:] if said else ''}")
         if not self._ready.done():
             self._ready.set_exception(error)
@@ -177,7 +183,7 @@ class Processes:
             if future.set_running_or_notify_cancel():  # nobody may wait any more
                 future.set_exception(error)
         for name in living:
-            self._on_end(name, -signal.SIGKILL)
+            self.on_end(name, -signal.SIGKILL)
 
 
 def describe_exit(code: int) -> str:

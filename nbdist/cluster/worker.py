@@ -15,9 +15,11 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.cluster import collectives
+from nbdist.cluster.last_words import guard_streams, hand_over
 from nbdist.cluster.setup import WorkerSetup
 from nbdist.errors import UsageError
 
@@ -52,6 +54,7 @@ def main(told: str) -> None:
     _write_where_asked(_setup)
     from ipykernel.kernelapp import IPKernelApp
 
+    guard_streams()
     app = IPKernelApp.instance()
     app.initialize(
         [
@@ -64,6 +67,7 @@ def main(told: str) -> None:
         ]
     )
     app.log.setLevel(logging.WARNING)  # else every message is formatted for a handler that drops it
+    hand_over()
     with contextlib.suppress(OSError):
         os.ftruncate(log, 0)  # how to connect other clients, and the like
     atexit.register(_leave)  # runs behind what the user registers, before what the kernel has
@@ -113,6 +117,9 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbdist.cluster import labels, worker_output
 
     told = setup()
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if threads.isdecimal():
+        torch.set_num_threads(int(threads))  # the zygote, whose torch this is, was told another number
     device = torch.device(told.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -158,7 +165,11 @@ def join() -> None:
 
     told = setup()
     agent = initialize(
-        told.name, told.id, None, RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0), hosted=True
+        told.name,
+        told.id,
+        None,
+        RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0),
+        hosted=Path(told.folder),
     )
     agent.stopping.patience = _PATIENCE
     worker_output.follow(agent)

@@ -24,13 +24,29 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["Ended", "Failed", "Line", "Ready", "Setup", "Signal", "Start", "Started", "main", "spawned"]
+__all__ = [
+    "Ended",
+    "Failed",
+    "Line",
+    "Ready",
+    "Setup",
+    "Signal",
+    "Start",
+    "Started",
+    "leave_last_words",
+    "main",
+    "spawned",
+]
 
 _PDEATHSIG, _SUBREAPER = 1, 36
+LAST_WORDS = "NBDIST_LAST_WORDS"
+"""Names, to a worker, the file by which it hands over what it may leave unread."""
+
 _SPAWN = "from nbdist.cluster.zygote import spawned; spawned()"
 
 
@@ -151,6 +167,7 @@ class _Zygote:
         self._line = Line(socket.socket(fileno=setup.line))
         self._line.socket.set_inheritable(False)
         self._workers: dict[int, str] = {}
+        self._unread: dict[int, tuple[socket.socket, str]] = {}
         self._forks = False
         self._wakeup, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._owner = _open_process(setup.owner)
@@ -230,19 +247,25 @@ class _Zygote:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        ours, theirs = socket.socketpair()
+        start.environment[LAST_WORDS] = str(theirs.fileno())
         try:
-            pid = os.fork() if self._forks else self._spawn(start)
+            pid = os.fork() if self._forks else self._spawn(start, theirs.fileno())
         except OSError as error:
             self._line.send(Failed(start.name, str(error)))
             return False
         if pid == 0:
             try:
+                ours.close()
+                theirs.detach()
                 self._settle_in(start, parent)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
             return True
+        theirs.close()
         self._workers[pid] = start.name
+        self._unread[pid] = ours, start.log
         self._line.send(Started(start.name, pid))
         return False
 
@@ -258,6 +281,8 @@ class _Zygote:
                 os.close(file)
         self._line.socket.close()
         self._workers.clear()
+        for other, _ in self._unread.values():
+            other.close()
         log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         for file, standard in ((null, 0), (log, 1), (log, 2)):
@@ -269,7 +294,7 @@ class _Zygote:
         _reseed()
 
     @staticmethod
-    def _spawn(start: Start) -> int:
+    def _spawn(start: Start, inherited: int) -> int:
         boot = f"import sys; sys.path[:] = {start.path!r}; {_SPAWN}"
         with open(start.log, "ab") as log:
             process = subprocess.Popen(
@@ -278,6 +303,7 @@ class _Zygote:
                 stdout=log,
                 stderr=log,
                 env=start.environment,
+                pass_fds=[inherited],
                 start_new_session=True,
             )
         assert process.stdin is not None
@@ -307,6 +333,7 @@ class _Zygote:
             _, status = os.waitpid(found.si_pid, 0)
             name = self._workers.pop(found.si_pid, None)
             if name is not None:
+                _read_last_words(*self._unread.pop(found.si_pid))
                 self._line.send(Ended(name, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> None:
@@ -321,6 +348,28 @@ class _Zygote:
                 os.waitpid(-1, 0)
         shutil.rmtree(self._setup.folder, ignore_errors=True)
         os._exit(0)  # nothing else is left to do, and taking down every module takes long
+
+
+def leave_last_words(streams: Sequence[int]) -> None:
+    """In a worker: let the zygote read what is still in these pipes should the worker die before it has read it.
+
+    They lie in a message that the zygote takes only then; meanwhile nobody but the worker reads them.
+    """
+    number = os.environ.pop(LAST_WORDS, None)
+    if number is not None:
+        with socket.socket(fileno=int(number)) as line:
+            socket.send_fds(line, [b"!"], list(streams))
+
+
+def _read_last_words(line: socket.socket, log: str) -> None:
+    with line, contextlib.suppress(OSError), open(log, "ab") as file:
+        line.setblocking(False)
+        _, pipes, _, _ = socket.recv_fds(line, 1, 4)
+        for pipe in pipes:
+            os.set_blocking(pipe, False)
+            with contextlib.suppress(BlockingIOError), open(pipe, "rb", buffering=0) as left:
+                while data := left.read(1 << 16):
+                    file.write(data)
 
 
 def _open_process(pid: int) -> int:

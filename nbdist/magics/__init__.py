@@ -12,6 +12,9 @@ __all__ = ["load", "unload"]
 
 def load(shell: InteractiveShell) -> None:
     """Add the magics to a shell."""
+    from nbdist.cluster.launchers.local import prepare
+
+    prepare()  # first: it imports torch beside us
     from nbdist.magics.commands import DistMagics
     from nbdist.magics.session import Session
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import labels
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.launchers.local import discard
 from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter
 
@@ -51,6 +52,7 @@ class Session:
         """Undo what was done to the shell, and end the cluster."""
         if Cluster.current is not None:
             Cluster.current.shutdown()
+        discard()
         self._shell.input_transformers_cleanup.remove(self._transform)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._completer.remove()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from nbdist.channel.contract import Channel
@@ -106,21 +107,21 @@ def initialize(
     *,
     store: Any = None,
     wrap: Callable[[Channel], Channel] | None = None,
-    hosted: bool = False,
+    hosted: Path | None = None,
 ) -> Agent:
     """Start the agent of this process; see `nbdist.rpc.world.start_agent`.
 
-    One that is ``hosted`` belongs to a cluster: the user's `init_rpc` and `shutdown` leave it running, and Ctrl-C
-    in a wait stops the work that was waited for.
+    One that is ``hosted`` belongs to a cluster, whose run directory that is: the user's `init_rpc` and `shutdown`
+    leave it running, and Ctrl-C in a wait stops the work that was waited for.
     """
     global _agent, _interrupts
     with _lock:
         if _agent is not None and not _agent.closed:
             raise UsageError(f"RPC is already initialized in this process, as {_agent.me.name!r}")
-        agent = start_agent(name, rank, world_size, options, store=store, wrap=wrap)
+        agent = start_agent(name, rank, world_size, options, store=store, wrap=wrap, directory=hosted)
         _agent = agent
-        agent.hosted = hosted
-        if hosted:
+        agent.hosted = hosted is not None
+        if agent.hosted:
             set_interrupt_hook(agent.stopping.on_interrupt)
             agent.at_close(lambda: set_interrupt_hook(None))
         _interrupts = InterruptWatch.start(lambda: _give_up(agent))

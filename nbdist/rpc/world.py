@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nbdist.channel.contract import Channel
@@ -34,11 +35,12 @@ def start_agent(
     *,
     store: Any = None,
     wrap: Callable[[Channel], Channel] | None = None,
+    directory: Path | None = None,
 ) -> Agent:
     """An agent that is a member of its world.
 
     ``store`` is used instead of opening one by ``options.init_method``; ``wrap`` puts something around the
-    agent's channel, such as faults.
+    agent's channel, such as faults; its files are in ``directory`` rather than in the user's own.
     """
     timeout = options.rpc_timeout or _NO_TIMEOUT
     deadline = time.monotonic() + timeout
@@ -54,7 +56,7 @@ def start_agent(
     incarnation = new_incarnation()
     with contextlib.ExitStack() as undo:
         channel: Channel = ZmqChannel(
-            f"{os.getpid()}-{incarnation:x}", secret, host=host, max_message=options.max_message
+            f"{os.getpid()}-{incarnation:x}", secret, host=host, max_message=options.max_message, directory=directory
         )
         undo.callback(channel.close)
         if wrap is not None:

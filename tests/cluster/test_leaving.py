@@ -72,6 +72,31 @@ def test_a_notebook_killed_while_workers_start_leaves_nothing(after):
         notebook.kill()
 
 
+def test_a_notebook_killed_before_it_had_a_cluster_leaves_nothing():
+    before = traces()
+    notebook = Notebook()
+    try:
+        processes = family(notebook.pid)
+        assert len(processes) >= 2  # the extension has a process import what workers will need
+        os.kill(notebook.pid, signal.SIGKILL)
+        assert_gone(processes, before)
+    finally:
+        notebook.kill()
+
+
+def test_an_unloaded_extension_leaves_nothing():
+    before = traces()
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 1 --backend none")
+        processes = family(notebook.pid)[1:]
+        notebook.run("%unload_ext nbdist")
+        assert_gone(processes, before)
+        assert notebook.run("%dist_status", check=False).result is None
+        notebook.run("%load_ext nbdist")
+        notebook.run("%dist_init -n 1 --backend none")
+        assert notebook.run("%%remote\nprint(1)").stdout == "1\n"
+
+
 def test_a_restarted_kernel_leaves_nothing_and_can_start_anew():
     before = traces()
     with Notebook() as notebook:

@@ -23,12 +23,17 @@ GROUP = "nbdist.launchers"
 class Launcher(Protocol):
     """Starts the workers of one cluster. Thread-safe."""
 
-    def __init__(self, folder: Path, count: int, on_end: Callable[[str, int], None]) -> None:
-        """Get ready to start ``count`` workers, whose files are in ``folder``.
+    def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
+        """Get ready to start ``count`` workers.
 
         ``on_end(name, exit code)`` is to be called once for every worker that ends, with minus the number of the
         signal that killed it, if one did.
         """
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The run directory of the cluster: this user's alone, and removed at the end."""
         ...
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:

@@ -1,4 +1,8 @@
-"""Workers as processes of this host, forked from a zygote that has imported what they need."""
+"""Workers as processes of this host, forked from a zygote that has imported what they need.
+
+Importing torch is most of the time that a cluster takes to start. So the extension has a zygote begin with that as
+soon as it is loaded, while the notebook itself imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,71 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
+from nbdist.cluster.folder import make_folder
 from nbdist.cluster.processes import Processes
 from nbdist.cluster.setup import WorkerSetup
 
-__all__ = ["LocalLauncher"]
+__all__ = ["LocalLauncher", "discard", "prepare"]
 
 _ENTRY = "nbdist.cluster.worker:main"
-_PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "numpy",
-    "nbdist.rpc",
-    "nbdist.cluster.worker_imports",
-)
+_PRELOAD = ("torch", "torch.distributed", "numpy", "nbdist.rpc", "nbdist.cluster.worker_imports")
 _WORDS = 20_000
+_ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a warning of the debugger's, on standard error
+
+_prepared: Processes | None = None
+
+
+def prepare() -> None:
+    """Start a zygote for the cluster to come. It ends with this process, whatever comes."""
+    global _prepared
+    if _prepared is None and _may_fork():
+        _prepared = _start_zygote()
+
+
+def discard() -> None:
+    """No cluster is to come."""
+    global _prepared
+    prepared, _prepared = _prepared, None
+    if prepared is not None:
+        prepared.close()
+
+
+def _take() -> Processes:
+    global _prepared
+    prepared, _prepared = _prepared, None
+    if prepared is not None:
+        if prepared.usable and prepared.owner == os.getpid():
+            return prepared
+        prepared.close()
+    return _start_zygote()
+
+
+def _start_zygote() -> Processes:
+    environment = {**_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}  # each worker sets its own number
+    return Processes(make_folder(), _nobody, preload=_PRELOAD, fork=_may_fork(), environment=environment)
+
+
+def _may_fork() -> bool:
+    return os.environ.get("NBDIST_FORK", "1") != "0"
+
+
+def _nobody(name: str, code: int) -> None:
+    """Nobody cares for the end of a worker of which there is none yet."""
 
 
 class LocalLauncher:
     """The default launcher."""
 
-    def __init__(self, folder: Path, count: int, on_end: Callable[[str, int], None]) -> None:
+    def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // count))
-        self._defaults = {
-            "OMP_NUM_THREADS": threads,  # else every worker takes every core for itself
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a warning of the debugger's, on standard error
-        }
-        self._processes = Processes(
-            folder,
-            on_end,
-            preload=_PRELOAD,
-            fork=os.environ.get("NBDIST_FORK", "1") != "0",
-            environment={**self._defaults, **os.environ},
-        )
+        self._defaults = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads}  # else every worker takes every core for itself
+        self._processes = _take()
+        self._processes.on_end = on_end
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self._processes.folder
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
         """Start a worker; its pid, as soon as it is known."""
