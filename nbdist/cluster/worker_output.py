@@ -163,8 +163,21 @@ def _as_part_of(origin: str) -> Iterator[None]:
     if not origin:
         yield
         return
-    tokens = _shell.set_thread_parent({"header": {"msg_id": origin}})
+    parent = {"header": {"msg_id": origin}}
+    if hasattr(_shell, "set_thread_parent"):
+        tokens = _shell.set_thread_parent(parent)
+        try:
+            yield
+        finally:
+            _shell.reset_thread_parent(tokens)
+        return
+    # Before ipykernel 7.4: the same by hand.
+    values: dict[Any, Any] = {_shell: parent}
+    for source in (_shell.displayhook, _shell.display_pub, sys.stdout, sys.stderr):
+        values[source] = parent["header"]
+    resets = [(source._parent_header, source._parent_header.set(value)) for source, value in values.items()]
     try:
         yield
     finally:
-        _shell.reset_thread_parent(tokens)
+        for variable, token in resets:
+            variable.reset(token)

@@ -134,10 +134,10 @@ class Request:
     def run(self) -> None:
         """Run the function and answer."""
         around = self._agent.around
-        output = around(self._call.origin) if around is not None else contextlib.nullcontext()
-        with self._agent.activate(), output:
+        with self._agent.activate():
             try:
-                result, is_async = self.invoke()
+                with around(self._call.origin) if around is not None else contextlib.nullcontext():
+                    result, is_async = self.invoke()
             except MissingDefinition as error:
                 self._answer_missing(error)
             except BaseException as error:
