@@ -86,9 +86,12 @@ class Notebook:
             self.run("%load_ext nbdist")
 
     def _prepare(self):
+        """Be able to say where it is; and fold lines that are alike however slow the machine is."""
         where = f"open({str(self._stacks)!r}, 'w')"
         self.run(
-            f"__import__('faulthandler').register({int(signal.SIGUSR1)}, file={where}, all_threads=True)", silent=True
+            f"__import__('faulthandler').register({int(signal.SIGUSR1)}, file={where}, all_threads=True)\n"
+            "__import__('nbdist.cluster.arrange', fromlist=['_']).FOLD_AFTER = 5",
+            silent=True,
         )
 
     # -- cells ----------------------------------------------------------------------------------

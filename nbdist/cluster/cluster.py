@@ -14,12 +14,14 @@ from typing import Any
 
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.cluster import labels
-from nbdist.cluster.arrange import Arranger, Grouped, Live, Straight
+from nbdist.cluster.arrange import Arranger, Straight
 from nbdist.cluster.cells import Cell
+from nbdist.cluster.grouped import Grouped
 from nbdist.cluster.interrupting import interrupt_cell
 from nbdist.cluster.jupyter_wire import pack
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.lifecycle import Lifecycle
+from nbdist.cluster.live import Live
 from nbdist.cluster.routing import Router
 from nbdist.cluster.sinks import Sink, current_sink
 from nbdist.cluster.spec import Spec

@@ -8,8 +8,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from nbdist.cluster.arrange import Arranger, Grouped, Live, Published
+from nbdist.cluster.arrange import Arranger, Published
+from nbdist.cluster.grouped import Grouped
 from nbdist.cluster.kernels import KernelThread, Message
+from nbdist.cluster.live import Live
 from nbdist.cluster.sinks import Sink, current_sink
 
 __all__ = ["Origin", "Origins"]

@@ -252,6 +252,8 @@ class _Zygote:
         try:
             pid = os.fork() if self._forks else self._spawn(start, theirs.fileno())
         except OSError as error:
+            ours.close()
+            theirs.close()
             self._line.send(Failed(start.name, str(error)))
             return False
         if pid == 0:

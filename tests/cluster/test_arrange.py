@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.cluster import arrange
-from nbdist.cluster.arrange import FOLD_AFTER, Grouped, Live, Published, Straight, say_names
+from nbdist.cluster import screen
+from nbdist.cluster.arrange import FOLD_AFTER, Published, Straight, say_names
+from nbdist.cluster.grouped import Grouped
+from nbdist.cluster.lines import Lines
+from nbdist.cluster.live import Live
 
 TWO = ["worker0", "worker1"]
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
@@ -451,7 +454,7 @@ def test_carriage_returns_write_over_what_was_there(written, seen):
 
 
 def test_a_bar_takes_no_more_room_the_more_it_moves():
-    lines = arrange._Lines("worker0")
+    lines = Lines("worker0")
     for number in range(1000):
         lines.take(err(f"\r{number:4}%" if number % 2 else f"\r\x1b[32m{number:4}%\x1b[0m"), 0.0)
     assert sum(map(len, lines._begun.values())) < 100
@@ -579,7 +582,7 @@ def test_a_display_is_shown_again_as_it_was_updated():
 
 
 def test_what_is_remembered_for_that_has_a_limit(monkeypatch):
-    monkeypatch.setattr(arrange, "_REMEMBERED", 10_000)
+    monkeypatch.setattr(screen, "_REMEMBERED", 10_000)
     arranger = live()
     for number in range(100):
         arranger.feed("worker0", picture("x" * 1000, f"{number:032}"), number)

@@ -7,7 +7,10 @@ import sys
 SCRIPT = """
 import torch
 import nbdist
+import nbdist.cluster.arrange
 from nbdist import rpc
+
+nbdist.cluster.arrange.FOLD_AFTER = 5  # however slow the machine is
 
 def double(x):
     print("doubling")
