@@ -142,10 +142,11 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 def _seed(told: WorkerSetup) -> None:
     """Every worker draws numbers of its own; with a seed, the same ones every time."""
-    if told.seed is None:
-        return
     import torch
 
+    if told.seed is None:
+        torch.seed()  # which is the same in every fresh process
+        return
     own = told.seed + told.rank
     random.seed(own)
     torch.manual_seed(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 __all__ = ["MODULES"]
@@ -40,4 +41,5 @@ MODULES = (
 )
 
 for _module in MODULES:
-    importlib.import_module(_module)
+    with contextlib.suppress(ImportError):  # not all of it is needed, and numpy need not be there
+        importlib.import_module(_module)

@@ -43,7 +43,8 @@ def test_all_workers_of_the_cell_are_interrupted(two):
     cell = two.send(f"%%remote\n{STARTED}time.sleep(600)")
     interrupt_when(two, cell, "started")
     assert cell.error["ename"] == "KeyboardInterrupt"
-    assert "worker0,1" in cell.traceback
+    said = cell.traceback  # of both together, or of each where they were not at the same place
+    assert "worker0,1" in said or ("on worker0" in said and "on worker1" in said)
 
 
 def test_workers_that_the_cell_does_not_wait_for_go_on(two):

@@ -57,13 +57,13 @@ def test_output_after_the_cell_input_and_completion(old):
 
 
 def test_interrupts(old):
-    for target, name in (("", "worker0,1"), (" 0", "worker0")):
+    for target, names in (("", ("worker0", "1")), (" 0", ("worker0",))):
         cell = old.send(f"%%remote{target}\nimport time; print('started', flush=True); time.sleep(600)")
         old.until(lambda cell=cell: "started" in cell.stdout)
         old.interrupt()
         old.finish(cell)
         assert cell.error["ename"] == "KeyboardInterrupt"
-        assert f"on {name}" in cell.traceback
+        assert all(name in cell.traceback for name in names)
     assert old.run("%%remote\nprint(1)").stdout == "[worker0,1] 1\n"
 
 

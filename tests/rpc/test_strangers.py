@@ -25,7 +25,7 @@ from nbdist.ids import new_incarnation
 from nbdist.rpc import api
 from nbdist.rpc.roster import Roster
 from nbdist.wire import codec
-from nbdist.wire.messages import Call, Envelope, Hello, Record, encode_envelope
+from nbdist.wire.messages import VERSION, Call, Envelope, Hello, Record, encode_envelope
 
 SECRET = "a secret of the tests, long enough"
 
@@ -179,7 +179,7 @@ def test_another_version_is_named(over_tcp):
     link = agent.channel.connect(agent.me.addresses)
     link.send([encode_envelope(Envelope(record.incarnation, 0, 0, 1, 0, [], Hello(record)))], "hello")
     workers.eventually(lambda: refused)
-    assert "version 1, not 99" in refused[0]
+    assert f"version {VERSION}, not 99" in refused[0]
 
 
 def test_silence_of_a_remote_one(over_tcp, caplog):

@@ -18,7 +18,7 @@ from nbdist.cluster.setup import WorkerSetup
 __all__ = ["LocalLauncher", "discard", "prepare"]
 
 _ENTRY = "nbdist.cluster.worker:main"
-_PRELOAD = ("torch", "torch.distributed", "numpy", "nbdist.rpc", "nbdist.cluster.worker_imports")
+_PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker_imports")
 _WORDS = 20_000
 _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a warning of the debugger's, on standard error
 
