@@ -222,7 +222,7 @@ class Cluster:
             raise UsageError("no worker has died; name those to restart, or `all`")
         deadline = time.monotonic() + self.spec.timeout
         if chosen:
-            self._lives.kill(chosen, self._is_member)
+            self._lives.kill(chosen, self._is_member, deadline)
             self._lives.launch(chosen)
             self._lives.bring_up(chosen, deadline)
         if process_group and len(chosen) < len(self.workers):

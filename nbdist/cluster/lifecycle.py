@@ -139,7 +139,9 @@ class Lifecycle:
         with contextlib.suppress(Exception):  # a view must not keep a cluster from starting
             self._reached_step(worker.name, step)
 
-    def _in_time(self, work: Coroutine[Any, Any, None], deadline: float) -> None:
+    def _in_time(
+        self, work: Coroutine[Any, Any, None], deadline: float, otherwise: str = "the process group did not form"
+    ) -> None:
         """Have the kernel thread do this; name who is late."""
 
         async def limited() -> None:
@@ -153,25 +155,26 @@ class Lifecycle:
             raise
         except TimeoutError:
             late = [f"{w.name} ({w.lost or f'has reached: {w.step}'})" for w in self._workers if w.step != "ready"]
-            who = ", ".join(late) or "the process group did not form"
+            who = ", ".join(late) or otherwise
             raise StartError(f"not all workers were ready within {self._spec.timeout:g} s: {who}") from None
 
     # -- down ---------------------------------------------------------------------------------
 
-    def kill(self, workers: Sequence[Worker], is_member: Callable[[str], bool]) -> None:
+    def kill(self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float) -> None:
         """Kill workers, and wait until they are gone, also from the RPC world."""
+
+        def is_gone(worker: Worker) -> bool:
+            return (worker.ended.is_set() or worker.pid is None) and not is_member(worker.name)
 
         async def kill() -> None:
             for worker in workers:
                 if worker.lost is None:
                     self.launcher.signal(worker.name, signal.SIGKILL)
                     worker.lose("was restarted")
-            while not all(worker.ended.is_set() for worker in workers):
+            while not all(map(is_gone, workers)):
                 await asyncio.sleep(_POLL)
-            while any(is_member(worker.name) for worker in workers):
-                await asyncio.sleep(_POLL)  # RPC learns of it by itself
 
-        self._thread.run(kill()).result()
+        self._in_time(kill(), deadline, "those to be restarted have not ended")
 
     def say_goodbye(self) -> None:
         """Let idle kernels end by themselves, so that what their users registered for that runs."""
