@@ -7,6 +7,7 @@ also learns that a worker asks for input, because only the main thread may ask t
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,6 +23,10 @@ from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.sinks import Sink
 
 __all__ = ["Cell", "Part"]
+
+_log = logging.getLogger("nbdist.cluster")
+_IDLE_LOST = 10.0
+"""Seconds after its reply within which a kernel must say that it is idle: much output may have crowded that out."""
 
 _REPLY_LOST = 1.0
 """Seconds after a kernel is idle again within which its reply must come: an interrupt may have eaten it."""
@@ -149,6 +154,7 @@ class Cell:
             if self._finished and not self.running:
                 raise
             raise self._interruption(self._stop()) from None
+        self._events.put(None)  # somebody else may wait too
         self._hand_on_payload()
         error = self.error()
         if error is not None:
@@ -179,7 +185,8 @@ class Cell:
             else:
                 self._when_done.append(action)
 
-        self._thread.soon(add)
+        if not self._thread.soon(add):  # the cluster has been shut down, and all cells have ended
+            action()
 
     def cancel(self) -> None:
         """Interrupt it where it runs; it then fails with KeyboardInterrupt."""
@@ -255,6 +262,12 @@ class Cell:
         if content["status"] in ("aborted", "abort"):
             part.error = WorkerError(worker, "Aborted", "the kernel gave the cell up", ())
         self._maybe_end(part)
+        if not part.done:
+            self._thread.loop.call_later(_IDLE_LOST, self._idle_is_lost, part)
+
+    def _idle_is_lost(self, part: Part) -> None:
+        part.idle = True
+        self._maybe_end(part)
 
     def on_input(self, worker: str, request: Message) -> None:
         """A worker asks for input."""
@@ -313,17 +326,24 @@ class Cell:
     def _end(self, part: Part) -> None:
         part.done = True
         self._part_ended(self, part.worker)
-        self._show_held(part)
-        now = time.monotonic()
-        self._publish(self._arranger.ended(part.worker, now))
-        if self.running:
-            return
-        self._publish(self._arranger.finish(now))
+        try:
+            self._show_held(part)
+            self._publish(self._arranger.ended(part.worker, time.monotonic()))
+            if not self.running:
+                self._publish(self._arranger.finish(time.monotonic()))
+        finally:  # whatever cannot be shown, who waits must learn of the end
+            if not self.running:
+                self._tell_end()
+
+    def _tell_end(self) -> None:
         self._finished = True
         self._events.put(None)
         actions, self._when_done = self._when_done, []
         for action in actions:
-            action()
+            try:
+                action()
+            except Exception:  # such as of an event loop that is gone; the others wait as well
+                _log.exception("what was to follow a cell's end has failed")
         if not self._foreground and not self._error_shown:
             error = self.error()
             if error is not None:

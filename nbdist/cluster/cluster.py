@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import re
 import signal
@@ -144,6 +145,8 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Start the workers, and return when all of them answer."""
+        if os.getpid() != self._pid:
+            raise UsageError("this cluster belongs to the process that this one was forked from")
         if self._state == "running":
             return self
         if self._state != "new":
@@ -194,22 +197,26 @@ class Cluster:
         """
         if self._state in ("new", "ended") or os.getpid() != self._pid:
             return 0
+        agent, lives, thread = (getattr(self, name, None) for name in ("agent", "_lives", "_thread"))
+        processes = [(worker.pid, started_at(worker.pid)) for worker in self.workers if worker.pid and not worker.lost]
+        with contextlib.ExitStack() as steps:  # all of them, last first, though one fails or the user is impatient
+            steps.callback(self._forget)
+            if thread is not None:
+                steps.callback(thread.close)
+                steps.callback(self._router.comms.close)
+            if lives is not None:
+                steps.callback(lives.close)
+            if agent is not None:
+                steps.callback(api.finish, agent)
+            if ask and lives is not None and all(worker.step == "ready" for worker in self.workers):
+                steps.callback(lives.say_goodbye)
+        return sum(is_alive(pid, started) for pid, started in processes)
+
+    def _forget(self) -> None:
         self._state = "ended"
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
-        agent, lives, thread = (getattr(self, name, None) for name in ("agent", "_lives", "_thread"))
-        processes = [(worker.pid, started_at(worker.pid)) for worker in self.workers if worker.pid and not worker.lost]
-        if ask and lives is not None and all(worker.step == "ready" for worker in self.workers):
-            lives.say_goodbye()
-        if agent is not None:
-            api.finish(agent)
-        if lives is not None:
-            lives.close()
-        if thread is not None:
-            self._router.comms.close()
-            thread.close()
-        return sum(is_alive(pid, started) for pid, started in processes)
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Start workers anew, under their names and ranks; without targets, those that have died.
@@ -300,26 +307,30 @@ class Cluster:
             "stop_on_error": False,
         }
         told = {METADATA: {"number": number, "keep": keep, "origin": self._router.origins.current()}}
-        self._thread.soon(self._send, cell, workers, request, told)
+        if not self._thread.soon(self._send, cell, workers, pack(request), pack(told)):  # packed once for all
+            raise UsageError("the cluster has been shut down")
         if block:
             cell.wait(timeout)
         elif timeout is not None:
             self._thread.soon(self._thread.loop.call_later, timeout, self._cancel_late, cell)
         return cell
 
-    def _send(self, cell: Cell, workers: Sequence[Worker], request: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    def _send(self, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
         cell.when_part_ends(self._part_ended)
-        content, metadata = pack(request), pack(told)  # once for all
+        lost: dict[str, str | None] = {}
         for worker in workers:
-            if worker.alive:
-                assert worker.kernel is not None
-                id = cell.parts[worker.name].id
-                self._router.expect(id, cell)
-                worker.cells.append(cell)
+            if worker.kernel is None or worker.lost is not None:
+                lost[worker.name] = worker.lost
+                continue
+            id = cell.parts[worker.name].id
+            self._router.expect(id, cell)
+            worker.cells.append(cell)
+            try:
                 worker.kernel.send("execute_request", content, metadata=metadata, id=id)
-        for worker in workers:
-            if not worker.alive:
-                cell.on_lost(worker.name, f"{worker.lost}\n`%dist_restart {worker.name}` starts it again")
+            except Exception as error:  # whatever it is, the cell must end
+                lost[worker.name] = f"cannot be reached: {error}"
+        for name, why in lost.items():
+            cell.on_lost(name, f"{why or 'does not run'}\n`%dist_restart {name}` starts it again")
 
     def _part_ended(self, cell: Cell, name: str) -> None:
         worker = self.find(name)
@@ -362,7 +373,9 @@ class Cluster:
 
     def references(self, cell: Cell, targets: Targets = None) -> Any:
         """RRefs to the values of the last expression of a cell that was executed with ``keep``."""
-        found: list[RRef[Any]] = [api.remote(part.worker, take_last_value, (part.id,)) for part in cell.parts.values()]
+        found: list[RRef[Any]] = [
+            api.remote(part.worker, take_last_value, (part.id,), timeout=0) for part in cell.parts.values()
+        ]
         return found[0] if _is_single(targets, len(found)) else found
 
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
@@ -452,3 +465,10 @@ def _arranger(workers: Sequence[Worker], sink: Any, *, grouped: bool) -> Arrange
     if len(names) == 1:
         return Straight()
     return Grouped(names) if grouped or not sink.interactive else Live(names)
+
+
+def _after_fork() -> None:
+    Cluster.current = None  # it is the parent's
+
+
+os.register_at_fork(after_in_child=_after_fork)

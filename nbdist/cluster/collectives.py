@@ -112,9 +112,11 @@ def _system_call(task: int) -> list[str]:
 
 
 def _shut(number: int) -> int:
+    file = os.dup(number)
     try:
-        copy = socket.socket(fileno=os.dup(number))
+        copy = socket.socket(fileno=file)
     except OSError:  # a pipe
+        os.close(file)
         return 0
     with copy:
         try:

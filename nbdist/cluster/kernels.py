@@ -40,15 +40,21 @@ class KernelThread:
         self._thread = threading.Thread(target=self._run, name="nbdist-kernels", daemon=True)
         self._thread.start()
         self.context: Any = None
+        self._closing = False
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def soon(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Call ``action`` there soon; from any thread."""
-        with contextlib.suppress(RuntimeError):  # it has ended, and with it what the action was for
+    def soon(self, action: Callable[..., object], *arguments: Any) -> bool:
+        """Call ``action`` there soon; from any thread. Whether it will be: not once the thread is to end."""
+        if self._closing:
+            return False
+        try:
             self.loop.call_soon_threadsafe(action, *arguments)
+        except RuntimeError:
+            return False
+        return True
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine there; its outcome."""
@@ -71,7 +77,9 @@ class KernelThread:
 
         with contextlib.suppress(Exception):
             self.run(cancel_all()).result(2.0)
-        self.soon(self.loop.stop)
+        self._closing = True
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(2.0)
         if not self._thread.is_alive():
             self.loop.close()
@@ -106,6 +114,7 @@ class Kernel:
             self._thread.context = client.context
             client._created_context = False  # it outlives this client
             self._thread.context.reconnect_ivl = _RECONNECT_MS  # to sockets that a starting kernel has yet to make
+            self._thread.context.rcvhwm = self._thread.context.sndhwm = 0  # nothing is dropped, and nothing blocks
         client.load_connection_info(self._connection)
         identity = self._session.encode()
         for channel in ("shell", "iopub", "stdin", "control"):
@@ -155,6 +164,8 @@ class Kernel:
             metadata=metadata if isinstance(metadata, bytes) else pack(metadata),
             buffers=buffers,
         )
+        if channel not in self._sockets:
+            raise WorkerLost("its kernel has not come up")
         self._sockets[channel].send_multipart(frames)
         self._thread.loop.call_soon(self._drain, channel)  # sending may have taken the sign that there is news
         return str(header["msg_id"])

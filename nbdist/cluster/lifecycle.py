@@ -85,7 +85,12 @@ class Lifecycle:
             device=worker.device,
             seed=self._spec.seed,
         )
-        return self.launcher.start(setup, self._environment(worker))
+        try:
+            return self.launcher.start(setup, self._environment(worker))
+        except BaseException:
+            worker.lose("could not be started")
+            worker.ended.set()
+            raise
 
     def _environment(self, worker: Worker) -> dict[str, str]:
         environment = dict(os.environ)
@@ -168,9 +173,8 @@ class Lifecycle:
 
         async def kill() -> None:
             for worker in workers:
-                if worker.lost is None:
-                    self.launcher.signal(worker.name, signal.SIGKILL)
-                    worker.lose("was restarted")
+                self.launcher.signal(worker.name, signal.SIGKILL)  # whatever is known of it
+                worker.lose("was restarted")
             while not all(map(is_gone, workers)):
                 await asyncio.sleep(_POLL)
 
@@ -204,11 +208,12 @@ class Lifecycle:
             worker.lose("has been shut down with its cluster")
 
     def _on_end(self, name: str, code: int) -> None:
-        self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT, self._ended, name, code)
-
-    def _ended(self, name: str, code: int) -> None:
         worker = next(worker for worker in self._workers if worker.name == name)
-        worker.end(code, self.launcher.last_words(name))
+        self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT, self._ended, worker, worker.lives, code)
+
+    def _ended(self, worker: Worker, life: int, code: int) -> None:
+        if worker.lives == life:  # else it has been started anew since
+            worker.end(code, self.launcher.last_words(worker.name))
 
 
 def _free_port() -> int:

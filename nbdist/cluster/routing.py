@@ -35,8 +35,10 @@ class Router:
     def expect(self, id: str, cell: Cell) -> None:
         """What comes for a request of that id belongs to this cell."""
         self._cells[id] = cell
-        while len(self._cells) > _REMEMBERED and next(iter(self._cells.values())).done:
-            self._cells.popitem(last=False)
+        if len(self._cells) > _REMEMBERED:
+            done = next((old for old, known in self._cells.items() if known.done), None)
+            if done is not None:
+                del self._cells[done]
 
     def on_message(self, worker: Worker, channel: str, message: Message) -> None:
         """A kernel says something that is no awaited reply."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nbdist.errors import RemoteError
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future
 
@@ -40,6 +42,7 @@ _names_given: frozenset[str] = frozenset()
 _names_told: list[str] = []
 _called_off: dict[str, None] = {}
 _values: dict[str, Future[Any]] = {}
+_keeping = threading.Lock()
 _numbered = ""
 
 
@@ -132,9 +135,10 @@ def _after(result: Any) -> None:
         value = _value_of(id)
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
-            value.set_exception(error)
+            # Not the error itself, which would keep the frames of the cell, and what is in them.
+            value.try_settle(None, RemoteError(f"{type(error).__name__}: {error}"))
         else:
-            value.set_result(result.result)
+            value.try_settle(result.result, None)
 
 
 @async_execution
@@ -146,11 +150,14 @@ def take_last_value(id: str) -> Future[Any]:
 
 
 def _value_of(id: str) -> Future[Any]:
-    if id not in _values:
-        _values[id] = Future()
-        if len(_values) > _REMEMBERED:
-            del _values[next(iter(_values))]  # of cells that failed, mostly: nobody asks for their values
-    return _values[id]
+    with _keeping:
+        if id not in _values:
+            _values[id] = Future()
+            if len(_values) > _REMEMBERED:
+                # Those of cells that failed, mostly: nobody asks for their values.
+                for old in [old for old, value in _values.items() if value.done()][: _REMEMBERED // 2]:
+                    del _values[old]
+        return _values[id]
 
 
 def _origin() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 import threading
@@ -28,6 +29,7 @@ STEPS = ("process", "kernel", "rpc", "process group")
 STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
 """Calls a function of the worker's extension and leaves no name behind."""
 
+_log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
 _CRASH = re.compile(r"^(Fatal Python error|terminate called)")
 
@@ -117,8 +119,10 @@ class Worker:
             lines = [labels.rename_cell_frames(line, cell.code, cell.number, self.name) for line in lines]
         if lines:
             why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
-        self.lose(why)
-        self.ended.set()
+        try:
+            self.lose(why)
+        finally:
+            self.ended.set()
         return why
 
     def lose(self, why: str) -> None:
@@ -130,7 +134,10 @@ class Worker:
             self.kernel.close(f"{self.name} {why}")
         cells, self.cells = self.cells, []
         for cell in cells:
-            cell.on_lost(self.name, f"{why}\n`%dist_restart {self.name}` starts it again")
+            try:
+                cell.on_lost(self.name, f"{why}\n`%dist_restart {self.name}` starts it again")
+            except Exception:  # it must not keep the others from ending
+                _log.exception("a cell on %s could not be ended", self.name)
 
     def remember_stderr(self, text: str) -> None:
         """Keep the end of its standard error, for the case that it dies."""

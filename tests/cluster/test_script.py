@@ -103,3 +103,42 @@ def test_a_script_that_ends_without_a_word_leaves_nothing(tmp_path):
     pid, folder = done.stdout.split()
     assert not os.path.exists(f"/proc/{pid}")
     assert not os.path.exists(folder)
+
+
+def test_a_handle_can_be_awaited_when_the_cluster_is_gone_and_by_several(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import asyncio, os, threading\n"
+        "import nbdist\n"
+        "async def await_it(cell):\n"
+        "    await cell\n"
+        "if __name__ == '__main__':\n"
+        "    with nbdist.Cluster(1, backend='none') as cluster:\n"
+        "        cell = cluster.execute('import time; time.sleep(0.3)', block=False)\n"
+        "        waiters = [threading.Thread(target=cell.wait) for _ in range(3)]\n"
+        "        for waiter in waiters: waiter.start()\n"
+        "        for waiter in waiters: waiter.join(30)\n"
+        "        print([waiter.is_alive() for waiter in waiters])\n"
+        "        if os.fork() == 0:\n"
+        "            try:\n"
+        "                cluster.execute('1')\n"
+        "            except nbdist.UsageError as error:\n"
+        "                print(error, flush=True)\n"
+        "            os._exit(0)\n"
+        "        os.wait()\n"
+        "        print(cluster.evaluate('6 * 7', 0))\n"
+        "        unfinished = cluster.execute('import time; time.sleep(600)', block=False)\n"
+        "    asyncio.run(await_it(cell))\n"
+        "    try:\n"
+        "        asyncio.run(await_it(unfinished))\n"
+        "    except nbdist.WorkerLost as error:\n"
+        "        print('lost')\n"
+    )
+    done = run([str(path)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:4] == [
+        "[False, False, False]",
+        "this cluster belongs to the process that this one was forked from",
+        "42",
+        "lost",
+    ]

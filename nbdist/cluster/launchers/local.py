@@ -36,15 +36,15 @@ def discard() -> None:
     """No cluster is to come."""
     global _prepared
     prepared, _prepared = _prepared, None
-    if prepared is not None:
+    if prepared is not None and prepared.owner == os.getpid():
         prepared.close()
 
 
 def _take() -> Processes:
     global _prepared
     prepared, _prepared = _prepared, None
-    if prepared is not None:
-        if prepared.usable and prepared.owner == os.getpid():
+    if prepared is not None and prepared.owner == os.getpid():  # else it is the parent's
+        if prepared.usable:
             return prepared
         prepared.close()
     return _start_zygote()
