@@ -15,7 +15,7 @@ arrange            the output of several workers in one place: the contract     
 live grouped       as it comes; or held back to the end, by worker                                          (pure)
 screen items lines what of it has been shown, in which pieces, and how they are cut from what a worker says (pure)
 terminal           how a line looks after its carriage returns, and in its colours                          (pure)
-sinks              the place: below a cell, or a terminal
+sinks outlet       the place, below a cell or a terminal; what shows messages there in time
 interrupting       the stop button
 comms              widgets of workers
 labels             ``In[3] on worker1``

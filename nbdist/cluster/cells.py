@@ -20,6 +20,7 @@ from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
 from nbdist.cluster.jupyter_wire import new_id
 from nbdist.cluster.kernels import KernelThread, Message
+from nbdist.cluster.outlet import Outlet
 from nbdist.cluster.sinks import Sink
 
 __all__ = ["Cell", "Part"]
@@ -79,7 +80,7 @@ class Cell:
         self.code = code
         self.sink = sink
         self.parts = {worker: Part(worker, new_id()) for worker in workers}
-        self._arranger = arranger
+        self._outlet = Outlet(thread, arranger, sink)
         self._thread = thread
         self._interrupt = interrupt
         self._answer = answer
@@ -87,7 +88,6 @@ class Cell:
         self._foreground = foreground
         self._quiet = quiet
         self._events: queue.SimpleQueue[tuple[str, Message] | None] = queue.SimpleQueue()
-        self._timer: asyncio.TimerHandle | None = None
         self._when_done: list[Callable[[], object]] = []
         self._finished = False
         self.interrupted = False
@@ -328,9 +328,9 @@ class Cell:
         self._part_ended(self, part.worker)
         try:
             self._show_held(part)
-            self._publish(self._arranger.ended(part.worker, time.monotonic()))
+            self._outlet.ended(part.worker)
             if not self.running:
-                self._publish(self._arranger.finish(time.monotonic()))
+                self._outlet.finish()
         finally:  # whatever cannot be shown, who waits must learn of the end
             if not self.running:
                 self._tell_end()
@@ -362,7 +362,7 @@ class Cell:
 
     def _show(self, part: Part, message: Published) -> None:
         self._remember(part, message.kind, message.content)
-        self._publish(self._arranger.feed(part.worker, message, time.monotonic()))
+        self._outlet.feed(part.worker, message)
 
     def _show_held(self, part: Part, error: Published | None = None) -> None:
         """Show what is held back; or do nothing if that is no longer for that error."""
@@ -371,20 +371,6 @@ class Cell:
         held, part.held = part.held, []
         for message in held:
             self._show(part, message)
-
-    def _publish(self, published: Sequence[Published]) -> None:
-        for message in published:
-            self.sink.publish(*message)
-        due = self._arranger.next_flush()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = self._thread.loop.call_later(max(0.0, due - time.monotonic()), self._flush)
-
-    def _flush(self) -> None:
-        self._timer = None
-        self._publish(self._arranger.flush(time.monotonic()))
 
     def _remember(self, part: Part, kind: str, content: Mapping[str, Any]) -> None:
         if kind == "clear_output":

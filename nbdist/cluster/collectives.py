@@ -21,7 +21,7 @@ import torch.distributed
 
 from nbdist.cluster.setup import WorkerSetup
 
-__all__ = ["break_off", "initialise", "is_broken"]
+__all__ = ["break_off", "initialise"]
 
 _LOOP = "gloo_tcp_loop"
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
@@ -50,11 +50,6 @@ def initialise(told: WorkerSetup, generation: int) -> None:
         store = dist.TCPStore(told.master_address, told.store_port, is_master=False)
         store = dist.PrefixStore(f"group {generation}", store)  # a generation must not find the keys of another
         dist.init_process_group(told.backend, store=store, rank=told.rank, world_size=told.world_size)
-
-
-def is_broken() -> bool:
-    """Whether a wait in the process group has been broken off, so that it must be formed anew."""
-    return _broken
 
 
 def break_off() -> str:

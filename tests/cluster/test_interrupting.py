@@ -11,7 +11,7 @@ def interrupt_when(notebook, cell, ready=None):
     if ready is not None:
         notebook.until(lambda: ready in cell.stdout, what=f"{ready!r} in the output of {cell}")
     else:
-        time.sleep(0.5)
+        time.sleep(0.5)  # it waits for its turn, of which nothing tells the front end
     notebook.interrupt()
     notebook.finish(cell, timeout=30)
     return cell

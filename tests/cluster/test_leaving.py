@@ -142,3 +142,14 @@ def test_two_notebooks_never_touch_each_other():
         assert (
             other.run("%%remote\nt = torch.ones(1); dist.all_reduce(t); print(t.item())").stdout == "[worker0,1] 2.0\n"
         )
+
+
+def test_workers_that_are_not_ready_in_time_are_named_and_leave_nothing():
+    before = traces()
+    with Notebook() as notebook:
+        cell = notebook.run("%dist_init -n 2 -t 0.02", check=False)
+        assert cell.error["ename"] == "StartError"
+        assert "not all workers were ready within 0.02 s: worker0 (" in cell.error["evalue"]
+        assert_gone(family(notebook.pid)[1:], before)
+        notebook.run("%dist_init -n 2")
+        assert notebook.run("%%remote\nprint(1)").stdout == "[worker0,1] 1\n"
