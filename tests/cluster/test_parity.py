@@ -22,7 +22,7 @@ _ID = re.compile(r"\b(IPY_MODEL_)?([0-9a-f]{32})\b")
 _NEVER_TWICE = [
     (re.compile(r"0x[0-9a-f]{6,}"), "0x…"),  # where an object lies
     (re.compile(r"(ipykernel_\d+/)?\b\d{5,}\.py"), "….py"),  # the file of a cell: it has the pid, and a hash
-    (re.compile(r"[\d.]+ ?(ns|μs|µs|us|ms|s)\b"), "… s"),
+    (re.compile(r"[\d.]+(e[+-]?\d+)? ?(ns|μs|µs|us|ms|s)\b"), "… s"),
 ]
 
 
