@@ -1,48 +1,50 @@
-"""Stands for torch.distributed.autograd, of which nbdist has nothing yet.
-
-It must be replaced all the same: torch's own would record nothing of calls that nbdist makes, and would give
-gradients without the remote part instead of an error.
-"""
+"""Stands for torch.distributed.autograd: its public names, and the private ones that torch's suites use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
+from nbdist.autograd.api import backward, context, get_gradients, recorder
+from nbdist.autograd.contexts import Context
+from nbdist.autograd.edges import Sent
 
-from nbdist.errors import UsageError
-
-__all__ = ["backward", "context", "get_gradients", "is_available"]
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
 
 def is_available() -> bool:
-    """Whether there is a ``torch.distributed.autograd``; its functions can be named, not yet called."""
+    """Whether there is distributed autograd: there is."""
     return True
 
 
-def _refuse() -> NoReturn:
-    raise UsageError("nbdist does not have distributed autograd yet")
+class _Joint:
+    """What looks like torch's one send function for a message of several tensors."""
+
+    def __init__(self, sent: Sent) -> None:
+        self.next_functions = tuple(slot.edge for slot in sent.slots)
+
+    def name(self) -> str:
+        """The node's name."""
+        return "torch::distributed::autograd::SendRpcBackward"
 
 
-class context:
-    """Would record one iteration across workers."""
+class DistAutogradContext:
+    """A context, as torch's private functions return it."""
 
-    def __enter__(self) -> int:
-        _refuse()
+    def __init__(self, context: Context) -> None:
+        self._context = context
 
-    def __exit__(self, *exception: object) -> None:
-        _refuse()
+    def _context_id(self) -> int:
+        return self._context.id
 
+    def _send_functions(self) -> dict[int, Any]:
+        return {message: _Joint(sent) for message, sent in self._context.sends.items()}
 
-def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Would run the backward pass of a context."""
-    _refuse()
+    def _recv_functions(self) -> dict[int, Any]:
+        return {message: end.node for message, end in self._context.receives.items()}
 
-
-def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Would return the gradients that a context has gathered on this worker."""
-    _refuse()
+    def _known_worker_ids(self) -> set[int]:
+        membership = recorder().membership
+        return {membership.info_of(worker).id for worker in self._context.workers}
 
 
 def _init(worker_id: int) -> None:
@@ -50,28 +52,36 @@ def _init(worker_id: int) -> None:
 
 
 def _get_debug_info() -> dict[str, str]:
-    return {"num_autograd_contexts": "0", "num_current_backward_passes": "0"}
+    contexts = recorder().contexts.all()
+    return {
+        "num_autograd_contexts": str(len(contexts)),
+        "num_current_backward_passes": str(sum(len(context.runs) for context in contexts)),
+    }
 
 
-def _is_valid_context(worker_id: int) -> bool:
-    return False
+def _is_valid_context(context_id: int) -> None:
+    recorder().contexts.get(context_id)
 
 
-def _new_context() -> Any:
-    _refuse()
+def _new_context() -> DistAutogradContext:
+    return DistAutogradContext(recorder().open())
 
 
-def _current_context() -> Any:
-    _refuse()
+def _current_context() -> DistAutogradContext:
+    found = recorder().contexts.current
+    if found is None:
+        raise RuntimeError("Current thread doesn't have a valid autograd context")
+    return DistAutogradContext(found)
 
 
-def _retrieve_context(context_id: int) -> Any:
-    _refuse()
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return DistAutogradContext(recorder().contexts.get(context_id))
 
 
 def _release_context(context_id: int) -> None:
-    _refuse()
+    here = recorder()
+    here.close(here.contexts.get(context_id))
 
 
 def _get_max_id() -> int:
-    _refuse()
+    return recorder().contexts.last_id

@@ -29,7 +29,7 @@ _OTHERS = {
     "fork_confirm": "RREF_ACK",
     "child_accept": "RREF_CHILD_ACCEPT",
     "user_delete": "RREF_USER_DELETE",
-    "release_context": "CLEANUP_AUTOGRAD_CONTEXT_REQ",
+    "autograd.release": "CLEANUP_AUTOGRAD_CONTEXT_REQ",
 }
 
 

@@ -11,9 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
-from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT
@@ -40,7 +38,6 @@ def extend() -> None:
         "_get_profiling_future": _get_future,
         "_serialize": _serialize,
         "_deserialize": staticmethod(_deserialize),
-        "backward": _backward,
     }
     for name, method in methods.items():
         if name not in vars(RRef):
@@ -89,20 +86,6 @@ def _deserialize(data: tuple[bytes]) -> RRef[Any]:
         else:
             agent.post(fork.parent, ChildAccept(fork.fork))
     return rref
-
-
-def _backward(self: RRef[Any], dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-    """The backward pass from the value, where it is here; across workers there is none yet."""
-    if not self.is_owner():
-        if dist_autograd_ctx_id == -1:
-            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        raise UsageError("nbdist does not have distributed autograd yet")
-    value = self.local_value()
-    if not isinstance(value, torch.Tensor):
-        raise UsageError("RRef should contain a tensor for .backward()")
-    if dist_autograd_ctx_id != -1:
-        raise UsageError("nbdist does not have distributed autograd yet")
-    value.backward(retain_graph=retain_graph)
 
 
 def release_users(agent: Agent, timeout: float) -> None:

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed
 
-from nbdist.compat import autograd, echo, references, rpc
+from nbdist.compat import autograd, echo, optimizer, references, rpc
 from nbdist.errors import UsageError
 
 __all__ = ["install", "installed"]
 
-_HOMES = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_")
+_HOMES = (
+    *("torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.optim.optimizer"),
+    "torch._C._distributed_",
+)
 
 _lock = threading.Lock()
 installed = False
@@ -41,6 +44,7 @@ def install() -> None:
         echo.start()
         _replace("torch.distributed.rpc", rpc)
         _replace("torch.distributed.autograd", autograd)
+        _replace("torch.distributed.optim.optimizer", optimizer)
         installed = True
 
 
@@ -57,7 +61,8 @@ def _replace(name: str, module: types.ModuleType) -> None:
     old = {known: sys.modules.pop(known) for known in list(sys.modules) if f"{known}.".startswith(f"{name}.")}
     sys.modules.update(new)
     parent, _, attribute = name.rpartition(".")
-    setattr(sys.modules[parent], attribute, module)
+    if parent in sys.modules:
+        setattr(sys.modules[parent], attribute, module)
     _rebind(_successors(old, new))
 
 

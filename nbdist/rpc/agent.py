@@ -26,7 +26,8 @@ from nbdist.rpc.dispatch import Job, Pool
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership, WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.wire.messages import Envelope, Goodbye, Hello, Record, Refused, decode_envelope, kind
+from nbdist.rpc.recording import Recorder, extend
+from nbdist.wire.messages import Cast, Envelope, Goodbye, Hello, Record, Refused, decode_envelope, kind
 from nbdist.wire.peer import Standing
 
 __all__ = ["Agent", "Handler", "active_agent"]
@@ -78,7 +79,10 @@ class Agent:
         """What to enter around a function that runs for a call with such an origin."""
         self.explain_end: Callable[[int], str] | None = None
         """How a process ended, by its pid, where somebody knows more than that it did; may take a moment."""
+        self.recorder: Recorder | None = None
+        """Who records what autograd needs to know of its messages."""
         self._handlers: dict[type, Handler] = {}
+        self._cast_handlers: dict[str, Handler] = {}
         self._on_lost: list[Callable[[Record, str], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self.processes = ProcessWatch(self._on_process_end)
@@ -86,6 +90,7 @@ class Agent:
         self.links = Links(self)
         self.post = self.links.post
         self.handle(Goodbye, self._on_goodbye)
+        self.handle(Cast, self._on_cast)
         self.references = References(self)
         self.executor = Executor(self)
         self.caller = Caller(self)
@@ -93,6 +98,7 @@ class Agent:
         self.handshake = Handshake(self)
         self.ending = Ending(self)
         self.stopping = Stopping(self)
+        extend(self)
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r} (id {self.me.id}){' closed' if self.closed else ''}>"
@@ -112,6 +118,17 @@ class Agent:
     def handle(self, message_type: type, handler: Handler) -> None:
         """Have messages of a type go to ``handler``."""
         self._handlers[message_type] = handler
+
+    def handle_cast(self, topic: str, handler: Handler) -> None:
+        """Have the casts of a topic go to ``handler``."""
+        self._cast_handlers[topic] = handler
+
+    def _on_cast(self, message: Cast, sender: int, frames: list[bytes]) -> Job | None:
+        handler = self._cast_handlers.get(message.topic)
+        if handler is None:
+            _log.warning("%s has no handler for %s", self.me.name, message.topic)
+            return None
+        return handler(message, sender, frames)
 
     def on_lost(self, listener: Callable[[Record, str], None]) -> None:
         """Have ``listener(record, why)`` called when a member is lost; it must be quick."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
+
 from nbdist import trace
 from nbdist.channel.contract import Buffer, ChannelError
 from nbdist.errors import EncodeError, NbdistError, UsageError, WorkerLost
@@ -202,15 +204,21 @@ class Caller:
         builtin = mode in (Mode.CALL, Mode.REMOTE) and names.is_builtin(function)
         if target is not None:
             agent.references.check_alive(target)
+        context = agent.recorder.current() if agent.recorder is not None else None
 
-        first = self._encode(call, to, mode, builtin, body, target, by_value=False)
-        self._prepare_repeat(call, to, lambda: self._encode(call, to, mode, builtin, body, target, by_value=True))
+        def encode(*, by_value: bool) -> _Encoded:
+            return self._encode(call, to, mode, builtin, body, target, context, by_value=by_value)
+
+        first = encode(by_value=False)
+        self._prepare_repeat(call, to, lambda: encode(by_value=True))
         agent.pending.add(call)
         try:
             self._post(call, first)
         except BaseException:
             agent.pending.pop(call.id)
             call.drop_repeat()
+            if call.recording is not None and agent.recorder is not None:
+                agent.recorder.withdraw(call.recording)
             raise
         if call.deadline != float("inf"):
             agent.links.hurry(call.started + call.timeout * 0.5)
@@ -225,10 +233,12 @@ class Caller:
         builtin: bool,
         body: Any,
         target: RRef[Any] | None,
+        context: Any,
         *,
         by_value: bool,
     ) -> _Encoded:
         agent = self._agent
+        recorder = agent.recorder
         forker = MessageForker(agent.references, to.incarnation)
         peer = agent.links.peer(to.incarnation)
         devices = {str(ours): str(theirs) for ours, theirs in agent.options.device_maps.get(to.name, {}).items()}
@@ -244,6 +254,7 @@ class Caller:
                     forker=forker,
                     devices=devices,
                     receiver=to.name,
+                    record=context is not None and torch.is_grad_enabled(),
                 )
         except BaseException as error:
             forker.take_back()
@@ -251,6 +262,11 @@ class Caller:
                 raise EncodeError(f"an argument of {call.function} (or the function) {error}") from error
             raise
         call.definitions = encoded.payload.definitions
+        if recorder is not None:
+            if context is not None and call.recording is None:  # once, also for a call that is encoded twice
+                call.recording = recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
+            elif encoded.requires_grad and context is None and torch.is_grad_enabled() and not by_value:
+                recorder.warn(call.function, to.name)
         message = Call(
             call.id,
             mode,
@@ -260,6 +276,7 @@ class Caller:
             call.result,
             target._id if target is not None else None,
             agent.origin() if agent.origin is not None else "",
+            call.recording,
         )
         return _Encoded(message, encoded.frames, forker, target)
 

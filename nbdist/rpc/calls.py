@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.ids import GlobalId
 from nbdist.rpc.futures import Future, Latch
-from nbdist.wire.messages import Fork
+from nbdist.wire.messages import Fork, Recording
 
 __all__ = ["Pending", "PendingCalls"]
 
@@ -35,6 +35,7 @@ class Pending:
     again: Callable[[], None] | None = None
     unsent: Callable[[], None] | None = None
     asked: bool = False
+    recording: Recording | None = None
     definitions: list[tuple[str, str]] = field(default_factory=list)
 
     @property

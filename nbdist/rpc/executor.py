@@ -20,12 +20,13 @@ from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageErro
 from nbdist.rpc.failures import describe
 from nbdist.rpc.references import MessageForker
 from nbdist.wire import codec, names
-from nbdist.wire.messages import Call, Mode, Payload, Reply, State
+from nbdist.wire.messages import Call, Mode, Payload, Recording, Reply, State
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.rpc.dispatch import Job
     from nbdist.rpc.futures import Future
+    from nbdist.rpc.recording import Attach
     from nbdist.rpc.rref import RRef
 
 __all__ = ["ASYNC_MARK", "Executor", "Request"]
@@ -89,6 +90,9 @@ class Request:
         self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks)
         self._target: Future[Any] | None = None
         self._decoded: Any = None
+        self._context: Any = None
+        if call.recording is not None and agent.recorder is not None:
+            self._context = agent.recorder.enter(call.recording, sender)
 
     # -- in the reading thread ----------------------------------------------------------------
 
@@ -127,7 +131,19 @@ class Request:
         """
         if codec.decodes_quickly(self._call.payload, self._frames):
             with contextlib.suppress(NbdistError):  # `run` meets it again, and answers with it
-                self._decoded = codec.decode(self._call.payload, self._frames)
+                self._decoded = codec.decode(self._call.payload, self._frames, attach=self._attach())
+
+    def _attach(self) -> Attach | None:
+        recorder, recording = self._agent.recorder, self._call.recording
+        if self._context is None or recorder is None or recording is None:
+            return None
+        return recorder.incoming(self._context, recording, self._sender, self._call.function)
+
+    def _recording(self) -> contextlib.AbstractContextManager[None]:
+        recorder, recording = self._agent.recorder, self._call.recording
+        if self._context is None or recorder is None or recording is None:
+            return contextlib.nullcontext()
+        return recorder.running(self._context, recording)
 
     # -- in a thread of the pool --------------------------------------------------------------
 
@@ -154,7 +170,9 @@ class Request:
         if call.mode == Mode.FETCH:
             assert self._target is not None  # `run` is only made a job when it is there
             return self._target.value(), False
-        function, args, kwargs = self._decoded or codec.decode(call.payload, self._frames, self._references)
+        function, args, kwargs = self._decoded or codec.decode(
+            call.payload, self._frames, self._references, self._attach()
+        )
         self._decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
             peer = self._agent.links.peer(self._sender)
@@ -169,7 +187,7 @@ class Request:
                 function = names.resolve(function)
             is_async = hasattr(function, ASYNC_MARK)
         trace.emit("call.run", agent=self._agent.me.name, function=call.function, id=call.id)
-        with self._agent.stopping.running(self._sender, call.id):
+        with self._recording(), self._agent.stopping.running(self._sender, call.id):
             return function(*args, **kwargs), is_async
 
     def _answer_later(self, future: Any) -> None:
@@ -211,8 +229,15 @@ class Request:
                 EncodeError(f"the result of {self._call.function} (a {what}) {error}") if _ours(error) else error
             )
             return
-        self._reply(True, encoded.payload, encoded.frames, holds=forker)
+        self._reply(True, encoded.payload, encoded.frames, holds=forker, recording=self._record(encoded))
         self._finish()
+
+    def _record(self, encoded: codec.Encoded) -> Recording | None:
+        if not encoded.recorded:
+            return None
+        recorder = self._agent.recorder
+        assert recorder is not None  # or nothing would have been recorded
+        return recorder.outgoing(self._context, self._sender, encoded.recorded, self._call.function)
 
     def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
         agent, sender = self._agent, self._agent.links.connected(self._sender)
@@ -220,12 +245,19 @@ class Request:
         known = peer.definitions if peer is not None else set[str]()
         devices = {theirs: ours for ours, theirs in sender.device_maps.get(agent.me.name, {}).items()} if sender else {}
         receiver = sender.name if sender else ""
+        recording = self._call.recording
+        options: Any = {
+            "forker": forker,
+            "devices": devices,
+            "receiver": receiver,
+            "record": self._context is not None and recording is not None and recording.grad,
+        }
         try:
-            return codec.encode(result, by_value=True, known=known, forker=forker, devices=devices, receiver=receiver)
+            return codec.encode(result, by_value=True, known=known, **options)
         except EncodeError:
             # A definition of `__main__` that cannot travel by value may still be known by name.
             forker.take_back()
-            return codec.encode(result, forker=forker, devices=devices, receiver=receiver)
+            return codec.encode(result, **options)
 
     def _fail(self, error: BaseException) -> None:
         agent, call = self._agent, self._call
@@ -263,10 +295,11 @@ class Request:
         state: State | None = None,
         holds: Any = None,
         missing: list[tuple[str, str]] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         agent, call = self._agent, self._call
         try:
-            agent.post(self._sender, Reply(call.id, ok, payload, state, missing or []), frames, holds)
+            agent.post(self._sender, Reply(call.id, ok, payload, state, missing or [], recording), frames, holds)
         except NbdistError:
             if isinstance(holds, MessageForker):
                 holds.take_back()  # the caller is gone

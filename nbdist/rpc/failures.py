@@ -54,8 +54,8 @@ def describe(error: BaseException, worker: str, function: str) -> Failure:
     travels = None
     if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt are meant for the process they arose in
         with contextlib.suppress(NbdistError):
-            payload, frames = codec.encode(error, by_value=True)
-            travels = msgspec.msgpack.encode(payload), [bytes(frame) for frame in frames]
+            encoded = codec.encode(error, by_value=True)
+            travels = msgspec.msgpack.encode(encoded.payload), [bytes(frame) for frame in encoded.frames]
     return name, _text(error), note.rstrip(), travels
 
 

@@ -23,6 +23,7 @@ from nbdist.wire.messages import Fork, Reply
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.rpc.dispatch import Job
+    from nbdist.rpc.recording import Attach
 
 __all__ = ["Outcomes"]
 
@@ -70,7 +71,7 @@ class Outcomes:
         error: BaseException | None = None
         try:
             if frames:
-                outcome = codec.decode(reply.payload, frames, references)
+                outcome = codec.decode(reply.payload, frames, references, self._attach(call, reply))
             if not reply.ok:
                 outcome, error = None, rebuild(outcome)
         except BaseException as failed:
@@ -78,6 +79,13 @@ class Outcomes:
             if reply.ok and isinstance(failed, NbdistError):
                 error.add_note(f"while the result of {call.function} on {call.worker} was read")
         self.end(call, outcome, error)
+
+    def _attach(self, call: Pending, reply: Reply) -> Attach | None:
+        recorder = self._agent.recorder
+        if reply.recording is None or recorder is None:
+            return None
+        context = recorder.enter(reply.recording, call.to)
+        return recorder.incoming(context, reply.recording, call.to, call.function) if context is not None else None
 
     def end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
         """Settle a call, which will not be sent again."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
-from nbdist.errors import RRefError
+from nbdist.errors import RRefError, UsageError
 from nbdist.ids import GlobalId
 from nbdist.rpc.forks import Standing
 from nbdist.rpc.futures import Future
@@ -139,6 +139,19 @@ class RRef(Generic[T]):
         """As `rpc_sync`, with an RRef to the result, which stays on the owner."""
         return Proxy(self, self._agent.caller.method_remote, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass from the value, which is a tensor of one element, on its owner.
+
+        With the id of a context it crosses workers, as `nbdist.autograd.backward` does; without, it is a local
+        one, for which the value has to be here.
+        """
+        if self._fork is None:
+            _backward(self, int(dist_autograd_ctx_id), retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        self._agent.caller.sync(self.owner(), _backward, (self, int(dist_autograd_ctx_id), retain_graph), None, 0)
+
     # -- not this way -------------------------------------------------------------------------
 
     def __reduce__(self) -> Any:
@@ -152,6 +165,18 @@ class RRef(Generic[T]):
 
 
 register_reference(RRef)
+
+
+def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise UsageError("RRef should contain a tensor for .backward()")
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)
+        return
+    recorder = rref._agent.recorder
+    assert recorder is not None  # every agent has one, by nbdist.rpc.recording
+    recorder.backward(context_id, value, retain_graph)
 
 
 class Proxy:

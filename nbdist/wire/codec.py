@@ -47,6 +47,10 @@ class Encoded(NamedTuple):
 
     payload: Payload
     frames: list[Buffer]
+    recorded: Sequence[torch.Tensor] = ()
+    """The tensors, in order, whose gradients are to come back."""
+    requires_grad: bool = False
+    """Whether there are tensors that require grad, and are not recorded."""
 
 
 _reference_types: set[type] = set()
@@ -71,6 +75,10 @@ class _ValueWanted(Exception):
 # Names that the pickled body refers to; the decoder binds them to methods of its own.
 def _tensor(index: int) -> Any:
     raise DecodeError("only nbdist.wire.codec.decode can read this")
+
+
+def _recorded(index: int) -> Any:
+    return _tensor(index)
 
 
 def _reference(index: int) -> Any:
@@ -125,6 +133,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         packer: TensorPacker,
         forker: Forker | None,
         by_value: bool,
+        record: bool = False,
     ) -> None:
         # A method of this pickler as its callback would be a circle, and keep what was pickled until a collection.
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
@@ -136,6 +145,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.lacking: Collection[str] = ()
         self.known: Collection[str] = ()
         self.plain = True
+        self.recorded: list[torch.Tensor] = []
+        self._recorded_at: dict[int, int] = {}
+        self.requires_grad = False
+        self._record = record
+        self._of_modules: set[int] = set()
         self._forker = forker
         self._by_value = by_value
         self._wrappers: dict[int, _ByValue] = {}
@@ -144,10 +158,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if obj.requires_grad and id(obj) not in self._of_modules:
+                self.requires_grad = True
+                if self._record:
+                    return _recorded, (self._add_recorded(obj),)
             if is_packable(obj):
                 return _tensor, (self.packer.add(obj),)
             return NotImplemented
-        if obj is _tensor:
+        if obj is _tensor or obj is _recorded:
             return NotImplemented
         self.plain = False
         if kind in _reference_types:
@@ -158,6 +176,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return self._value(obj.definition)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj)
+        if isinstance(obj, torch.nn.Module):  # a module travels as a copy, with parameters of its own
+            self._of_modules.update(map(id, _parameters(obj)))
         if isinstance(obj, torch.jit.ScriptFunction):
             return self._script_function(obj)
         if isinstance(obj, torch.jit.ScriptModule):
@@ -165,6 +185,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             torch.jit.save(obj, saved)
             return _script, (saved.getvalue(),)
         return super().reducer_override(obj)
+
+    def _add_recorded(self, tensor: torch.Tensor) -> int:
+        index = self._recorded_at.get(id(tensor))
+        if index is None:
+            index = self._recorded_at[id(tensor)] = len(self.recorded)
+            self.recorded.append(tensor)
+        return index
 
     def _refer(self, reference: Any) -> int:
         if self._forker is None:
@@ -212,6 +239,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         saved = io.BytesIO()
         torch.jit.save(function, saved)
         return _script_function, (saved.getvalue(),)
+
+
+def _parameters(module: torch.nn.Module) -> list[Any]:
+    """Of a module and all below it; not by its methods, which some modules have to refuse."""
+    found: list[Any] = []
+    stack: list[Any] = [module]
+    while stack:
+        inner = stack.pop()
+        found += inner.__dict__.get("_parameters", {}).values()
+        stack += [child for child in inner.__dict__.get("_modules", {}).values() if child is not None]
+    return found
 
 
 def _reduce_exception(error: BaseException) -> Any:
@@ -274,28 +312,53 @@ def encode(
     forker: Forker | None = None,
     devices: Mapping[str, str] | None = None,
     receiver: str = "",
+    record: bool = False,
 ) -> Encoded:
     """Frames for ``value``.
 
     ``by_value`` sends the definitions of ``__main__`` along with their names, but for those whose digests are
-    ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message.
+    ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message. With ``record``,
+    tensors that require grad are marked, for `decode` to have them attached to the receiver's graph.
     """
     packer = TensorPacker(devices, receiver)
     body, out_of_band = io.BytesIO(), list[Buffer]()
-    pickler = _Pickler(body, out_of_band, packer, forker, by_value)
+    pickler = _Pickler(body, out_of_band, packer, forker, by_value, record)
     pickler.lacking, pickler.known = lacking, known
+    places: list[int] = []
+    odd: list[Buffer] = []
     try:
         pickler.dump(value)
+        if pickler.recorded:
+            places = _pack_recorded(pickler.recorded, packer, odd)
         tensors, where, frames = packer.pack()
     except _ValueWanted:
         again = _Again(pickler, forker) if forker is not None else None
-        return encode(value, by_value=True, forker=again, devices=devices, receiver=receiver)
+        return encode(value, by_value=True, forker=again, devices=devices, receiver=receiver, record=record)
     except NbdistError:
         raise
     except Exception as error:
         raise EncodeError(f"cannot be sent: {error}") from error
-    payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions)
-    return Encoded(payload, [body.getvalue(), *frames, *out_of_band])
+    payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places)
+    all_frames = [body.getvalue(), *frames, *odd, *out_of_band]
+    return Encoded(payload, all_frames, pickler.recorded, pickler.requires_grad and not record)
+
+
+def _pack_recorded(tensors: Sequence[torch.Tensor], packer: TensorPacker, frames: list[Buffer]) -> list[int]:
+    """Have the data of recorded tensors packed; where it will be found."""
+    places: list[int] = []
+    odd: list[torch.Tensor] = []
+    for tensor in tensors:
+        data = tensor.detach()
+        if is_packable(data):
+            places.append(packer.add(data))
+        else:
+            odd.append(data)
+            places.append(-len(odd))
+    if odd:
+        body = io.BytesIO()
+        _Pickler(body, [], packer, None, False).dump(odd)
+        frames.append(body.getvalue())
+    return places
 
 
 class _Globals(dict[str, Any]):
@@ -316,10 +379,12 @@ class _Unpickler(pickle.Unpickler):
         buffers: Sequence[Buffer],
         tensors: Sequence[torch.Tensor],
         references: Sequence[Any],
+        recorded: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
         self._tensors = tensors
         self._references = references
+        self._recorded = recorded
         self._globals: dict[int, tuple[Any, _Globals]] = {}
         self.missing: list[tuple[str, str]] = []
 
@@ -335,6 +400,7 @@ class _Unpickler(pickle.Unpickler):
             if name == "_tensor":
                 return self._tensors.__getitem__
             bound: dict[str, Callable[..., Any]] = {
+                "_recorded": self._recorded.__getitem__,
                 "_reference": self._references.__getitem__,
                 "_own": self._own,
                 "_choose": self._choose,
@@ -375,14 +441,30 @@ def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
     return payload.plain and sum(map(len, frames)) < _QUICK
 
 
-def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
-    """The value in ``frames``; ``references`` are what its forks became here."""
+def decode(
+    payload: Payload,
+    frames: Sequence[bytes],
+    references: Sequence[Any] = (),
+    attach: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+) -> Any:
+    """The value in ``frames``; ``references`` are what its forks became here.
+
+    ``attach`` gives the tensors that were recorded their history here; without it they begin one of their own.
+    """
     if not frames:
         raise DecodeError("the message has no body")
-    tensor_frames = 1 + max((frame for frame, _, _ in payload.buffers), default=-1)
+    behind = 1 + max((frame for frame, _, _ in payload.buffers), default=-1) + 1
     try:
-        tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1 : 1 + tensor_frames])
-        return _Unpickler(frames[0], frames[1 + tensor_frames :], tensors, references).read()
+        tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:behind])
+        recorded: list[torch.Tensor] = []
+        if payload.recorded:
+            odd: list[torch.Tensor] = []
+            if min(payload.recorded) < 0:
+                odd = _Unpickler(frames[behind], (), tensors, ()).read()
+                behind += 1
+            recorded = [tensors[place] if place >= 0 else odd[-1 - place] for place in payload.recorded]
+            recorded = attach(recorded) if attach is not None else [tensor.requires_grad_() for tensor in recorded]
+        return _Unpickler(frames[0], frames[behind:], tensors, references, recorded).read()
     except NbdistError:
         raise
     except Exception as error:

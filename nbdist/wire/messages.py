@@ -37,6 +37,7 @@ __all__ = [
     "RRefState",
     "Ready",
     "Record",
+    "Recording",
     "Refused",
     "Reply",
     "ShutdownState",
@@ -50,7 +51,7 @@ __all__ = [
     "kind",
 ]
 
-VERSION = 2
+VERSION = 3
 """Raised with every change of what goes over the wire."""
 
 
@@ -99,6 +100,19 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     forks: list[Fork] = []
     plain: bool = True
     definitions: list[tuple[str, str]] = []
+    recorded: list[int] = []
+    """The tensors of which autograd has made a record: by number, those in the odd frame as -1, -2, …"""
+
+
+class Recording(msgspec.Struct, array_like=True, frozen=True):
+    """To which autograd context a message belongs, and which edge its tensors make."""
+
+    context: int
+    maker: int
+    message: int
+    """The edge's id; negative where no tensor of the message requires grad."""
+    grad: bool
+    """Whether autograd was on where the call was made."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -186,6 +200,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag=8):
     target: GlobalId | None = None
     origin: str = ""
     """Whose work this is: the id of the message with which the user's cell began."""
+    recording: Recording | None = None
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True, tag=9):
@@ -196,6 +211,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag=9):
     payload: Payload
     state: State | None = None
     missing: list[tuple[str, str]] = []
+    recording: Recording | None = None
 
 
 class ForkRequest(msgspec.Struct, array_like=True, frozen=True, tag=10):
@@ -255,6 +271,7 @@ class Cast(msgspec.Struct, array_like=True, frozen=True, tag=17):
     """A one-way message of a higher layer, which registered a handler for its topic."""
 
     topic: str
+    data: bytes
     payload: Payload
 
 

@@ -62,13 +62,3 @@ def test_suite(zygote, tmp_path, name):
     if answer["problem"]:
         summary = f"{name} {answer['problem']} after {answer['seconds']} s"
         pytest.fail(f"{summary}\n{output.read_text()}", pytrace=False)
-
-
-@pytest.mark.parametrize("name", names("needs_autograd.txt"))
-def test_suite_that_needs_autograd(zygote, tmp_path, name):
-    """It fails for want of distributed autograd and of nothing else; once there is, it belongs with the others."""
-    output = tmp_path / "output"
-    assert zygote.run(name, output)["problem"]
-    errors = [line for line in output.read_text().splitlines() if line.startswith("nbdist.errors.")]
-    assert errors, output.read_text()
-    assert set(errors) == {"nbdist.errors.UsageError: nbdist does not have distributed autograd yet"}

@@ -12,7 +12,6 @@ import sys
 import time
 import unittest
 from pathlib import Path
-from unittest import mock
 
 DUMP_AFTER = 60  # torch's test case prints the stacks of all workers then
 KILL_AFTER = 90
@@ -21,24 +20,31 @@ KILL_AFTER = 90
 def load():
     """torch's suites by name, each mixed with its fixture and with processes that are forked."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(DUMP_AFTER)
+    os.environ["PYTORCH_JIT"] = "0"  # torch's switch: TorchScript is not what is tested, though some tests use it
     import torch
 
     import nbdist.compat
 
     nbdist.compat.install()
-    with mock.patch.object(torch.jit, "script", lambda function, *_, **__: function):
-        from torch.testing._internal.common_distributed import MultiProcessTestCase
-        from torch.testing._internal.distributed.rpc import faulty_agent_rpc_test, rpc_test
-        from torch.testing._internal.distributed.rpc.examples import (
-            parameter_server_test,
-            reinforcement_learning_rpc_test,
-        )
-        from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
-            FaultyRpcAgentTestFixture,
-        )
-        from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
-            TensorPipeRpcAgentTestFixture,
-        )
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+    from torch.testing._internal.distributed import ddp_under_dist_autograd_test
+    from torch.testing._internal.distributed.nn.api import remote_module_test
+    from torch.testing._internal.distributed.rpc import (
+        dist_autograd_test,
+        dist_optimizer_test,
+        faulty_agent_rpc_test,
+        rpc_test,
+    )
+    from torch.testing._internal.distributed.rpc.examples import (
+        parameter_server_test,
+        reinforcement_learning_rpc_test,
+    )
+    from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
+        FaultyRpcAgentTestFixture,
+    )
+    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
+        TensorPipeRpcAgentTestFixture,
+    )
 
     class Forked(MultiProcessTestCase):
         def setUp(self):
@@ -60,9 +66,15 @@ def load():
         rpc_test.TensorPipeAgentRpcTest,
         parameter_server_test.ParameterServerTest,
         reinforcement_learning_rpc_test.ReinforcementLearningRpcTest,
+        dist_autograd_test.DistAutogradTest,
+        dist_autograd_test.TensorPipeAgentDistAutogradTest,
+        dist_optimizer_test.DistOptimizerTest,
+        remote_module_test.RemoteModuleTest,
+        ddp_under_dist_autograd_test.DdpUnderDistAutogradTest,
     ]
     suites = [(suite, TensorPipeRpcAgentTestFixture) for suite in plain]
-    suites.append((faulty_agent_rpc_test.FaultyAgentRpcTest, FaultyRpcAgentTestFixture))
+    faulty = [faulty_agent_rpc_test.FaultyAgentRpcTest, dist_autograd_test.FaultyAgentDistAutogradTest]
+    suites += [(suite, FaultyRpcAgentTestFixture) for suite in faulty]
     return {suite.__name__: type(suite.__name__, (suite, fixture, Forked), {}) for suite, fixture in suites}
 
 

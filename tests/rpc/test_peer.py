@@ -15,7 +15,7 @@ A, B = 101, 202
 
 
 def word(text):
-    return Cast(str(text), Payload())
+    return Cast(str(text), b"", Payload())
 
 
 class Ends:

@@ -57,7 +57,7 @@ def tcp_address() -> str:
 def exploit() -> list[bytes]:
     """A call that a member would run: it would create a file."""
     me = api.current_agent().me
-    payload, frames = codec.encode(("os:mkdir", (MARK,), {}))
+    payload, frames, *_ = codec.encode(("os:mkdir", (MARK,), {}))
     envelope = Envelope(new_incarnation(), me.incarnation, 1, 1, 0, [], Call(1, 0, "mkdir", payload))
     return [encode_envelope(envelope), *(bytes(frame) for frame in frames)]
 
@@ -127,7 +127,7 @@ def test_a_replay_of_a_members_messages(over_tcp):
     agent = api.current_agent()
     record = agent.membership.others()[0]
     link = agent.channel.connect(record.addresses)
-    payload, frames = codec.encode(("workers:count", ("replayed",), {}))
+    payload, frames, *_ = codec.encode(("workers:count", ("replayed",), {}))
     number = agent.links.peer(record.incarnation)._next_seq
     envelope = Envelope(
         agent.me.incarnation, record.incarnation, number, number, 0, [], Call(10**6, 0, "count", payload)
@@ -160,7 +160,7 @@ def test_garbage_from_a_member(over_tcp):
         [b"{}"],
     ):
         link.send(frames, "garbage")
-    payload, frames = codec.encode(("workers:identity", (torch.ones(10),), {}))
+    payload, frames, *_ = codec.encode(("workers:identity", (torch.ones(10),), {}))
     broken = msgspec.structs.replace(payload, buffers=[(0, 10**9, 40)])
     seq = agent.links.peer(record.incarnation)._next_seq
     agent.links.peer(record.incarnation)._next_seq += 1

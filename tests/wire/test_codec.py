@@ -22,7 +22,7 @@ from nbdist.wire.tensors import LARGE
 
 
 def travel(value, **options):
-    payload, frames = codec.encode(value, **options)
+    payload, frames, *_ = codec.encode(value, **options)
     return codec.decode(payload, [bytes(frame) for frame in frames])
 
 
@@ -222,7 +222,7 @@ def test_nesting_without_end_is_an_encode_error():
 
 
 def frames_of(value, **options):
-    payload, frames = codec.encode(value, **options)
+    payload, frames, *_ = codec.encode(value, **options)
     return payload, [bytes(frame) for frame in frames]
 
 
@@ -349,7 +349,7 @@ def reference_type():
 
 def test_references_travel_as_forks():
     forker, one, other = Forker(), Reference("one"), Reference("other")
-    payload, frames = codec.encode([one, {"k": (other, one)}], forker=forker)
+    payload, frames, *_ = codec.encode([one, {"k": (other, one)}], forker=forker)
     assert forker.forked == [one, other]
     assert [fork.rref.local_id for fork in payload.forks] == [1, 2]
     assert codec.decode(payload, frames, ["first", "second"]) == ["first", {"k": ("second", "first")}]

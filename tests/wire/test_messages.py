@@ -34,7 +34,7 @@ EVERY = [
     m.RRefState(ID, STATE),
     m.AskShutdown(1, True, ["worker1"]),
     m.ShutdownState(1, 2, 3, 4),
-    m.Cast("topic", PAYLOAD),
+    m.Cast("topic", b"data", PAYLOAD),
     m.Stop(1),
 ]
 

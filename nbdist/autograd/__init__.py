@@ -1,0 +1,20 @@
+"""Distributed autograd: backward passes that cross workers, and give what one process gives.
+
+>>> from nbdist import autograd as dist_autograd
+>>> with dist_autograd.context() as context_id:                         # doctest: +SKIP
+...     loss = rpc.rpc_sync("worker1", forward, args=(x,)).sum()
+...     dist_autograd.backward(context_id, [loss])
+...     dist_autograd.get_gradients(context_id)
+
+The map: `edges` are the nodes that stand in the graphs for what was sent and received; `contexts` keep them;
+`recorder` makes them, as calls go out and come in. A backward pass: `graph` walks, `part` decides what a worker can
+run and has torch's engine run it, `leaves` keeps the result out of ``.grad``, `passes` speaks with the other workers
+(in `messages`), and `ledger` tells the worker that began it when all is done.
+"""
+
+from __future__ import annotations
+
+from nbdist.autograd.api import ContextId, backward, context, get_gradients
+from nbdist.autograd.passes import UnusedOutputs
+
+__all__ = ["ContextId", "UnusedOutputs", "backward", "context", "get_gradients"]

@@ -1,0 +1,175 @@
+"""Contexts: the record of one iteration, on each worker that it touches.
+
+The worker that makes a context is the one that ends it. Whoever is touched by way of a third worker tells the
+maker so (`Entered`); so the maker knows all, and the end of a context does not depend on any worker between.
+Calls that come too late, after the context's end, find that it has been there and is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.autograd.edges import Received, Sent
+from nbdist.autograd.leaves import Gradients
+from nbdist.autograd.messages import PassId
+from nbdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbdist.autograd.passes import Run
+
+__all__ = ["Context", "Contexts"]
+
+_BITS = 48
+_REMEMBERED = 10_000
+
+
+class Context:
+    """The record of one iteration, on this worker."""
+
+    def __init__(self, id: int, maker: int) -> None:
+        self.id = id
+        self.maker = maker
+        self.sends: dict[int, Sent] = {}
+        self.receives: dict[int, Received] = {}
+        self.workers: set[int] = set()
+        """Whom this worker has sent something in the context; on the maker, all who have it."""
+        self.runs: dict[PassId, Run] = {}
+        self.given_up: set[PassId] = set()
+        self.lock = threading.Lock()
+        self._gradients = Gradients()
+
+    def peers(self) -> set[int]:
+        """Those to whom or from whom tensors went."""
+        return {sent.peer for sent in self.sends.values()} | {end.peer for end in self.receives.values()}
+
+    def commit(self, run: Run) -> None:
+        """A pass is over: its gradients are the context's."""
+        with self.lock:
+            if self.runs.pop(run.head.id, None) is not None:
+                self._gradients.update(run.part.gradients)
+
+    def fold(self) -> None:
+        """Make one sum of all passes, of which none is under way."""
+        with self.lock:
+            for run in self.runs.values():
+                self._gradients.update(run.part.gradients)
+                run.part.gradients = Gradients()
+
+    def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiply the gradients of some leaves."""
+        self.fold()
+        with self.lock:
+            self._gradients.scale(leaves, factor)
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What the passes have gathered on this worker, those included of which the end is not yet known here."""
+        with self.lock:
+            total = Gradients()
+            total.update(self._gradients)
+            for run in self.runs.values():
+                total.update(run.part.gradients)
+        return dict(total.items())
+
+
+class _PerThread(threading.local):
+    context: Context | None = None
+
+
+class Contexts:
+    """All contexts that touch one worker."""
+
+    def __init__(self, worker_id: int, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._first = worker_id << _BITS
+        self._numbers = itertools.count()
+        self._messages = itertools.count()
+        self._contexts: dict[int, Context] = {}
+        self._over: OrderedDict[int, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = _PerThread()
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    @property
+    def last_id(self) -> int:
+        """The highest id that a context of this worker could have."""
+        return self._first + (1 << _BITS) - 1
+
+    def next_message(self) -> int:
+        """The id of one more edge."""
+        return self._first + next(self._messages)
+
+    def all(self) -> list[Context]:
+        """Every context that is here."""
+        with self._lock:
+            return list(self._contexts.values())
+
+    # -- of the calling thread ----------------------------------------------------------------
+
+    @property
+    def current(self) -> Context | None:
+        """The context of the calling thread, unless it has ended meanwhile."""
+        context = self._thread.context
+        return context if context is not None and context.id in self._contexts else None
+
+    def set_current(self, context: Context | None) -> Context | None:
+        """Change the calling thread's; the one before."""
+        before, self._thread.context = self._thread.context, context
+        return before
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def new(self) -> Context:
+        """Make one; this worker is to end it."""
+        with self._lock:
+            context = Context(self._first + next(self._numbers), self._incarnation)
+            self._contexts[context.id] = context
+        return context
+
+    def get(self, id: int) -> Context:
+        """The context of that id."""
+        context = self._contexts.get(id)
+        if context is None:
+            raise UsageError(
+                f"Could not find autograd context with id: {id}"
+                + (": it has ended" if id in self._over else "; contexts end with their `with` block")
+            )
+        return context
+
+    def find(self, id: int) -> Context | None:
+        """The context of that id, if it is here."""
+        return self._contexts.get(id)
+
+    def enter(self, id: int, maker: int, entered: Callable[[], Any]) -> Context | None:
+        """A message belongs to this context; None if it is over. ``entered()`` is called where it is new here."""
+        context = self._contexts.get(id)
+        if context is not None:
+            return context
+        with self._lock:
+            if id in self._over:
+                return None
+            context = self._contexts.get(id)
+            if context is not None:
+                return context
+            context = self._contexts[id] = Context(id, maker)
+        entered()
+        return context
+
+    def release(self, id: int) -> Context | None:
+        """It is over, also for what may come later."""
+        with self._lock:
+            self._over[id] = None
+            if len(self._over) > _REMEMBERED:
+                self._over.popitem(last=False)
+            return self._contexts.pop(id, None)
+
+    def made_by(self, incarnation: int) -> Iterable[Context]:
+        """Those whose maker it is."""
+        return [context for context in self.all() if context.maker == incarnation]

@@ -1,0 +1,156 @@
+"""The two ends of an edge: what stands in the autograd graphs for tensors that went from worker to worker.
+
+Where tensors leave, each of them gets a *gate*: a node behind which its local history lies, and through which its
+gradient enters. Where they arrive, one *receive* node makes all of a message's tensors; when it runs, their
+gradients go back to the worker from which they came. Both only do anything inside a pass, which the thread that
+runs it carries along (`current_part`), also to the engine's own threads for other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Function
+
+from nbdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist.autograd.part import Part
+
+__all__ = ["RECEIVE", "Held", "Node", "Received", "Sent", "Slot", "current_part", "receive", "running", "send"]
+
+Node = Any
+"""A node of torch's graph; those of C++ have no class that could be named here."""
+
+_PART = "nbdist.autograd.part"
+
+
+def current_part() -> Part | None:
+    """The part of a pass that the calling thread executes."""
+    return torch._C._get_obj_in_tls(_PART) if torch._C._is_key_in_tls(_PART) else None
+
+
+@contextmanager
+def running(part: Part) -> Iterator[None]:
+    """Make ``part`` the one that the calling thread executes.
+
+    It is kept in torch's thread-local storage, because the engine hands that on to the threads of other devices.
+    It is removed rather than replaced by None: a thread that ends with an entry there waits for the GIL for ever.
+    """
+    outer = current_part()
+    torch._C._stash_obj_in_tls(_PART, part)
+    try:
+        yield
+    finally:
+        torch._C._remove_obj_from_tls(_PART)
+        if outer is not None:
+            torch._C._stash_obj_in_tls(_PART, outer)
+
+
+class Held(Exception):
+    """Raised by a gate whose gradient has not come: nothing else can run before it does."""
+
+
+class Slot:
+    """One tensor that was sent: the place where its gradient enters this worker's graph."""
+
+    __slots__ = ("edge", "gate", "index", "message", "node")
+
+    def __init__(self, message: int, index: int, tensor: torch.Tensor) -> None:
+        self.message = message
+        self.index = index
+        self.gate: torch.Tensor = _Gate.apply(self, tensor)
+        self.node: Node = self.gate.grad_fn
+        self.edge: tuple[Node, int] = self.node.next_functions[0]
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.index} of message {self.message}>"
+
+
+class Sent:
+    """The sending end: what the tensors of one message left behind."""
+
+    def __init__(self, message: int, peer: int, tensors: Sequence[torch.Tensor], function: str) -> None:
+        self.message = message
+        self.peer = peer
+        self.function = function
+        self.slots = [Slot(message, index, tensor) for index, tensor in enumerate(tensors)]
+
+
+class Received:
+    """The receiving end of a message's tensors."""
+
+    __slots__ = ("__weakref__", "context", "function", "message", "node", "peer")
+
+    def __init__(self, context: int, message: int, peer: int, function: str) -> None:
+        self.context = context
+        self.message = message
+        self.peer = peer
+        self.function = function
+        self.node: Node = None
+
+
+def _enter(ctx: Any, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    ctx.slot = slot
+    return torch.empty((), device="cpu")
+
+
+def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+    part = current_part()
+    assert part is not None  # nobody but a pass has the tensor behind which a gate lies
+    return None, part.enter(ctx.slot)
+
+
+def _arrive(ctx: Any, anchor: torch.Tensor, end: Received, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    ctx.set_materialize_grads(False)
+    ctx.end = end
+    return tuple(tensors)
+
+
+def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+    part = current_part()
+    if part is None:
+        raise UsageError(
+            f"this pass has come to a tensor that was received from another worker ({ctx.end.function}), and a "
+            f"local backward() or autograd.grad() cannot go on there: write "
+            f"`dist_autograd.backward(context_id, [loss])` inside of the `with dist_autograd.context() as context_id:`"
+        )
+    part.cross(ctx.end, gradients)
+    return None, None, None
+
+
+# The names are torch's: programs that look at the graph find what they look for.
+_Gate: Any = type(
+    "torch::distributed::autograd::SendRpc",
+    (Function,),
+    {"forward": staticmethod(_enter), "backward": staticmethod(_let_in), "__module__": __name__},
+)
+_Receive: Any = type(
+    "torch::distributed::autograd::RecvRpc",
+    (Function,),
+    {"forward": staticmethod(_arrive), "backward": staticmethod(_send_back), "__module__": __name__},
+)
+
+RECEIVE: type = _Receive._backward_cls
+"""The class of receive nodes."""
+
+_anchor = torch.zeros((), device="cpu", requires_grad=True)
+"""What makes autograd record a receive: a node needs an input that requires grad."""
+
+
+def send(message: int, peer: int, tensors: Sequence[torch.Tensor], function: str) -> Sent:
+    """Make gates for tensors that are about to be sent."""
+    return Sent(message, peer, tensors, function)
+
+
+def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Give tensors that have come their history: the gradients they get go back through ``end``."""
+    with torch.enable_grad():
+        made: tuple[torch.Tensor, ...] = _Receive.apply(_anchor, end, tensors)
+    end.node = made[0].grad_fn
+    return list(made)

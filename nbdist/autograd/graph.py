@@ -1,0 +1,52 @@
+"""Walks over torch's graph, which has no other way of being looked at than from node to node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from nbdist.autograd.edges import RECEIVE, Node
+
+__all__ = ["ACCUMULATE", "Region", "walk"]
+
+_expanded: Node = torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn
+ACCUMULATE: type = type(_expanded.next_functions[0][0])
+"""The class of the nodes that stand for leaves."""
+
+
+class Region:
+    """What can be reached from some edges, along the graph of one worker."""
+
+    __slots__ = ("leaves", "nodes", "receives")
+
+    def __init__(self) -> None:
+        self.nodes: set[Node] = set()
+        self.leaves: list[Node] = []
+        self.receives: dict[Node, set[int]] = {}
+        """The outputs of each receive that are reached."""
+
+
+def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Region:
+    """All that lies behind ``edges``; what a ``region`` has already is not walked again, but for receives' outputs."""
+    found = region if region is not None else Region()
+    seen, leaves, receives = found.nodes, found.leaves, found.receives
+    accumulate, receive = ACCUMULATE, RECEIVE
+    stack = [tuple(edges)]
+    while stack:
+        for node, output in stack.pop():
+            if node in seen:
+                if type(node) is receive:
+                    receives[node].add(output)
+                continue
+            if node is None:
+                continue
+            seen.add(node)
+            kind = type(node)
+            if kind is accumulate:
+                leaves.append(node)
+            elif kind is receive:
+                receives[node] = {output}
+            else:
+                stack.append(node.next_functions)
+    return found

@@ -1,0 +1,75 @@
+"""What the worker that began a pass knows of it: whether anything is still going on anywhere.
+
+Every mark and every gradient that goes from worker to worker carries a *token*. Whoever sends one announces it,
+and whoever has dealt with one says so, both to the pass's root, in one report: what was dealt with, and what was
+sent because of that. So as long as something is on its way or being dealt with, a token is announced and not
+settled, whichever worker's report comes first. When all are settled, the pass is over, exactly.
+
+Pure: reports go in, answers come out.
+"""
+
+from __future__ import annotations
+
+from nbdist.autograd.messages import Missing, Report, Token
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """The tokens of one pass."""
+
+    def __init__(self) -> None:
+        self.workers: set[int] = set()
+        """Those who take part, as far as is known."""
+        self.waiting: set[int] = set()
+        """Those who have asked to be told of the end of the marking."""
+        self.missing: dict[int, list[Missing]] = {}
+        self._taken: dict[int, int] = {}
+        self._overtaken: dict[int, dict[int, Report]] = {}
+        self._open: set[Token] = set()
+        self._early: set[Token] = set()
+        self._open_marks = 0
+
+    def take(self, sender: int, report: Report) -> None:
+        """Enter a report; one that has overtaken others of its sender waits for them.
+
+        A later report may settle what was the cause of something that an earlier one announces.
+        """
+        waiting = self._overtaken.setdefault(sender, {})
+        waiting[report.number] = report
+        while (following := waiting.pop(self._taken.get(sender, 0) + 1, None)) is not None:
+            self._taken[sender] = following.number
+            self._enter(sender, following)
+
+    def _enter(self, sender: int, report: Report) -> None:
+        self.workers.add(sender)
+        for token, to in report.sent:
+            self.workers.add(to)
+            if token in self._early:
+                self._early.discard(token)
+            else:
+                self._open.add(token)
+            self._open_marks += token.is_mark
+        for token in report.settled:
+            if token in self._open:
+                self._open.discard(token)
+            else:
+                self._early.add(token)
+            self._open_marks -= token.is_mark
+        if report.waits:
+            self.waiting.add(sender)
+        self.missing[sender] = report.missing
+
+    @property
+    def marked(self) -> bool:
+        """Whether all marks are settled."""
+        return self._open_marks == 0 and not any(token.is_mark for token in self._early)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is on its way, nor being dealt with."""
+        return not self._open and not self._early
+
+    def owed(self) -> list[tuple[int, Missing]]:
+        """The gradients that never came, and to whom."""
+        return [(worker, missing) for worker, each in self.missing.items() for missing in each]

@@ -1,0 +1,366 @@
+"""One worker's share of one pass: what has come, what is still to come, and what can run now.
+
+torch's engine runs it, as a local pass: each node once, with its full gradient and with all of its hooks. The
+one thing that it cannot do is wait, so it is called again with every gradient that arrives. Nodes behind a gate
+whose gradient is still to come are *held back*. As long as no edge leads from what can run into what is held
+back, a call is a plain one. Otherwise the missing gates are roots of that call as well, of the lowest priority:
+the engine holds back all that depends on them, and when it comes to one of them, nothing else is left to run.
+The gate ends the call by an error, and what had crossed into nodes held back is *kept* for a later one.
+
+Whether a gate takes part at all is found out by marking (`nbdist.autograd.passes`); until that is over, the gates
+not marked might.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from nbdist.autograd.edges import Held, Node, Received, Sent, Slot, running
+from nbdist.autograd.graph import ACCUMULATE, Region, walk
+from nbdist.autograd.leaves import Gradients, claimed
+
+__all__ = ["Entry", "Part", "Roots", "State"]
+
+_LAST = 0
+_FIRST = 1 << 62
+_engine = torch.autograd.Variable._execution_engine  # what torch.autograd.backward calls
+_one = torch.ones((), device="cpu")
+
+
+class State(Enum):
+    """How far a gate is, in one pass."""
+
+    UNSURE = "unsure"  # it has not been marked, and may still be
+    EXPECTED = "expected"
+    ARRIVED = "arrived"
+    UNUSED = "unused"
+
+
+class Crossing(NamedTuple):
+    """A gradient on its way into a node."""
+
+    node: Node
+    output: int
+    gradient: torch.Tensor
+
+
+class Roots:
+    """The roots of a pass, on the worker that began it."""
+
+    def __init__(self, edges: Sequence[tuple[Node, int]], gradients: Sequence[torch.Tensor]) -> None:
+        self.edges = list(edges)
+        self.gradients: list[torch.Tensor | None] = list(gradients)
+        self.slot: Slot | None = None
+
+
+class _Arrived:
+    """A gate, and the gradient that has come for it."""
+
+    def __init__(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        self.edges = [slot.edge]
+        self.gradients = [gradient]
+        self.slot: Slot | None = slot
+
+
+Entry = Roots | _Arrived
+
+
+class Part:
+    """One worker's share of one pass."""
+
+    def __init__(
+        self,
+        sends: Iterable[Sent],
+        send_back: Callable[[Received, Sequence[int], Sequence[torch.Tensor | None]], None],
+        *,
+        smart: bool,
+        retain_graph: bool,
+    ) -> None:
+        self.gradients = Gradients()
+        self.smart = smart
+        self._send_back = send_back
+        self._retain_graph = retain_graph
+        self._lock = threading.Lock()
+        self._sends = {sent.message: sent for sent in sends}
+        unknown = State.UNSURE if smart else State.EXPECTED
+        self.states: dict[Slot, State] = {slot: unknown for sent in self._sends.values() for slot in sent.slots}
+        self._ready: list[Entry] = []
+        self._kept: list[Crossing] = []
+        self._regions: dict[object, Region] = {}
+        self._holders: dict[Node, int] = {}
+        self._counted: set[Slot] = set()
+        self._walked = Region()
+        self._marked: set[tuple[Node, int]] = set()
+        self._stopped = False
+
+    # -- marking ------------------------------------------------------------------------------
+
+    def mark_roots(self, roots: Roots) -> list[tuple[Received, list[int]]]:
+        """Take the pass's roots; what is to be marked because of them."""
+        self._ready.append(roots)
+        return self._mark([roots])
+
+    def mark(self, message: int, outputs: Sequence[int]) -> list[tuple[Received, list[int]]]:
+        """Those of a message's tensors are going to get gradients; what is to be marked because of that."""
+        new = []
+        with self._lock:
+            for index in outputs:
+                slot = self._sends[message].slots[index]
+                if self.states[slot] is State.UNSURE:
+                    self.states[slot] = State.EXPECTED
+                    new.append(slot)
+        return self._mark(new)
+
+    def _mark(self, entries: Sequence[Slot | Roots]) -> list[tuple[Received, list[int]]]:
+        if not self.smart:
+            return []
+        found: dict[Received, list[int]] = {}
+        with self._lock:
+            for entry in entries:
+                for node, outputs in self._region(entry).receives.items():
+                    for output in outputs:
+                        if (node, output) not in self._marked:
+                            self._marked.add((node, output))
+                            found.setdefault(node.end, []).append(output)
+        return list(found.items())
+
+    def end_marking(self) -> None:
+        """All has been marked that is going to be: the gates left over take no part."""
+        with self._lock:
+            for slot, state in self.states.items():
+                if state is State.UNSURE:
+                    self.states[slot] = State.UNUSED
+                    self._release(slot)
+
+    # -- arriving -----------------------------------------------------------------------------
+
+    def arrive(
+        self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
+    ) -> list[tuple[Received, list[int]]]:
+        """The gradients of some of a message's tensors have come, perhaps before the mark that announces them."""
+        marks = self.mark(message, outputs)
+        slots = self._sends[message].slots
+        with self._lock:
+            for index, gradient in zip(outputs, gradients, strict=True):
+                slot = slots[index]
+                self.states[slot] = State.ARRIVED
+                self._release(slot)
+                self._ready.append(_Arrived(slot, gradient))
+        return marks
+
+    def missing(self) -> list[Slot]:
+        """The gates whose gradients have not come."""
+        with self._lock:
+            return [slot for slot, state in self.states.items() if state is State.EXPECTED]
+
+    @property
+    def unsure(self) -> bool:
+        """Whether something waits for the end of the marking."""
+        return bool(self._ready or self._kept) and State.UNSURE in self.states.values()
+
+    def stop(self) -> None:
+        """Run nothing more."""
+        self._stopped = True
+
+    # -- running ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run all that can run now; by one thread at a time."""
+        while not self._stopped:
+            with self._lock:
+                call = self._next_call()
+            if call is None:
+                return
+            call()
+
+    def _next_call(self) -> Callable[[], None] | None:
+        entries, self._ready = self._ready, []
+        pending = [slot for slot, state in self.states.items() if state in (State.UNSURE, State.EXPECTED)]
+        if not pending:
+            kept, self._kept = self._kept, []
+            if not entries and not kept:
+                return None
+            region = self._joint([self._region(entry) for entry in entries], kept)
+            return lambda: self._call(entries, kept, region.leaves)
+        for slot in pending:
+            self._hold(slot)
+        holders = self._holders
+        launched: list[Entry] = []
+        for entry in entries:
+            if self._keep_if_held(entry):
+                launched.append(entry)
+        kept = [crossing for crossing in self._kept if crossing.node not in holders]
+        if not launched and not kept:
+            return None
+        region = self._joint([self._region(entry) for entry in launched], kept)
+        held = region.nodes & holders.keys()
+        self._kept = [crossing for crossing in self._kept if crossing.node in holders]
+        if all(type(node) is ACCUMULATE and _is_plain(node) for node in held):
+            return lambda: self._call(launched, kept, region.leaves)
+        free = [node for node in region.nodes if node not in holders]
+        if not any(node in region.receives for node in free):
+            # Nobody waits for what could run: one call later does instead of one now and one later.
+            self._ready = launched + self._ready
+            self._kept += kept
+            return None
+        missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held)]
+        return lambda: self._contested_call(launched, kept, free, missing)
+
+    def _keep_if_held(self, entry: Entry) -> bool:
+        """Keep those gradients of an entry that lead into held nodes; whether some are left to launch."""
+        if not any(node in self._holders for node, _ in entry.edges):
+            return True
+        edges, gradients = entry.edges, entry.gradients
+        entry.edges, entry.gradients = [], []
+        for (node, output), gradient in zip(edges, gradients, strict=True):
+            if node not in self._holders:
+                entry.edges.append((node, output))
+                entry.gradients.append(gradient)
+            elif gradient is not None:  # a node that gets none from here still runs, by what holds it back
+                self._kept.append(Crossing(node, output, gradient))
+        self._regions.pop(entry, None)
+        return bool(entry.edges)
+
+    def _joint(self, regions: Sequence[Region], kept: Sequence[Crossing]) -> Region:
+        if len(regions) == 1 and not kept:
+            return regions[0]
+        joint = Region()
+        for region in regions:
+            joint.leaves += [node for node in region.leaves if node not in joint.nodes]
+            joint.nodes |= region.nodes
+            joint.receives.update(region.receives)
+        return walk([(crossing.node, crossing.output) for crossing in kept], joint)
+
+    # -- what is held back --------------------------------------------------------------------
+
+    def _region(self, of: Slot | Entry) -> Region:
+        region = self._regions.get(of)
+        if region is None:
+            region = self._regions[of] = walk([of.edge] if isinstance(of, Slot) else of.edges)
+        return region
+
+    def _hold(self, slot: Slot) -> None:
+        if slot not in self._counted:
+            self._counted.add(slot)
+            holders = self._holders
+            for node in self._region(slot).nodes:
+                holders[node] = holders.get(node, 0) + 1
+
+    def _release(self, slot: Slot) -> None:
+        if slot in self._counted:
+            self._counted.discard(slot)
+            holders = self._holders
+            for node in self._regions[slot].nodes:
+                if holders[node] == 1:
+                    del holders[node]
+                else:
+                    holders[node] -= 1
+
+    # -- calling the engine -------------------------------------------------------------------
+
+    def _call(self, entries: Sequence[Entry], kept: Sequence[Crossing], leaves: Iterable[Node]) -> None:
+        roots: list[Any] = []
+        gradients: list[torch.Tensor] = []
+        for entry in entries:
+            for (node, output), gradient in zip(entry.edges, entry.gradients, strict=True):
+                if gradient is not None:
+                    roots.append(torch.autograd.graph.GradientEdge(node, output))
+                    gradients.append(gradient)
+                else:  # the engine takes no root without a gradient, but a node may give none
+                    assert entry.slot is not None  # roots have gradients
+                    entry.slot.node._set_sequence_nr(_FIRST)  # it may have been a barrier before
+                    roots.append(entry.slot.gate)
+                    gradients.append(_one)
+        for crossing in kept:
+            roots.append(torch.autograd.graph.GradientEdge(crossing.node, crossing.output))
+            gradients.append(crossing.gradient)
+        with claimed(leaves, self.gradients), running(self):
+            _engine.run_backward(
+                tuple(roots),
+                tuple(gradients),
+                self._retain_graph,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+    def _contested_call(
+        self, entries: Sequence[Entry], kept: Sequence[Crossing], free: Sequence[Node], missing: Sequence[Slot]
+    ) -> None:
+        holders = self._holders
+        handles = []
+        for node in free:
+            crossing = [(i, to, output) for i, (to, output) in enumerate(node.next_functions) if to in holders]
+            if crossing:
+                handles.append(node.register_hook(self._keeper(crossing)))
+            if node._sequence_nr() == _LAST:
+                node._set_sequence_nr(_LAST + 1)
+        barriers = Roots([], [])
+        for slot in missing:
+            slot.node._set_sequence_nr(_LAST)
+            barriers.edges.append((slot.node, 0))
+            barriers.gradients.append(_one)
+        try:
+            self._call([*entries, barriers], kept, [node for node in free if type(node) is ACCUMULATE])
+        except Held:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keeper(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
+        def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+            for index, node, output in crossing:
+                gradient = gradients[index]
+                if gradient is not None:
+                    self._kept.append(Crossing(node, output, gradient))
+
+        return keep
+
+    # -- from the nodes -----------------------------------------------------------------------
+
+    def enter(self, slot: Slot) -> torch.Tensor | None:
+        """A gate runs: it has no gradient because none came with the message, or because none has come."""
+        if self.states[slot] in (State.ARRIVED, State.UNUSED):
+            return None
+        raise Held
+
+    def cross(self, end: Received, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A receive runs: what it got goes to where its tensors came from."""
+        if self.smart:
+            outputs = [i for i in range(len(gradients)) if (end.node, i) in self._marked]
+            self._send_back(end, outputs, [gradients[i] for i in outputs])
+        else:
+            self._send_back(end, range(len(gradients)), [_or_zeros(g, end, i) for i, g in enumerate(gradients)])
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether nothing but accumulation happens at a leaf, so that it may as well happen in instalments."""
+    leaf = node.variable
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_nothing)
+        others = len(handle.hooks_dict_ref()) - 1
+        handle.remove()
+        if others:
+            return False
+    return True
+
+
+def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torch.Tensor:
+    """In FAST mode what is not used gets zeros, as in torch: its history runs, and hooks there expect a tensor."""
+    if gradient is not None:
+        return gradient
+    metadata = end.node._input_metadata[output]
+    return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
+
+
+def _nothing(*_: Any) -> None:
+    """A hook registered to see which others there are."""

@@ -1,0 +1,411 @@
+"""Runs backward passes over workers: SMART and FAST.
+
+A pass has a *root*, the worker on which it was begun. In SMART mode it first finds out which gates take part:
+each worker walks its graph from what was given to it, and for every receive that it newly reaches it sends a
+*mark* to the worker at the other end, which walks on. Gradients follow as soon as they are there; they may run
+what no gate can hold back that might still be marked. In FAST mode all gates of the context take part, and
+nothing is marked.
+
+Every mark and gradient is accounted for at the root (`nbdist.autograd.ledger`). So it knows when nothing goes on
+anywhere: then all is done, or, in FAST mode, gates wait for gradients that will never come, which is an error that
+names them.
+
+An error anywhere goes to the root, which gives the pass up everywhere. So does the loss of a worker that takes
+part, and the user's interrupt. The gradients of a pass that was given up are dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.autograd import messages
+from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.edges import Received
+from nbdist.autograd.ledger import Ledger
+from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
+from nbdist.autograd.part import Part, Roots
+from nbdist.errors import NbdistError, UsageError, WorkerLost
+from nbdist.rpc.failures import Failure, describe, rebuild
+from nbdist.rpc.futures import Future
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Transport(Protocol):
+        """What passes need of an agent."""
+
+        @property
+        def me(self) -> int:
+            """This worker's incarnation."""
+
+        @property
+        def name(self) -> str:
+            """This worker's name."""
+
+        def post(self, to: int, message: messages.Message, body: Any = None) -> None:
+            """Send; a WorkerLost where there is nobody any more."""
+
+        def name_of(self, worker: int) -> str:
+            """A worker's name."""
+
+        def submit(self, job: Any) -> None:
+            """Run a job on another thread."""
+
+
+__all__ = ["Passes", "Run", "UnusedOutputs"]
+
+_log = logging.getLogger("nbdist.autograd")
+_Marks = Sequence[tuple[Received, list[int]]]
+
+
+class UnusedOutputs(UsageError):
+    """A FAST pass in a context some of whose calls do not contribute to its roots."""
+
+
+class Run:
+    """One pass, on one worker."""
+
+    def __init__(self, head: Head, context: Context) -> None:
+        self.head = head
+        self.context = context
+        self.part: Part
+        self.lock = threading.Lock()
+        self.ended = False
+        self.told: set[int] = set()
+        """Whom this worker has sent something of the pass."""
+        self.settled: list[Token] = []
+        self.sent: list[tuple[Token, int]] = []
+        self.arrived: list[Token] = []
+        self.reports = 0
+        self.busy = False
+        self.again = False
+        # On the root only:
+        self.ledger: Ledger | None = None
+        self.outcome: Future[None] | None = None
+
+
+class Passes:
+    """The passes that touch one worker."""
+
+    def __init__(self, transport: Transport, contexts: Contexts) -> None:
+        self._transport = transport
+        self._contexts = contexts
+        self._numbers = itertools.count(1)
+        self._tokens = itertools.count(1)
+        self._runs: dict[PassId, Run] = {}
+
+    # -- at the root --------------------------------------------------------------------------
+
+    def start(self, context: Context, roots: Roots, *, smart: bool, retain_graph: bool) -> Run:
+        """Begin a pass here, and run on this thread what can run at once."""
+        me = self._transport.me
+        head = Head(PassId(me, next(self._numbers)), context.id, smart, retain_graph)
+        run = self._begin(head, context, Ledger(), Future())
+        begun = Token(me, 0, False)
+        try:
+            with run.lock:
+                run.sent.append((begun, me))
+                run.arrived.append(begun)
+                out = self._announce(run, run.part.mark_roots(roots))
+            self._send_marks(run, out)
+            self._advance(run)
+        except BaseException:
+            self.give_up(run)
+            raise
+        return run
+
+    def wait(self, run: Run) -> None:
+        """Wait for the end of a pass that began here."""
+        assert run.outcome is not None  # it began here
+        try:
+            run.outcome.wait()
+        except BaseException:
+            self.give_up(run)
+            raise
+        self._commit(run)
+
+    def _commit(self, run: Run) -> None:
+        self._runs.pop(run.head.id, None)
+        run.context.commit(run)
+
+    def _begin(
+        self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | None = None
+    ) -> Run:
+        run = Run(head, context)
+        run.ledger, run.outcome = ledger, outcome
+        sends = list(context.sends.values())
+        send_back = partial(self._send_back, run)
+        run.part = Part(sends, send_back, smart=head.smart, retain_graph=head.retain_graph)
+        context.runs[head.id] = self._runs[head.id] = run
+        return run
+
+    def _find(self, head: Head) -> Run | None:
+        context = self._contexts.find(head.context)
+        if context is None:
+            return None
+        with context.lock:
+            run = context.runs.get(head.id)
+            if run is None and head.id not in context.given_up:
+                run = self._begin(head, context)
+            return run
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def on_mark(self, message: messages.Mark) -> None:
+        """Others' tensors that were made of ours take part."""
+        run = self._find(message.head)
+        if run is None:
+            return
+        with run.lock:
+            out = []
+            for sent, outputs in message.sends:
+                out += self._announce(run, run.part.mark(sent, outputs))
+            run.settled.append(message.token)
+        self._send_marks(run, out)
+        self._report(run)
+
+    def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
+        """What flows back into this worker."""
+        run = self._find(message.head)
+        if run is None:
+            return
+        with run.lock:
+            out = self._announce(run, run.part.arrive(message.message, message.outputs, gradients))
+            run.arrived.append(message.token)
+        self._send_marks(run, out)
+        self._advance(run)
+
+    def on_marked(self, message: messages.Marked) -> None:
+        """No gate will be marked any more."""
+        run = self._runs.get(message.id)
+        if run is not None:
+            run.part.end_marking()
+            self._advance(run)
+
+    def on_report(self, message: Report, sender: int) -> None:
+        """News for the root."""
+        run = self._runs.get(message.id)
+        if run is not None:
+            self._enter(run, sender, message)
+
+    def on_over(self, message: messages.Over) -> None:
+        """The root says that all is done."""
+        run = self._runs.get(message.id)
+        if run is not None:
+            self._commit(run)
+
+    def on_failed(self, message: messages.Failed, failure: Failure) -> None:
+        """To the root: it went wrong somewhere."""
+        run = self._runs.get(message.id)
+        if run is not None:
+            self._settle(run, rebuild(failure))
+
+    def on_cancel(self, message: messages.Cancel) -> None:
+        """The pass is given up."""
+        context = self._contexts.find(message.context)
+        if context is None:
+            return
+        with context.lock:
+            known = message.id in context.given_up
+            context.given_up.add(message.id)
+            run = context.runs.pop(message.id, None)
+        if run is not None and not known:
+            self._end(run, tell=set())
+
+    def on_lost(self, worker: int, name: str, why: str) -> None:
+        """A worker is gone."""
+        for context in self._contexts.all():
+            for run in list(context.runs.values()):
+                if run.head.id.root == worker:
+                    self.on_cancel(messages.Cancel(run.head.id, context.id))
+                elif worker in self._needed(run):
+                    error = WorkerLost(f"{name} {why}; the backward pass of context {context.id} needed it")
+                    self._transport.submit(partial(self._fail, run, error))
+
+    def release(self, context: Context) -> None:
+        """A context is over: so are its passes."""
+        for run in list(context.runs.values()):
+            if not run.ended:
+                self._settle(run, UsageError(f"the context {context.id} ended during its backward pass"))
+            self._end(run, tell=set())
+        context.runs.clear()
+
+    # -- going on -----------------------------------------------------------------------------
+
+    def _advance(self, run: Run) -> None:
+        """Run what can run; if a thread is doing so, it will see to the rest."""
+        with run.lock:
+            if run.busy:
+                run.again = True
+                return
+            run.busy = True
+        while True:
+            with run.lock:
+                run.again = False
+                taken, run.arrived = run.arrived, []
+            try:
+                run.part.run()
+            except BaseException as error:
+                self._fail(run, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+            with run.lock:
+                if run.part.unsure:  # it will run when the marking is over, and is not dealt with before
+                    run.arrived += taken
+                else:
+                    run.settled += taken
+                if not run.again:
+                    run.busy = False
+                    break
+        self._report(run)
+
+    def _send_back(
+        self, run: Run, end: Received, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        with run.lock:
+            token = self._token(run, end.peer, is_mark=False)
+        message = messages.Gradients(run.head, token, end.message, list(outputs))
+        self._post(run, end.peer, message, list(gradients))
+
+    def _announce(self, run: Run, marks: _Marks) -> list[tuple[int, messages.Mark]]:
+        by_peer: dict[int, list[tuple[int, list[int]]]] = {}
+        for end, outputs in marks:
+            by_peer.setdefault(end.peer, []).append((end.message, outputs))
+        return [
+            (peer, messages.Mark(run.head, self._token(run, peer, is_mark=True), sends))
+            for peer, sends in by_peer.items()
+        ]
+
+    def _token(self, run: Run, to: int, *, is_mark: bool) -> Token:
+        token = Token(self._transport.me, next(self._tokens), is_mark)
+        run.sent.append((token, to))
+        return token
+
+    def _send_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
+        for peer, message in out:
+            self._post(run, peer, message)
+
+    def _post(self, run: Run, to: int, message: messages.Message, body: Any = None) -> None:
+        run.told.add(to)
+        if not run.ended:
+            self._transport.post(to, message, body)
+
+    def _report(self, run: Run) -> None:
+        waits = run.part.unsure
+        if not run.head.smart:
+            missing = [self._describe(run, message) for message in {slot.message for slot in run.part.missing()}]
+        else:
+            missing = []
+        with run.lock:
+            if run.ended or not (run.settled or run.sent or waits):
+                return
+            run.reports += 1
+            report = Report(run.head.id, run.reports, run.settled, run.sent, waits, missing)
+            run.settled, run.sent = [], []
+        root = run.head.id.root
+        if root == self._transport.me:
+            self._enter(run, root, report)
+        else:
+            try:
+                self._transport.post(root, report)
+            except NbdistError:  # the loss of the root ends the pass here
+                _log.debug("the root of %s is gone", run.head.id)
+
+    def _describe(self, run: Run, message: int) -> Missing:
+        sent = run.context.sends[message]
+        return Missing(message, sent.function, sent.peer)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _enter(self, run: Run, sender: int, report: Report) -> None:
+        ledger = run.ledger
+        assert ledger is not None  # reports go to the root
+        with run.lock:
+            if run.ended:
+                return
+            ledger.take(sender, report)
+            over = ledger.over
+            waiting = set[int]()
+            if ledger.marked:
+                waiting, ledger.waiting = ledger.waiting, set()
+        if over:
+            owed = ledger.owed()
+            self._settle(run, self._unused(owed) if owed else None)
+            return
+        for worker in waiting:
+            if worker == self._transport.me:
+                self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))
+            else:
+                try:
+                    self._transport.post(worker, messages.Marked(run.head.id))
+                except NbdistError as error:
+                    self._fail(run, error)
+
+    def _unused(self, owed: Sequence[tuple[int, Missing]]) -> UnusedOutputs:
+        name = self._transport.name_of
+        lines = [f"  what {name(worker)} sent to {name(missing.peer)} ({missing.function})" for worker, missing in owed]
+        return UnusedOutputs(
+            "this backward pass ran in FAST mode, which needs every tensor that was sent in the context to "
+            "contribute to the roots. These got no gradient:\n" + "\n".join(lines) + '\nUse mode="smart".'
+        )
+
+    def _settle(self, run: Run, error: BaseException | None) -> None:
+        if run.outcome is None:
+            return
+        if error is None:
+            with run.lock:
+                if run.ended:
+                    return
+                run.ended = True
+            assert run.ledger is not None  # there is an outcome, so this is the root
+            for worker in run.ledger.workers - {self._transport.me}:
+                self._tell(worker, messages.Over(run.head.id, run.context.id, True))
+        run.outcome.try_settle(None, error)
+
+    def _fail(self, run: Run, error: BaseException) -> None:
+        """It cannot go on here."""
+        if run.ended:
+            return
+        if run.outcome is not None:
+            run.outcome.try_settle(None, error)
+            return
+        failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
+        self._tell(run.head.id.root, messages.Failed(run.head.id), failure)
+
+    def give_up(self, run: Run) -> None:
+        """End a pass that began here without its result."""
+        context = run.context
+        with context.lock:
+            context.given_up.add(run.head.id)
+            context.runs.pop(run.head.id, None)
+        workers = run.ledger.workers if run.ledger is not None else set[int]()
+        self._end(run, tell=workers)
+
+    def _end(self, run: Run, tell: set[int]) -> None:
+        with run.lock:
+            run.ended = True
+        self._runs.pop(run.head.id, None)
+        run.part.stop()
+        for worker in (run.told | tell) - {self._transport.me}:
+            self._tell(worker, messages.Cancel(run.head.id, run.context.id))
+
+    def _tell(self, worker: int, message: messages.Message, body: Any = None) -> None:
+        try:
+            self._transport.post(worker, message, body)
+        except NbdistError as error:
+            _log.debug("%s was not told: %s", worker, error)
+
+    def _needed(self, run: Run) -> set[int]:
+        needed = set(run.told)
+        needed.update(run.context.sends[slot.message].peer for slot in run.part.missing())
+        if run.ledger is not None:
+            needed |= run.ledger.workers
+        return needed

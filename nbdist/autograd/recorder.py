@@ -1,0 +1,261 @@
+"""Ties the recording of calls, and the passes, to an agent: every agent has one recorder."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nbdist
+from nbdist.autograd import edges, messages
+from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.edges import Received
+from nbdist.autograd.part import Roots
+from nbdist.autograd.passes import Passes
+from nbdist.channel.contract import Buffer
+from nbdist.errors import NbdistError, UsageError
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.dispatch import Job
+from nbdist.rpc.membership import Membership
+from nbdist.rpc.recording import Attach
+from nbdist.wire import codec
+from nbdist.wire.messages import Cast, Payload, Record, Recording
+
+__all__ = ["Recorder", "extend"]
+
+_OURS = str(Path(nbdist.__file__).parent)
+_NO_EDGE = -1
+
+
+def extend(agent: Agent) -> None:
+    """Give an agent its recorder."""
+    agent.recorder = Recorder(agent)
+
+
+class Recorder:
+    """Records an agent's messages, and runs its share of the passes over them."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.contexts = Contexts(agent.me.id, agent.me.incarnation)
+        self.passes = Passes(self, self.contexts)
+        self._agent = agent
+        self._warned: set[tuple[str, int]] = set()
+        agent.on_lost(self._on_lost)
+        agent.at_close(self._close)
+        passes = self.passes
+        self._handle(messages.Mark, lambda message, sender, body: partial(passes.on_mark, message))
+        self._handle(messages.Gradients, lambda message, sender, body: partial(_on_gradients, passes, message, body))
+        self._handle(messages.Marked, lambda message, sender, body: partial(passes.on_marked, message))
+        self._handle(messages.Report, lambda message, sender, body: passes.on_report(message, sender))
+        self._handle(messages.Over, lambda message, sender, body: partial(passes.on_over, message))
+        self._handle(messages.Failed, lambda message, sender, body: lambda: passes.on_failed(message, body()))
+        self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
+        self._handle(messages.Entered, lambda message, sender, body: self._on_entered(message, sender))
+        self._handle(messages.Release, lambda message, sender, body: partial(self._release, message.context))
+
+    @property
+    def membership(self) -> Membership:
+        """Who is in the world."""
+        return self._agent.membership
+
+    # -- contexts -----------------------------------------------------------------------------
+
+    def open(self) -> Context:
+        """Make a context and have the calling thread enter it."""
+        if self.contexts.current is not None:
+            raise UsageError(
+                f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not nest"
+            )
+        context = self.contexts.new()
+        self.contexts.set_current(context)
+        return context
+
+    def close(self, context: Context) -> None:
+        """End a context everywhere."""
+        if self.contexts.current is context:
+            self.contexts.set_current(None)
+        for worker in context.workers - {self._agent.me.incarnation}:
+            self._tell(worker, messages.Release(context.id))
+        self._release(context.id)
+
+    def _release(self, id: int) -> None:
+        context = self.contexts.release(id)
+        if context is not None:
+            self.passes.release(context)
+
+    def _on_entered(self, message: messages.Entered, sender: int) -> None:
+        context = self.contexts.find(message.context)
+        if context is not None:
+            context.workers.add(sender)
+        if context is None or self.contexts.find(message.context) is None:  # it may have ended in between
+            self._tell(sender, messages.Release(message.context))
+
+    # -- what the agent asks ------------------------------------------------------------------
+
+    def current(self) -> Context | None:
+        """The context in which the calling thread is."""
+        return self.contexts.current
+
+    def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
+        """Make gates for the tensors of a message."""
+        context.workers.add(to)
+        message = _NO_EDGE
+        if tensors:
+            message = self.contexts.next_message()
+            context.sends[message] = edges.send(message, to, tensors, function)
+        return Recording(context.id, context.maker, message, torch.is_grad_enabled())
+
+    def withdraw(self, recording: Recording) -> None:
+        """A message did not go out."""
+        context = self.contexts.find(recording.context)
+        if context is not None:
+            context.sends.pop(recording.message, None)
+
+    def enter(self, recording: Recording, sender: int) -> Context | None:
+        """The context of a message that has come."""
+        maker = recording.maker
+
+        def entered() -> None:
+            if maker not in (sender, self._agent.me.incarnation):
+                self._tell(maker, messages.Entered(recording.context))
+
+        return self.contexts.enter(recording.context, maker, entered)
+
+    def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
+        """How to make the tensors of a message that has come."""
+
+        def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            end = Received(context.id, recording.message, sender, function)
+            made = edges.receive(end, tensors)
+            context.receives[recording.message] = end
+            return made
+
+        return attach
+
+    @contextmanager
+    def running(self, context: Context, recording: Recording) -> Iterator[None]:
+        """A function runs for a call that was made in a context: it is in it, and in the caller's grad mode."""
+        before = self.contexts.set_current(context)
+        try:
+            with torch.set_grad_enabled(recording.grad):
+                yield
+        finally:
+            self.contexts.set_current(before)
+
+    def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
+        """Run a pass from one tensor."""
+        self.run(self.contexts.get(context_id), [root], None, retain_graph=retain_graph, smart=True)
+
+    def warn(self, function: str, worker: str) -> None:
+        """Tensors that require grad go out of reach: say so, once at each place in the user's code."""
+        frame = sys._getframe(1)
+        level = 2
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame, level = frame.f_back, level + 1
+        place = frame.f_code.co_filename, frame.f_lineno
+        if place in self._warned:
+            return
+        self._warned.add(place)
+        warnings.warn(
+            f"{function} on {worker} is given a tensor that requires grad, outside of a distributed autograd context: "
+            f"no gradient will come back. Call it inside of `with dist_autograd.context():`, or send tensor.detach()",
+            stacklevel=level,
+        )
+
+    # -- passes -------------------------------------------------------------------------------
+
+    def run(
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] | None,
+        *,
+        retain_graph: bool,
+        smart: bool,
+    ) -> None:
+        """Run a pass from these roots, and wait for its end."""
+        edge = torch.autograd.graph.get_gradient_edge
+        found = [(there.node, there.output_nr) for there in map(edge, roots)]
+        ones = gradients if gradients is not None else [torch.ones_like(root) for root in roots]
+        self.passes.wait(self.passes.start(context, Roots(found, ones), smart=smart, retain_graph=retain_graph))
+
+    # -- what passes ask ----------------------------------------------------------------------
+
+    @property
+    def me(self) -> int:
+        """This agent's incarnation."""
+        return self._agent.me.incarnation
+
+    @property
+    def name(self) -> str:
+        """This agent's name."""
+        return self._agent.me.name
+
+    def name_of(self, worker: int) -> str:
+        """A worker's name."""
+        return self._agent.membership.name_of(worker)
+
+    def submit(self, job: Job) -> None:
+        """Run a job on another thread."""
+        self._agent.pool.submit(job)
+
+    def post(self, to: int, message: messages.Message, body: Any = None) -> None:
+        """Send a message to another worker, or to this one."""
+        payload, frames = _NO_PAYLOAD, list[Buffer]()
+        if body is not None:
+            record = self._agent.links.connected(to)
+            encoded = codec.encode(
+                body, by_value=True, devices=self._devices(record), receiver=record.name if record else ""
+            )
+            payload, frames = encoded.payload, encoded.frames
+        self._agent.post(to, Cast(_topic(type(message)), messages.encode(message), payload), frames)
+
+    def _devices(self, to: Record | None) -> dict[str, str]:
+        """Gradients go the way back of what the forward pass sent, in either direction."""
+        if to is None:
+            return {}
+        back = {theirs: ours for ours, theirs in to.device_maps.get(self.name, {}).items()}
+        there = {str(ours): str(theirs) for ours, theirs in self._agent.options.device_maps.get(to.name, {}).items()}
+        return {**back, **there}
+
+    def _tell(self, to: int, message: messages.Message) -> None:
+        try:
+            self.post(to, message)
+        except NbdistError:
+            return  # it is gone, and with it what it had of the context
+
+    # -- what comes ---------------------------------------------------------------------------
+
+    def _handle(self, kind: type, act: Callable[[Any, int, Callable[[], Any]], Job | None]) -> None:
+        def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job | None:
+            return act(messages.decode(cast.data), sender, lambda: codec.decode(cast.payload, frames))
+
+        self._agent.handle_cast(_topic(kind), on_cast)
+
+    def _on_lost(self, record: Record, why: str) -> None:
+        for context in self.contexts.all():
+            context.workers.discard(record.incarnation)
+        self.passes.on_lost(record.incarnation, record.name, why)
+        for context in self.contexts.made_by(record.incarnation):
+            self._agent.pool.submit(partial(self._release, context.id))
+
+    def _close(self) -> None:
+        for context in self.contexts.all():
+            self._release(context.id)
+
+
+def _on_gradients(passes: Passes, message: messages.Gradients, body: Callable[[], Any]) -> None:
+    passes.on_gradients(message, body())
+
+
+def _topic(kind: type) -> str:
+    return f"autograd.{kind.__name__.lower()}"
+
+
+_NO_PAYLOAD = Payload()

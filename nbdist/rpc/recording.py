@@ -1,0 +1,64 @@
+"""What an agent lets a recorder do with its messages, so that gradients can flow back where tensors went.
+
+The recorder is `nbdist.autograd`'s. This layer does not know what it records; it hands over the tensors of a
+message that require grad when one is sent, and has them made by the recorder when one has come.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from nbdist.wire.messages import Recording
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["EXTENSIONS", "Attach", "Recorder", "extend"]
+
+Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""Makes the tensors that a message brought part of the graph here."""
+
+EXTENSIONS = ("nbdist.autograd.recorder",)
+"""Modules above this layer whose ``extend(agent)`` is called with every new agent.
+
+Also where a program has not imported them: a worker must be able to take part in what others record.
+"""
+
+
+class Recorder(Protocol):
+    """What is asked of whoever records."""
+
+    def current(self) -> Any:
+        """The context in which the calling thread is; None if in none."""
+
+    def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
+        """These tensors go to an agent, as part of a call of a function or of its answer."""
+
+    def withdraw(self, recording: Recording) -> None:
+        """That message was not sent."""
+
+    def enter(self, recording: Recording, sender: int) -> Any:
+        """The context of a message that has come; None if it is over."""
+
+    def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:
+        """How to make the tensors of a message that has come."""
+
+    def running(self, context: Any, recording: Recording) -> AbstractContextManager[None]:
+        """What to enter around a function that was called in a context."""
+
+    def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
+        """Run a backward pass from a referenced value."""
+
+    def warn(self, function: str, worker: str) -> None:
+        """Tensors that require grad are sent outside of any context."""
+
+
+def extend(agent: Agent) -> None:
+    """Let the layers above take hold of a new agent."""
+    for name in EXTENSIONS:
+        importlib.import_module(name).extend(agent)
