@@ -14,7 +14,7 @@ run and has torch's engine run it, `leaves` keeps the result out of ``.grad``, `
 
 from __future__ import annotations
 
-from nbdist.autograd.api import ContextId, backward, context, get_gradients
+from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open
 from nbdist.autograd.passes import UnusedOutputs
 
-__all__ = ["ContextId", "UnusedOutputs", "backward", "context", "get_gradients"]
+__all__ = ["ContextId", "UnusedOutputs", "backward", "backward_async", "context", "get_gradients", "open"]

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
 
 from nbdist.autograd.contexts import Context
+from nbdist.autograd.passes import Run
 from nbdist.autograd.recorder import Recorder
-from nbdist.errors import UsageError
+from nbdist.errors import Interrupted, UsageError
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.futures import Future
 from nbdist.rpc.rref import RRef
 
-__all__ = ["ContextId", "Mode", "backward", "context", "current_id", "get_gradients", "recorder"]
+__all__ = [
+    "ContextId",
+    "Handle",
+    "Mode",
+    "backward",
+    "backward_async",
+    "context",
+    "current_id",
+    "get_gradients",
+    "open",
+    "recorder",
+]
 
 Mode = Literal["smart", "fast"]
 
@@ -43,6 +56,11 @@ class ContextId(int):
         """As `nbdist.autograd.get_gradients`."""
         return get_gradients(int(self))
 
+    def close(self) -> None:
+        """End a context that was begun by `open`."""
+        here = recorder()
+        here.close(here.contexts.get(self))
+
     def __reduce__(self) -> Any:
         return ContextId, (int(self),)
 
@@ -61,6 +79,11 @@ class context:
         self._recorder.close(self._context)
 
 
+def open() -> ContextId:
+    """Begin a context that spans several cells of a notebook; it ends with its ``close()``."""
+    return ContextId(recorder().open().id)
+
+
 def current_id() -> int:
     """The id of the calling thread's context."""
     found = recorder().contexts.current
@@ -75,19 +98,31 @@ def backward(*arguments: Any, **options: Any) -> None:
     ``backward(context_id, roots, retain_graph=False, mode="smart")``, as in torch; inside of a context the id may
     be left out: ``backward(loss)``. Gradients are summed up in the context, on the workers where the leaves
     are; `get_gradients` returns them. ``grad_tensors`` are the gradients of roots that have more than one element.
-    ``accumulate`` adds the gradients to ``.grad`` as well.
+    With ``accumulate`` they go into ``.grad`` instead, as those of a local pass do.
 
     ``mode="smart"`` runs what the roots depend on. ``mode="fast"`` saves finding that out, and needs all that was
     sent in the context to contribute; where it does not, `UnusedOutputs` names what does not.
     """
-    if arguments and not (isinstance(arguments[0], int) or arguments[0] is None):
-        arguments = (current_id(), *arguments)
-    elif not arguments and "context_id" not in options:
-        arguments = (current_id(),)
-    _backward(*arguments, **options)
+    here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
+    here.passes.wait(here.start(context, roots, gradients, **chosen))
 
 
-def _backward(
+def backward_async(*arguments: Any, **options: Any) -> Handle:
+    """As `backward`, but return a handle at once: ``wait()``, ``await``, ``done()``, ``cancel()``."""
+    here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
+    handle = Handle(here)
+    here.submit(lambda: handle.begin(context, roots, gradients, chosen))
+    return handle
+
+
+def _with_id(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments, with the current context's id where it was left out."""
+    if "context_id" in options or (arguments and (isinstance(arguments[0], int) or arguments[0] is None)):
+        return arguments
+    return (current_id(), *arguments)
+
+
+def _prepare(
     context_id: int,
     roots: torch.Tensor | Sequence[torch.Tensor],
     retain_graph: bool = False,
@@ -95,12 +130,68 @@ def _backward(
     *,
     grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     accumulate: bool = False,
-) -> None:
+) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
     tensors, gradients = _check_roots(roots, grad_tensors)
     here = recorder()
-    here.run(here.contexts.get(context_id), tensors, gradients, retain_graph=retain_graph, smart=mode == "smart")
+    options = {"smart": mode == "smart", "retain_graph": retain_graph, "accumulate": accumulate}
+    return here, here.contexts.get(context_id), tensors, gradients, options
+
+
+class Handle:
+    """A pass that runs in the background."""
+
+    def __init__(self, here: Recorder) -> None:
+        self._recorder = here
+        self._outcome: Future[None] = Future()
+        self._run: Run | None = None
+        self._cancelled = False
+
+    def begin(
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        options: dict[str, bool],
+    ) -> None:
+        """Start it, on the calling thread."""
+        passes = self._recorder.passes
+        try:
+            run = self._run = self._recorder.start(context, roots, gradients, **options)
+        except BaseException as error:
+            self._outcome.try_settle(None, error)
+            return
+        assert run.outcome is not None  # it begins here
+
+        def end(done: Future[None]) -> None:
+            error = done.exception()
+            if error is None:
+                passes.commit(run)
+            else:
+                passes.give_up(run)
+            self._outcome.try_settle(None, error)
+
+        run.outcome.add_done_callback(end)
+        if self._cancelled:
+            self.cancel()
+
+    def wait(self) -> None:
+        """Wait for the end; its error is raised."""
+        self._outcome.wait()
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._outcome.done()
+
+    def cancel(self) -> None:
+        """Give it up, on all workers; `wait` then raises Interrupted."""
+        self._cancelled = True
+        if self._run is not None and self._run.outcome is not None:
+            self._run.outcome.try_settle(None, Interrupted("the backward pass was cancelled"))
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._outcome.__await__()
 
 
 def _check_roots(

@@ -1,9 +1,9 @@
 """The two ends of an edge: what stands in the autograd graphs for tensors that went from worker to worker.
 
 Where tensors leave, each of them gets a *gate*: a node behind which its local history lies, and through which its
-gradient enters. Where they arrive, one *receive* node makes all of a message's tensors; when it runs, their
-gradients go back to the worker from which they came. Both only do anything inside a pass, which the thread that
-runs it carries along (`current_part`), also to the engine's own threads for other devices.
+gradient enters. Where they arrive, each gets a *receive* node; when it runs, the tensor's gradient goes back to the
+worker from which it came, together with those of the other tensors of its message. Both only do anything inside of
+a pass, which the thread that runs it carries along (`current_part`), also to the engine's threads for other devices.
 """
 
 from __future__ import annotations
@@ -85,14 +85,12 @@ class Sent:
 class Received:
     """The receiving end of a message's tensors."""
 
-    __slots__ = ("__weakref__", "context", "function", "message", "node", "peer")
-
-    def __init__(self, context: int, message: int, peer: int, function: str) -> None:
-        self.context = context
+    def __init__(self, message: int, peer: int, function: str) -> None:
         self.message = message
         self.peer = peer
         self.function = function
-        self.node: Node = None
+        self.count = 0
+        self.nodes: list[Node] = []
 
 
 def _enter(ctx: Any, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,13 +104,16 @@ def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
     return None, part.enter(ctx.slot)
 
 
-def _arrive(ctx: Any, anchor: torch.Tensor, end: Received, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _arrive(
+    ctx: Any, anchor: torch.Tensor, end: Received, first: int, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     ctx.set_materialize_grads(False)
     ctx.end = end
+    ctx.first = first
     return tuple(tensors)
 
 
-def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
     part = current_part()
     if part is None:
         raise UsageError(
@@ -120,8 +121,8 @@ def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, N
             f"local backward() or autograd.grad() cannot go on there: write "
             f"`dist_autograd.backward(context_id, [loss])` inside of the `with dist_autograd.context() as context_id:`"
         )
-    part.cross(ctx.end, gradients)
-    return None, None, None
+    part.cross(ctx.end, ctx.first, gradients)
+    return None, None, None, None
 
 
 # The names are torch's: programs that look at the graph find what they look for.
@@ -139,6 +140,9 @@ _Receive: Any = type(
 RECEIVE: type = _Receive._backward_cls
 """The class of receive nodes."""
 
+one_node_a_message = False
+"""As torch has it; for programs that look at its graph."""
+
 _anchor = torch.zeros((), device="cpu", requires_grad=True)
 """What makes autograd record a receive: a node needs an input that requires grad."""
 
@@ -149,8 +153,15 @@ def send(message: int, peer: int, tensors: Sequence[torch.Tensor], function: str
 
 
 def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give tensors that have come their history: the gradients they get go back through ``end``."""
+    """Give tensors that have come their history: the gradients they get go back through ``end``.
+
+    Each has a node of its own, because a node runs with all of its outputs' hooks, also where only one is used.
+    """
+    made: list[torch.Tensor] = []
+    size = len(tensors) if one_node_a_message else 1
     with torch.enable_grad():
-        made: tuple[torch.Tensor, ...] = _Receive.apply(_anchor, end, tensors)
-    end.node = made[0].grad_fn
-    return list(made)
+        for first in range(0, len(tensors), size):
+            made += _Receive.apply(_anchor, end, first, tensors[first : first + size])
+            end.nodes.append(made[-1].grad_fn)
+    end.count = len(made)
+    return made

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from nbdist.autograd.edges import RECEIVE, Node
+from nbdist.autograd.edges import RECEIVE, Node, Received
 
 __all__ = ["ACCUMULATE", "Region", "walk"]
 
@@ -23,21 +24,22 @@ class Region:
     def __init__(self) -> None:
         self.nodes: set[Node] = set()
         self.leaves: list[Node] = []
-        self.receives: dict[Node, set[int]] = {}
-        """The outputs of each receive that are reached."""
+        self.receives: dict[Received, set[int]] = {}
+        """Which tensors of each message are reached."""
 
 
 def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Region:
     """All that lies behind ``edges``; what a ``region`` has already is not walked again, but for receives' outputs."""
     found = region if region is not None else Region()
     seen, leaves, receives = found.nodes, found.leaves, found.receives
-    accumulate, receive = ACCUMULATE, RECEIVE
-    stack = [tuple(edges)]
+    accumulate: Any = ACCUMULATE
+    receive: Any = RECEIVE
+    stack: list[Any] = [tuple(edges)]
     while stack:
         for node, output in stack.pop():
             if node in seen:
                 if type(node) is receive:
-                    receives[node].add(output)
+                    receives[node.end].add(node.first + output)
                 continue
             if node is None:
                 continue
@@ -46,7 +48,7 @@ def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Reg
             if kind is accumulate:
                 leaves.append(node)
             elif kind is receive:
-                receives[node] = {output}
+                receives.setdefault(node.end, set()).add(node.first + output)
             else:
                 stack.append(node.next_functions)
     return found

@@ -12,6 +12,7 @@ while a gradient from another worker is awaited.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,7 +21,7 @@ import torch
 from nbdist.autograd.edges import Node
 from nbdist.rpc.futures import blocking_wait
 
-__all__ = ["Gradients", "claimed", "lent"]
+__all__ = ["Claim", "Gradients", "claimed", "current_claim", "lent"]
 
 _condition = threading.Condition(threading.Lock())
 _claimed: set[int] = set()
@@ -75,27 +76,89 @@ def _give_back(held: set[int]) -> None:
         _condition.notify_all()
 
 
-@contextmanager
-def claimed(nodes: Iterable[Node], into: Gradients) -> Iterator[None]:
-    """Set aside the ``.grad`` of the leaves of ``nodes``; at the end of the block what is there goes ``into``."""
-    leaves = {id(leaf): leaf for leaf in (node.variable for node in nodes)}
-    held = set(leaves)
-    _take(held)
-    try:
-        before = []
-        for leaf in leaves.values():
-            before.append(leaf.grad)
-            leaf.grad = None
+class Claim:
+    """The leaves of one call of the engine; where it goes ``into`` nothing, it accumulates in ``.grad`` as ever."""
+
+    def __init__(self, nodes: Iterable[Node], into: Gradients | None) -> None:
+        self._into = into
+        self._leaves = {id(leaf): leaf for leaf in (node.variable for node in nodes)}
+        self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
+        self._held = set(self._leaves)
+        _take(self._held)
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if into is not None:
+            self._before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
+            for leaf in self._leaves.values():
+                leaf.grad = None
+
+    def adopt(self, nodes: Iterable[Node]) -> set[Node]:
+        """Claim leaves that a node reaches by a call of its own; those that another call has are returned.
+
+        It does not wait for them: that call may come to wait for ours. Most of these leaves live no longer than
+        the node's own call, and nobody will ask for their gradients: they are not kept.
+        """
+        taken: set[Node] = set()
+        for node in nodes:
+            leaf = node.variable
+            if id(leaf) in self._held:
+                continue
+            with _condition:
+                if id(leaf) in _claimed:
+                    taken.add(node)
+                    continue
+                _claimed.add(id(leaf))
+            self._held.add(id(leaf))
+            if self._into is not None:
+                self._adopted.append((weakref.ref(leaf), leaf.grad))
+                leaf.grad = None
+        return taken
+
+    def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
+        """A gradient that was not accumulated: into the pass if another call has the leaf, else to the leaf."""
+        with torch.no_grad():
+            if elsewhere and self._into is not None:
+                self._into.add(leaf, gradient.clone())
+            else:
+                leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
+
+    def release(self) -> None:
+        """What is there now is the pass's, and what was there before comes back."""
         try:
-            yield
-        finally:
-            for leaf, gradient in zip(leaves.values(), before, strict=True):
+            alive = [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
+            for leaf, before in (*self._before, *alive):
                 new = leaf.grad
-                leaf.grad = gradient
-                if new is not None:
-                    into.add(leaf, new)
+                leaf.grad = before
+                if new is not None and self._into is not None:
+                    self._into.add(leaf, new)
+        finally:
+            _give_back(self._held)
+
+
+_KEY = "nbdist.autograd.claim"
+
+
+def current_claim() -> Claim:
+    """That of the engine's call in which the calling thread is."""
+    claim: Claim = torch._C._get_obj_in_tls(_KEY)
+    return claim
+
+
+@contextmanager
+def claimed(nodes: Iterable[Node], into: Gradients | None) -> Iterator[None]:
+    """Set aside the ``.grad`` of the leaves of ``nodes``; at the end of the block what is there goes ``into``.
+
+    Into None, nothing is set aside: the leaves are claimed, and accumulate in ``.grad``.
+    """
+    claim = Claim(nodes, into)
+    outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    torch._C._stash_obj_in_tls(_KEY, claim)
+    try:
+        yield
     finally:
-        _give_back(held)
+        torch._C._remove_obj_from_tls(_KEY)
+        if outer is not None:
+            torch._C._stash_obj_in_tls(_KEY, outer)
+        claim.release()
 
 
 @contextmanager

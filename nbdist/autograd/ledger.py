@@ -18,7 +18,8 @@ __all__ = ["Ledger"]
 class Ledger:
     """The tokens of one pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: int) -> None:
+        self._root = root
         self.workers: set[int] = set()
         """Those who take part, as far as is known."""
         self.waiting: set[int] = set()
@@ -63,12 +64,17 @@ class Ledger:
     @property
     def marked(self) -> bool:
         """Whether all marks are settled."""
-        return self._open_marks == 0 and not any(token.is_mark for token in self._early)
+        return self._begun and self._open_marks == 0 and not any(token.is_mark for token in self._early)
 
     @property
     def over(self) -> bool:
         """Whether nothing is on its way, nor being dealt with."""
-        return not self._open and not self._early
+        return self._begun and not self._open and not self._early
+
+    @property
+    def _begun(self) -> bool:
+        """Whether the root has said what it began with; others may be quicker with what came of it."""
+        return self._root in self._taken
 
     def owed(self) -> list[tuple[int, Missing]]:
         """The gradients that never came, and to whom."""

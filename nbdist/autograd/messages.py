@@ -11,6 +11,7 @@ __all__ = [
     "Entered",
     "Failed",
     "Gradients",
+    "Head",
     "Mark",
     "Marked",
     "Message",
@@ -55,6 +56,8 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
     context: int
     smart: bool
     retain_graph: bool
+    accumulate: bool
+    """Into ``.grad``, rather than into the context."""
 
 
 class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):

@@ -14,21 +14,22 @@ not marked might.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
-from nbdist.autograd.edges import Held, Node, Received, Sent, Slot, running
+from nbdist.autograd.edges import RECEIVE, Held, Node, Received, Sent, Slot, running
+from nbdist.autograd.engine import run_backward
 from nbdist.autograd.graph import ACCUMULATE, Region, walk
 from nbdist.autograd.leaves import Gradients, claimed
+from nbdist.autograd.messages import Head
 
 __all__ = ["Entry", "Part", "Roots", "State"]
 
 _LAST = 0
 _FIRST = 1 << 62
-_engine = torch.autograd.Variable._execution_engine  # what torch.autograd.backward calls
 _one = torch.ones((), device="cpu")
 
 
@@ -77,25 +78,26 @@ class Part:
         self,
         sends: Iterable[Sent],
         send_back: Callable[[Received, Sequence[int], Sequence[torch.Tensor | None]], None],
-        *,
-        smart: bool,
-        retain_graph: bool,
+        head: Head,
     ) -> None:
         self.gradients = Gradients()
-        self.smart = smart
+        self.smart = head.smart
+        self._head = head
         self._send_back = send_back
-        self._retain_graph = retain_graph
         self._lock = threading.Lock()
         self._sends = {sent.message: sent for sent in sends}
-        unknown = State.UNSURE if smart else State.EXPECTED
+        unknown = State.UNSURE if head.smart else State.EXPECTED
         self.states: dict[Slot, State] = {slot: unknown for sent in self._sends.values() for slot in sent.slots}
         self._ready: list[Entry] = []
         self._kept: list[Crossing] = []
         self._regions: dict[object, Region] = {}
         self._holders: dict[Node, int] = {}
         self._counted: set[Slot] = set()
-        self._walked = Region()
-        self._marked: set[tuple[Node, int]] = set()
+        self._awaited: dict[Received, set[int]] = {}
+        self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
+        self._gone_back: dict[Received, set[int]] = {}
+        self._root_edges: list[tuple[Node, int]] = []
+        self._barriers: set[Slot] = set()
         self._stopped = False
 
     # -- marking ------------------------------------------------------------------------------
@@ -103,6 +105,7 @@ class Part:
     def mark_roots(self, roots: Roots) -> list[tuple[Received, list[int]]]:
         """Take the pass's roots; what is to be marked because of them."""
         self._ready.append(roots)
+        self._root_edges = list(roots.edges)
         return self._mark([roots])
 
     def mark(self, message: int, outputs: Sequence[int]) -> list[tuple[Received, list[int]]]:
@@ -122,11 +125,11 @@ class Part:
         found: dict[Received, list[int]] = {}
         with self._lock:
             for entry in entries:
-                for node, outputs in self._region(entry).receives.items():
-                    for output in outputs:
-                        if (node, output) not in self._marked:
-                            self._marked.add((node, output))
-                            found.setdefault(node.end, []).append(output)
+                for end, reached in self._region(entry).receives.items():
+                    marked = self._awaited.setdefault(end, set())
+                    if new := reached - marked:
+                        marked |= new
+                        found.setdefault(end, []).extend(sorted(new))
         return list(found.items())
 
     def end_marking(self) -> None:
@@ -203,13 +206,18 @@ class Part:
         if all(type(node) is ACCUMULATE and _is_plain(node) for node in held):
             return lambda: self._call(launched, kept, region.leaves)
         free = [node for node in region.nodes if node not in holders]
-        if not any(node in region.receives for node in free):
+        if not any(type(node) is RECEIVE for node in free):
             # Nobody waits for what could run: one call later does instead of one now and one later.
             self._ready = launched + self._ready
             self._kept += kept
             return None
         missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held)]
-        return lambda: self._contested_call(launched, kept, free, missing)
+        crossings = {
+            node: crossing
+            for node in free
+            if (crossing := [(i, to, nr) for i, (to, nr) in enumerate(node.next_functions) if to in holders])
+        }  # all of this now, with the lock held: what arrives during the call changes who holds what
+        return lambda: self._contested_call(launched, kept, free, crossings, missing)
 
     def _keep_if_held(self, entry: Entry) -> bool:
         """Keep those gradients of an entry that lead into held nodes; whether some are left to launch."""
@@ -279,26 +287,21 @@ class Part:
         for crossing in kept:
             roots.append(torch.autograd.graph.GradientEdge(crossing.node, crossing.output))
             gradients.append(crossing.gradient)
-        with claimed(leaves, self.gradients), running(self):
-            _engine.run_backward(
-                tuple(roots),
-                tuple(gradients),
-                self._retain_graph,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+        into = None if self._head.accumulate else self.gradients
+        with claimed(leaves, into), running(self):
+            run_backward(roots, gradients, retain_graph=self._head.retain_graph)
 
     def _contested_call(
-        self, entries: Sequence[Entry], kept: Sequence[Crossing], free: Sequence[Node], missing: Sequence[Slot]
+        self,
+        entries: Sequence[Entry],
+        kept: Sequence[Crossing],
+        free: Sequence[Node],
+        crossings: Mapping[Node, Sequence[tuple[int, Node, int]]],
+        missing: Sequence[Slot],
     ) -> None:
-        holders = self._holders
-        handles = []
+        self._barriers = set(missing)
+        handles = [node.register_hook(self._keeper(crossing)) for node, crossing in crossings.items()]
         for node in free:
-            crossing = [(i, to, output) for i, (to, output) in enumerate(node.next_functions) if to in holders]
-            if crossing:
-                handles.append(node.register_hook(self._keeper(crossing)))
             if node._sequence_nr() == _LAST:
                 node._set_sequence_nr(_LAST + 1)
         barriers = Roots([], [])
@@ -311,6 +314,7 @@ class Part:
         except Held:
             pass
         finally:
+            self._barriers = set()
             for handle in handles:
                 handle.remove()
 
@@ -326,18 +330,30 @@ class Part:
     # -- from the nodes -----------------------------------------------------------------------
 
     def enter(self, slot: Slot) -> torch.Tensor | None:
-        """A gate runs: it has no gradient because none came with the message, or because none has come."""
-        if self.states[slot] in (State.ARRIVED, State.UNUSED):
-            return None
-        raise Held
+        """A gate runs: because no gradient came for it, or because none has come and nothing else can run."""
+        if slot in self._barriers:
+            raise Held
+        return None
 
-    def cross(self, end: Received, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A receive runs: what it got goes to where its tensors came from."""
+    def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A receive runs: what it got goes to where its tensors came from, with all that is to go there."""
+        crossed = self._crossed.setdefault(end, {})
+        crossed.update(enumerate(gradients, first))
+        back = self._gone_back.setdefault(end, set())
+        if not crossed.keys() >= self._awaited_of(end) - back:
+            return
+        del self._crossed[end]
+        back.update(crossed)
         if self.smart:
-            outputs = [i for i in range(len(gradients)) if (end.node, i) in self._marked]
-            self._send_back(end, outputs, [gradients[i] for i in outputs])
+            self._send_back(end, list(crossed), list(crossed.values()))
         else:
-            self._send_back(end, range(len(gradients)), [_or_zeros(g, end, i) for i, g in enumerate(gradients)])
+            self._send_back(end, range(end.count), [_or_zeros(crossed.get(i), end, i) for i in range(end.count)])
+
+    def _awaited_of(self, end: Received) -> set[int]:
+        """The tensors of a message that get gradients."""
+        if not self.smart and not self._awaited:
+            self._awaited = walk([*self._root_edges, *(slot.edge for slot in self.states)]).receives
+        return self._awaited[end]
 
 
 def _is_plain(node: Node) -> bool:
@@ -358,7 +374,8 @@ def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torc
     """In FAST mode what is not used gets zeros, as in torch: its history runs, and hooks there expect a tensor."""
     if gradient is not None:
         return gradient
-    metadata = end.node._input_metadata[output]
+    node = end.nodes[0] if len(end.nodes) == 1 else end.nodes[output]
+    metadata = node._input_metadata[output if len(end.nodes) == 1 else 0]
     return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
 
 

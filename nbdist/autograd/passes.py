@@ -103,11 +103,19 @@ class Passes:
 
     # -- at the root --------------------------------------------------------------------------
 
-    def start(self, context: Context, roots: Roots, *, smart: bool, retain_graph: bool) -> Run:
+    def start(
+        self,
+        context: Context,
+        roots: Roots,
+        *,
+        smart: bool = True,
+        retain_graph: bool = False,
+        accumulate: bool = False,
+    ) -> Run:
         """Begin a pass here, and run on this thread what can run at once."""
         me = self._transport.me
-        head = Head(PassId(me, next(self._numbers)), context.id, smart, retain_graph)
-        run = self._begin(head, context, Ledger(), Future())
+        head = Head(PassId(me, next(self._numbers)), context.id, smart, retain_graph, accumulate)
+        run = self._begin(head, context, Ledger(me), Future())
         begun = Token(me, 0, False)
         try:
             with run.lock:
@@ -129,9 +137,10 @@ class Passes:
         except BaseException:
             self.give_up(run)
             raise
-        self._commit(run)
+        self.commit(run)
 
-    def _commit(self, run: Run) -> None:
+    def commit(self, run: Run) -> None:
+        """A pass is over: its gradients are the context's."""
         self._runs.pop(run.head.id, None)
         run.context.commit(run)
 
@@ -140,9 +149,7 @@ class Passes:
     ) -> Run:
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
-        sends = list(context.sends.values())
-        send_back = partial(self._send_back, run)
-        run.part = Part(sends, send_back, smart=head.smart, retain_graph=head.retain_graph)
+        run.part = Part(list(context.sends.values()), partial(self._send_back, run), head)
         context.runs[head.id] = self._runs[head.id] = run
         return run
 
@@ -199,7 +206,7 @@ class Passes:
         """The root says that all is done."""
         run = self._runs.get(message.id)
         if run is not None:
-            self._commit(run)
+            self.commit(run)
 
     def on_failed(self, message: messages.Failed, failure: Failure) -> None:
         """To the root: it went wrong somewhere."""

@@ -17,7 +17,7 @@ from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
 from nbdist.autograd.part import Roots
-from nbdist.autograd.passes import Passes
+from nbdist.autograd.passes import Passes, Run
 from nbdist.channel.contract import Buffer
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.agent import Agent
@@ -131,7 +131,7 @@ class Recorder:
         """How to make the tensors of a message that has come."""
 
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            end = Received(context.id, recording.message, sender, function)
+            end = Received(recording.message, sender, function)
             made = edges.receive(end, tensors)
             context.receives[recording.message] = end
             return made
@@ -150,7 +150,8 @@ class Recorder:
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a pass from one tensor."""
-        self.run(self.contexts.get(context_id), [root], None, retain_graph=retain_graph, smart=True)
+        run = self.start(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
+        self.passes.wait(run)
 
     def warn(self, function: str, worker: str) -> None:
         """Tensors that require grad go out of reach: say so, once at each place in the user's code."""
@@ -170,20 +171,13 @@ class Recorder:
 
     # -- passes -------------------------------------------------------------------------------
 
-    def run(
-        self,
-        context: Context,
-        roots: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor] | None,
-        *,
-        retain_graph: bool,
-        smart: bool,
-    ) -> None:
-        """Run a pass from these roots, and wait for its end."""
-        edge = torch.autograd.graph.get_gradient_edge
-        found = [(there.node, there.output_nr) for there in map(edge, roots)]
-        ones = gradients if gradients is not None else [torch.ones_like(root) for root in roots]
-        self.passes.wait(self.passes.start(context, Roots(found, ones), smart=smart, retain_graph=retain_graph))
+    def start(
+        self, context: Context, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], **options: bool
+    ) -> Run:
+        """Begin a pass from these roots."""
+        there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+        edges = [(edge.node, edge.output_nr) for edge in there]
+        return self.passes.start(context, Roots(edges, gradients), **options)
 
     # -- what passes ask ----------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     """Make a kernel a worker; called by the kernel while it starts."""
     import torch
 
-    from nbdist import rpc
+    from nbdist import autograd, rpc
     from nbdist.cluster import labels, worker_output
 
     told = setup()
@@ -134,6 +134,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         "torch": torch,
         "dist": torch.distributed,
         "rpc": rpc,
+        "dist_autograd": autograd,
         "__rank__": told.rank,  # as nbdistributed's programs know them
         "__world_size__": told.world_size,
     }

@@ -10,6 +10,7 @@ __all__ = ["MODULES"]
 MODULES = (
     "torch.distributed",
     "numpy.random",
+    "nbdist.autograd.recorder",
     "nbdist.cluster.collectives",
     "nbdist.cluster.labels",
     "nbdist.cluster.status",

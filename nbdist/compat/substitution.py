@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from nbdist.autograd import edges
 from nbdist.compat import autograd, echo, optimizer, references, rpc
 from nbdist.errors import UsageError
 
@@ -41,6 +42,7 @@ def install() -> None:
         if _torch_rpc_runs():
             raise UsageError("torch's own RPC is running in this process; call nbdist.compat.install() before init_rpc")
         references.extend()
+        edges.one_node_a_message = True
         echo.start()
         _replace("torch.distributed.rpc", rpc)
         _replace("torch.distributed.autograd", autograd)

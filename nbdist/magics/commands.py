@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
 
-from nbdist import rpc
+from nbdist import autograd, rpc
 from nbdist.cluster import labels
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.cluster import Cluster
@@ -92,7 +92,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         cluster = Cluster.of(spec)
         cluster.progress = StartProgress(cluster.names, current_sink())
         cluster.start()
-        self._shell.push({"rpc": rpc}, interactive=False)
+        self._shell.push({"rpc": rpc, "dist_autograd": autograd}, interactive=False)
 
     @line_magic
     @_shortly
