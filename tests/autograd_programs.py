@@ -82,13 +82,19 @@ _numbers = itertools.count()
 class Here:
     """Runs inner blocks in the same thread; what is handed over is copied, as it would be on its way."""
 
+    def __init__(self, me=0):
+        self.me = me
+
     def call(self, trial, path, to, block, args, how):
-        copies = _copied(args)
+        there, copies = Here(to), _copied(args)
         if how == "no_grad":
             with torch.no_grad():
-                return [[out.detach() for out in run_block(self, trial, path, block, copies)]]
-        made = run_block(self, trial, path, block, copies)
-        return [_copied(made) for _ in range(2 if how == "twice" else 1)]
+                return [[out.detach() for out in run_block(there, trial, path, block, copies)]]
+        made = run_block(there, trial, path, block, copies)
+        times = 2 if how == "twice" else 1
+        if how in ("remote", "twice") and to == self.me:
+            return [made] * times  # who owns a value gets the value itself
+        return [_copied(made) for _ in range(times)]
 
 
 def _copied(tensors):
