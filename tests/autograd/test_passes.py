@@ -1,0 +1,478 @@
+"""What a backward pass over workers does, and what it says where it cannot go on."""
+
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+import nbdist
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.autograd import UnusedOutputs
+from nbdist.testing import World
+
+
+@pytest.fixture(scope="module")
+def three():
+    with World(3) as world:
+        yield world
+
+
+@pytest.fixture
+def world(three):
+    """Three agents of this process; the test's thread is the first one's."""
+    with three[0].activate():
+        yield three
+    deadline = time.monotonic() + 10
+    while any(agent.recorder.contexts.all() for agent in three):
+        assert time.monotonic() < deadline, "a context is left somewhere"
+        time.sleep(0.01)
+
+
+def tensor(*values, requires_grad=True):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def twice(x):
+    return x * 2
+
+
+def both(a, b):
+    return a * 2, b * 3
+
+
+def by_way_of(name, x):
+    return rpc.rpc_sync(name, twice, args=(x,)) + x
+
+
+def gradients_on(world, index, context_id):
+    return world[index].recorder.contexts.get(context_id).gradients()
+
+
+# --- what is not used in the loss: where torch fails or hangs -------------------------------------
+
+
+def unused_call(x):
+    rpc.rpc_sync("worker1", twice, args=(x,))
+    return rpc.rpc_sync("worker1", twice, args=(x,)).sum()
+
+
+def to_here_twice(x):
+    rref = rpc.remote("worker1", twice, args=(x,))
+    rref.to_here()
+    return rref.to_here().sum()
+
+
+def unused_on_a_third(x):
+    rpc.rpc_sync("worker1", by_way_of, args=("worker2", x))
+    return rpc.rpc_sync("worker1", twice, args=(x,)).sum()
+
+
+def local_loss(x):
+    rpc.rpc_sync("worker1", twice, args=(x,))
+    return (x * 2).sum()
+
+
+def never_fetched(x):
+    rpc.remote("worker1", twice, args=(x,))
+    return rpc.rpc_sync("worker1", twice, args=(x,)).sum()
+
+
+def nothing(x):
+    return None
+
+
+def index(x):
+    return x.argmax()
+
+
+def detached(x):
+    return x.detach()
+
+
+def result_none(x):
+    rpc.rpc_sync("worker1", nothing, args=(x,))
+    return (x * 2).sum()
+
+
+def result_index(x):
+    rpc.rpc_sync("worker1", index, args=(x,))
+    return (x * 2).sum()
+
+
+def result_detached(x):
+    rpc.rpc_sync("worker1", detached, args=(x,))
+    return (x * 2).sum()
+
+
+UNUSED = [
+    unused_call,
+    to_here_twice,
+    unused_on_a_third,
+    local_loss,
+    never_fetched,
+    result_none,
+    result_index,
+    result_detached,
+]
+
+
+@pytest.mark.parametrize("program", UNUSED)
+def test_smart_is_right_whatever_is_not_used(world, program):
+    x = tensor(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [program(x)])
+        assert torch.equal(dist_autograd.get_gradients(context_id)[x], tensor(2.0, 2.0))
+
+
+@pytest.mark.parametrize("program", UNUSED)
+def test_fast_says_at_once_what_is_not_used(world, program):
+    x = tensor(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        loss = program(x)
+        with pytest.raises(UnusedOutputs) as raised:
+            dist_autograd.backward(context_id, [loss], mode="fast")
+        said = str(raised.value)
+        assert 'mode="smart"' in said
+        assert "worker0 sent to worker1" in said or "worker1 sent to worker0" in said
+        assert not dist_autograd.get_gradients(context_id), "a pass that failed leaves nothing"
+        if program in (local_loss, result_none, result_index, result_detached, unused_call):
+            dist_autograd.backward(context_id, [program(x)])  # the next pass works
+            assert torch.equal(dist_autograd.get_gradients(context_id)[x], tensor(2.0, 2.0))
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_a_metric_under_no_grad_is_not_recorded(world, mode):
+    x = tensor(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        with torch.no_grad():
+            assert not rpc.rpc_sync("worker1", twice, args=(x,)).requires_grad
+        dist_autograd.backward(context_id, [unused_free(x)], mode=mode)
+        assert torch.equal(dist_autograd.get_gradients(context_id)[x], tensor(2.0, 2.0))
+
+
+def unused_free(x):
+    return rpc.rpc_sync("worker1", twice, args=(x,)).sum()
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_one_of_two_results_is_not_used(world, mode):
+    a, b = tensor(1.0), tensor(1.0)
+    with dist_autograd.context() as context_id:
+        used, _ = rpc.rpc_sync("worker1", both, args=(a, b))
+        dist_autograd.backward(context_id, [used.sum()], mode=mode)
+        found = dist_autograd.get_gradients(context_id)
+        assert torch.equal(found[a], tensor(2.0))
+        assert b not in found or not found[b].any()
+
+
+# --- what users ask for beyond torch --------------------------------------------------------------
+
+
+def test_inside_of_a_context_the_id_may_be_left_out(world):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(unused_free(x))
+        assert dist_autograd.get_gradients() == context_id.gradients() == {x: tensor(2.0)}
+        context_id.backward([unused_free(x)])
+        assert torch.equal(context_id.gradients()[x], tensor(4.0))
+        assert isinstance(context_id, int)
+    with pytest.raises(nbdist.UsageError, match="inside of `with"):
+        dist_autograd.backward(unused_free(x.detach()))
+
+
+def test_a_context_that_spans_cells(world):
+    x = tensor(1.0)
+    context = dist_autograd.open()
+    loss = unused_free(x)
+    context.backward(loss)
+    assert context.gradients() == {x: tensor(2.0)}
+    context.close()
+    with pytest.raises(nbdist.UsageError, match=f"id: {context}: it has ended"):
+        context.gradients()
+
+
+def test_roots_that_are_not_scalars(world):
+    x = tensor(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", twice, args=(x,))
+        with pytest.raises(nbdist.UsageError, match="is not a scalar"):
+            context_id.backward(y)
+        with pytest.raises(nbdist.UsageError, match=r"has shape \(1,\), the root \(2,\)"):
+            context_id.backward(y, grad_tensors=tensor(1.0))
+        context_id.backward([y, y.sum()], grad_tensors=[tensor(1.0, 10.0), None])
+        assert torch.equal(context_id.gradients()[x], tensor(4.0, 22.0))
+
+
+def test_gradients_accumulate_in_the_context_and_never_in_grad(world):
+    x = tensor(1.0)
+    x.grad = tensor(100.0, requires_grad=False)
+    with dist_autograd.context() as context_id:
+        loss = unused_free(x)
+        context_id.backward(loss, retain_graph=True)
+        context_id.backward(loss)
+        assert torch.equal(context_id.gradients()[x], tensor(4.0))
+    with dist_autograd.context() as context_id:
+        context_id.backward(unused_free(x), accumulate=True)
+        assert not context_id.gradients()
+    assert torch.equal(x.grad, tensor(102.0))
+
+
+weight = tensor(3.0)
+
+
+def weighted(x):
+    return x * weight
+
+
+def test_accumulating_reaches_grad_on_every_worker_before_it_returns(world):
+    weight.grad = None
+    for times in (1.0, 2.0):
+        with dist_autograd.context() as context_id:
+            context_id.backward(rpc.rpc_sync("worker2", weighted, args=(tensor(5.0),)).sum(), accumulate=True)
+        assert torch.equal(weight.grad, tensor(5.0 * times))
+    weight.grad = None
+
+
+def test_a_pass_in_the_background(world):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        handle = dist_autograd.backward_async(context_id, [rpc.rpc_sync("worker1", slow_twice, args=(x,)).sum()])
+        assert not handle.done()
+        handle.wait()
+        assert handle.done()
+        assert torch.equal(context_id.gradients()[x], tensor(2.0))
+        handle = dist_autograd.backward_async(rpc.rpc_sync("worker1", slow_twice, args=(x,)).sum())
+        handle.cancel()
+        with pytest.raises(nbdist.Interrupted, match="cancelled"):
+            handle.wait()
+        handle = dist_autograd.backward_async(rpc.rpc_sync("worker1", failing, args=(x,)).sum())
+        with pytest.raises(ZeroDivisionError):
+            handle.wait()
+        assert torch.equal(context_id.gradients()[x], tensor(2.0))
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        time.sleep(0.3)
+        return g * 2
+
+
+def slow_twice(x):
+    return Slow.apply(x)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / (1 // 0)
+
+
+def failing(x):
+    return Failing.apply(x)
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_an_error_in_a_node_comes_with_its_worker_and_the_next_pass_works(world, mode):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", by_failing, args=("worker2", x)).sum()
+        with pytest.raises(ZeroDivisionError) as raised:
+            context_id.backward(loss, mode=mode)
+        assert "raised on worker2" in "".join(raised.value.__notes__)
+        assert "1 // 0" in "".join(raised.value.__notes__)
+        assert not context_id.gradients()
+        context_id.backward(rpc.rpc_sync("worker2", twice, args=(x,)).sum())
+        assert torch.equal(context_id.gradients()[x], tensor(2.0))
+
+
+def by_failing(name, x):
+    return rpc.rpc_sync(name, failing, args=(x,)) + x
+
+
+def test_a_local_backward_through_what_was_received_says_what_to_write(world):
+    x = tensor(1.0)
+    with dist_autograd.context():
+        loss = rpc.rpc_sync("worker1", twice, args=(x,)).sum()
+        with pytest.raises(nbdist.UsageError, match=r"dist_autograd.backward\(context_id, \[loss\]\)"):
+            loss.backward()
+
+
+def test_a_second_pass_over_freed_buffers(world):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", squared, args=(x,)).sum()
+        context_id.backward(loss)
+        with pytest.raises(RuntimeError, match="second time") as raised:
+            context_id.backward(loss)
+        assert "raised on worker1" in "".join(raised.value.__notes__)
+
+
+def squared(x):
+    return x * x
+
+
+def test_a_root_on_another_worker(world):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        rref = rpc.remote("worker1", squared, args=(x,))
+        with pytest.raises(nbdist.UsageError, match=r"rref.backward\(context_id\)"):
+            context_id.backward(rref)
+        rref.backward(context_id)
+        assert torch.equal(context_id.gradients()[x], tensor(2.0))
+
+
+def test_contexts_do_not_nest(world):
+    with dist_autograd.context(), pytest.raises(nbdist.UsageError, match="do not nest"), dist_autograd.context():
+        pass
+
+
+def test_a_tensor_sent_outside_of_a_context_warns_once_at_each_place(world):
+    x = tensor(1.0)
+    with pytest.warns(UserWarning, match=r"twice on worker1 .* no gradient will come back") as caught:
+        for _ in range(3):
+            rpc.rpc_sync("worker1", twice, args=(x,))
+        rpc.rpc_sync("worker1", twice, args=(x,))
+    assert len(caught) == 2
+    assert {warning.filename for warning in caught} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rpc.rpc_sync("worker1", twice, args=(x.detach(),))
+        rpc.rpc_sync("worker1", type, args=(torch.nn.Linear(1, 1),))  # a module is a copy, and meant as one
+        with torch.no_grad():
+            rpc.rpc_sync("worker1", twice, args=(x,))
+        with dist_autograd.context():
+            rpc.rpc_sync("worker1", twice, args=(x,))
+
+
+def test_a_parameter_is_recorded_and_a_modules_are_its_own(world):
+    linear = torch.nn.Linear(1, 1)
+    with dist_autograd.context() as context_id:
+        kind, leaf = rpc.rpc_sync("worker1", look_at_parameter, args=(linear.weight,))
+        assert (kind, leaf) == ("Tensor", False)
+        assert rpc.rpc_sync("worker1", look_at_parameter_of, args=(linear,)) == ("Parameter", True)
+        context_id.backward(rpc.rpc_sync("worker1", twice, args=(linear.weight,)).sum())
+        assert context_id.gradients().keys() == {linear.weight}
+
+
+def look_at_parameter(parameter):
+    return type(parameter).__name__, parameter.is_leaf
+
+
+def look_at_parameter_of(module):
+    return look_at_parameter(module.weight)
+
+
+# --- many at a time -------------------------------------------------------------------------------
+
+shared = [torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
+
+
+def share(depth, x):
+    y = x * shared[depth % 2]
+    if depth:
+        y = rpc.rpc_sync(f"worker{depth % 3}", share, args=(depth - 1, y))
+    return y * shared[(depth + 1) % 2]
+
+
+def test_sixty_concurrent_passes_that_share_parameters(world):
+    problems = []
+
+    def one(number):
+        try:
+            with world[0].activate(), dist_autograd.context() as context_id:
+                x = torch.full((2,), 2.0, dtype=torch.float64)
+                loss = rpc.rpc_sync("worker1", share, args=(4, x)).sum()
+                context_id.backward(loss)
+                sums = {}
+                for agent in world:
+                    for leaf, gradient in agent.recorder.contexts.get(context_id).gradients().items():
+                        sums[id(leaf)] = sums.get(id(leaf), 0) + gradient
+                # x * (5 factors of each); d/dp of 2 p^5 q^5 at 1 is 10
+                assert all(torch.equal(sums[id(p)], torch.full((2,), 10.0).double()) for p in shared), sums
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not problems, problems[0]
+    assert all(p.grad is None for p in shared)
+
+
+# --- the end of contexts --------------------------------------------------------------------------
+
+
+def test_a_context_is_gone_everywhere_also_where_a_third_worker_brought_it(world):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        rpc.rpc_sync("worker1", by_way_of, args=("worker2", x))
+        assert all(agent.recorder.contexts.find(context_id) is not None for agent in world)
+    # the fixture waits for their end
+
+
+def test_what_comes_after_the_end_is_not_recorded(world):
+    x = tensor(1.0)
+    with dist_autograd.context():
+        late = rpc.rpc_async("worker1", slowly, args=(x,))
+    assert late.wait().requires_grad is False
+
+
+def slowly(x):
+    time.sleep(0.3)
+    return rpc.rpc_sync("worker2", twice, args=(x,)).detach()
+
+
+def test_the_end_of_the_worker_between_is_not_in_the_way():
+    with World(3, dynamic=True) as world, world[0].activate():
+        x = tensor(1.0)
+        with dist_autograd.context() as context_id:
+            rpc.rpc_sync("worker1", by_way_of, args=("worker2", x))
+            world.kill(1)
+            assert world[2].recorder.contexts.find(context_id) is not None
+        deadline = time.monotonic() + 10
+        while world[2].recorder.contexts.all():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_the_end_of_the_maker_ends_its_contexts():
+    with World(3, dynamic=True) as world:
+        with world[0].activate():
+            context = dist_autograd.open()
+            rpc.rpc_sync("worker1", by_way_of, args=("worker2", tensor(1.0)))
+        assert world[2].recorder.contexts.find(context) is not None
+        world.kill(0)
+        deadline = time.monotonic() + 10
+        while world[1].recorder.contexts.all() or world[2].recorder.contexts.all():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_worker_lost_during_a_pass_fails_it_by_name():
+    with World(3, dynamic=True) as world, world[0].activate():
+        x = tensor(1.0)
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", by_way_of, args=("worker2", x)).sum()
+            world.kill(2)
+            with pytest.raises(nbdist.WorkerLost, match="worker2"):
+                context_id.backward(loss)
+            context_id.backward(rpc.rpc_sync("worker1", twice, args=(x,)).sum())
+            assert torch.equal(context_id.gradients()[x], tensor(2.0))
