@@ -29,7 +29,7 @@ class Ledger:
         self._overtaken: dict[int, dict[int, Report]] = {}
         self._open: set[Token] = set()
         self._early: set[Token] = set()
-        self._open_marks = 0
+        self._marked: set[Token] = set()
 
     def take(self, sender: int, report: Report) -> None:
         """Enter a report; one that has overtaken others of its sender waits for them.
@@ -50,21 +50,24 @@ class Ledger:
                 self._early.discard(token)
             else:
                 self._open.add(token)
-            self._open_marks += token.is_mark
         for token in report.settled:
             if token in self._open:
                 self._open.discard(token)
             else:
                 self._early.add(token)
-            self._open_marks -= token.is_mark
+        self._marked.update(report.marked)
         if report.waits:
             self.waiting.add(sender)
         self.missing[sender] = report.missing
 
     @property
     def marked(self) -> bool:
-        """Whether all marks are settled."""
-        return self._begun and self._open_marks == 0 and not any(token.is_mark for token in self._early)
+        """Whether all has been marked that is going to be.
+
+        What runs at once is not marked first: its gradients do that when they arrive. So nothing may be open but
+        what waits, with all marked that will come of it.
+        """
+        return self._begun and not self._early and self._open <= self._marked
 
     @property
     def over(self) -> bool:

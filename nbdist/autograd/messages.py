@@ -16,7 +16,6 @@ __all__ = [
     "Marked",
     "Message",
     "Missing",
-    "Over",
     "PassId",
     "Release",
     "Report",
@@ -58,6 +57,8 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
     retain_graph: bool
     accumulate: bool
     """Into ``.grad``, rather than into the context."""
+    since: int
+    """All earlier passes of this root in this context are over."""
 
 
 class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):
@@ -68,6 +69,19 @@ class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):
     sends: list[tuple[int, list[int]]]
 
 
+class Report(msgspec.Struct, array_like=True, frozen=True, tag=2):
+    """To the root: what was dealt with here, and what was sent because of that, to whom."""
+
+    id: PassId
+    number: int
+    settled: list[Token]
+    marked: list[Token]
+    """What waits here, but all that will come of it has been marked."""
+    sent: list[tuple[Token, int]]
+    waits: bool
+    missing: list[Missing]
+
+
 class Gradients(msgspec.Struct, array_like=True, frozen=True, tag=1):
     """Gradients of some of a message's tensors; they follow in the body."""
 
@@ -75,31 +89,14 @@ class Gradients(msgspec.Struct, array_like=True, frozen=True, tag=1):
     token: Token
     message: int
     outputs: list[int]
-
-
-class Report(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """To the root: what was dealt with here, and what was sent because of that, to whom."""
-
-    id: PassId
-    number: int
-    settled: list[Token]
-    sent: list[tuple[Token, int]]
-    waits: bool
-    missing: list[Missing]
+    report: Report | None = None
+    """Where it goes to the root anyway."""
 
 
 class Marked(msgspec.Struct, array_like=True, frozen=True, tag=3):
     """From the root: all has been marked that is going to be."""
 
     id: PassId
-
-
-class Over(msgspec.Struct, array_like=True, frozen=True, tag=4):
-    """From the root: the pass has ended; ``ok`` or not."""
-
-    id: PassId
-    context: int
-    ok: bool
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=5):
@@ -127,7 +124,7 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
     context: int
 
 
-Message = Mark | Gradients | Report | Marked | Over | Failed | Cancel | Entered | Release
+Message = Mark | Gradients | Report | Marked | Failed | Cancel | Entered | Release
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

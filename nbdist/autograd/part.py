@@ -26,7 +26,7 @@ from nbdist.autograd.graph import ACCUMULATE, Region, walk
 from nbdist.autograd.leaves import Gradients, claimed
 from nbdist.autograd.messages import Head
 
-__all__ = ["Entry", "Part", "Roots", "State"]
+__all__ = ["Entry", "Marks", "Part", "Roots", "State"]
 
 _LAST = 0
 _FIRST = 1 << 62
@@ -69,6 +69,8 @@ class _Arrived:
 
 
 Entry = Roots | _Arrived
+Marks = dict[Received, list[int]]
+"""Which tensors of which messages are going to get gradients."""
 
 
 class Part:
@@ -77,13 +79,16 @@ class Part:
     def __init__(
         self,
         sends: Iterable[Sent],
-        send_back: Callable[[Received, Sequence[int], Sequence[torch.Tensor | None]], None],
         head: Head,
+        send_back: Callable[[Received, Sequence[int], Sequence[torch.Tensor | None]], None],
+        send_marks: Callable[[Marks], None],
     ) -> None:
         self.gradients = Gradients()
         self.smart = head.smart
         self._head = head
         self._send_back = send_back
+        self._send_marks = send_marks
+        self._due: dict[Received, list[int]] = {}
         self._lock = threading.Lock()
         self._sends = {sent.message: sent for sent in sends}
         unknown = State.UNSURE if head.smart else State.EXPECTED
@@ -102,35 +107,27 @@ class Part:
 
     # -- marking ------------------------------------------------------------------------------
 
-    def mark_roots(self, roots: Roots) -> list[tuple[Received, list[int]]]:
-        """Take the pass's roots; what is to be marked because of them."""
-        self._ready.append(roots)
-        self._root_edges = list(roots.edges)
-        return self._mark([roots])
-
-    def mark(self, message: int, outputs: Sequence[int]) -> list[tuple[Received, list[int]]]:
+    def mark(self, message: int, outputs: Sequence[int]) -> Marks:
         """Those of a message's tensors are going to get gradients; what is to be marked because of that."""
-        new = []
+        found: Marks = {}
         with self._lock:
             for index in outputs:
                 slot = self._sends[message].slots[index]
                 if self.states[slot] is State.UNSURE:
                     self.states[slot] = State.EXPECTED
-                    new.append(slot)
-        return self._mark(new)
+                    self._reach(slot, found)
+        return found
 
-    def _mark(self, entries: Sequence[Slot | Roots]) -> list[tuple[Received, list[int]]]:
+    def _reach(self, of: Slot | Entry, marks: Marks | None) -> None:
+        """All behind this is going to run: at once, or after others have been told so by ``marks``."""
         if not self.smart:
-            return []
-        found: dict[Received, list[int]] = {}
-        with self._lock:
-            for entry in entries:
-                for end, reached in self._region(entry).receives.items():
-                    marked = self._awaited.setdefault(end, set())
-                    if new := reached - marked:
-                        marked |= new
-                        found.setdefault(end, []).extend(sorted(new))
-        return list(found.items())
+            return
+        for end, reached in self._region(of).receives.items():
+            awaited = self._awaited.setdefault(end, set())
+            if new := reached - awaited:
+                awaited |= new
+                if marks is not None:
+                    marks.setdefault(end, []).extend(sorted(new))
 
     def end_marking(self) -> None:
         """All has been marked that is going to be: the gates left over take no part."""
@@ -142,11 +139,13 @@ class Part:
 
     # -- arriving -----------------------------------------------------------------------------
 
-    def arrive(
-        self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
-    ) -> list[tuple[Received, list[int]]]:
-        """The gradients of some of a message's tensors have come, perhaps before the mark that announces them."""
-        marks = self.mark(message, outputs)
+    def begin(self, roots: Roots) -> None:
+        """Here the pass begins."""
+        self._ready.append(roots)
+        self._root_edges = list(roots.edges)
+
+    def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of some of a message's tensors have come, with a mark before, after, or none."""
         slots = self._sends[message].slots
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
@@ -154,7 +153,6 @@ class Part:
                 self.states[slot] = State.ARRIVED
                 self._release(slot)
                 self._ready.append(_Arrived(slot, gradient))
-        return marks
 
     def missing(self) -> list[Slot]:
         """The gates whose gradients have not come."""
@@ -177,6 +175,9 @@ class Part:
         while not self._stopped:
             with self._lock:
                 call = self._next_call()
+                marks, self._due = self._due, {}
+            if marks:
+                self._send_marks(marks)
             if call is None:
                 return
             call()
@@ -188,6 +189,8 @@ class Part:
             kept, self._kept = self._kept, []
             if not entries and not kept:
                 return None
+            for entry in entries:
+                self._reach(entry, None)
             region = self._joint([self._region(entry) for entry in entries], kept)
             return lambda: self._call(entries, kept, region.leaves)
         for slot in pending:
@@ -195,7 +198,9 @@ class Part:
         holders = self._holders
         launched: list[Entry] = []
         for entry in entries:
-            if self._keep_if_held(entry):
+            free_to_run = holders.keys().isdisjoint(self._region(entry).nodes)
+            self._reach(entry, None if free_to_run else self._due)
+            if free_to_run or self._keep_if_held(entry):
                 launched.append(entry)
         kept = [crossing for crossing in self._kept if crossing.node not in holders]
         if not launched and not kept:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from nbdist.autograd import messages
@@ -30,7 +31,7 @@ from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
 from nbdist.autograd.ledger import Ledger
 from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
-from nbdist.autograd.part import Part, Roots
+from nbdist.autograd.part import Marks, Part, Roots
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 __all__ = ["Passes", "Run", "UnusedOutputs"]
 
 _log = logging.getLogger("nbdist.autograd")
-_Marks = Sequence[tuple[Received, list[int]]]
 
 
 class UnusedOutputs(UsageError):
@@ -81,6 +81,9 @@ class Run:
         self.told: set[int] = set()
         """Whom this worker has sent something of the pass."""
         self.settled: list[Token] = []
+        self.marked: list[Token] = []
+        self.outbox: tuple[messages.Gradients, list[torch.Tensor | None]] | None = None
+        """A message to the root, which waits for the report that can go with it."""
         self.sent: list[tuple[Token, int]] = []
         self.arrived: list[Token] = []
         self.reports = 0
@@ -114,15 +117,16 @@ class Passes:
     ) -> Run:
         """Begin a pass here, and run on this thread what can run at once."""
         me = self._transport.me
-        head = Head(PassId(me, next(self._numbers)), context.id, smart, retain_graph, accumulate)
+        id = PassId(me, next(self._numbers))
+        since = min((other.number for other in context.runs if other.root == me), default=id.number)
+        head = Head(id, context.id, smart, retain_graph, accumulate, since)
         run = self._begin(head, context, Ledger(me), Future())
         begun = Token(me, 0, False)
         try:
             with run.lock:
                 run.sent.append((begun, me))
                 run.arrived.append(begun)
-                out = self._announce(run, run.part.mark_roots(roots))
-            self._send_marks(run, out)
+                run.part.begin(roots)
             self._advance(run)
         except BaseException:
             self.give_up(run)
@@ -149,7 +153,8 @@ class Passes:
     ) -> Run:
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
-        run.part = Part(list(context.sends.values()), partial(self._send_back, run), head)
+        sends = list(context.sends.values())
+        run.part = Part(sends, head, partial(self._send_back, run), partial(self._send_marks, run))
         context.runs[head.id] = self._runs[head.id] = run
         return run
 
@@ -159,9 +164,14 @@ class Passes:
             return None
         with context.lock:
             run = context.runs.get(head.id)
-            if run is None and head.id not in context.given_up:
-                run = self._begin(head, context)
-            return run
+            if run is not None or head.id in context.given_up:
+                return run
+            run = self._begin(head, context)
+            root = head.id.root
+            over = [run for id, run in context.runs.items() if id.root == root and id.number < head.since]
+        for earlier in over:
+            self.commit(earlier)
+        return run
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -171,11 +181,11 @@ class Passes:
         if run is None:
             return
         with run.lock:
-            out = []
-            for sent, outputs in message.sends:
-                out += self._announce(run, run.part.mark(sent, outputs))
+            out = [
+                mark for sent, outputs in message.sends for mark in self._announce(run, run.part.mark(sent, outputs))
+            ]
             run.settled.append(message.token)
-        self._send_marks(run, out)
+        self._post_marks(run, out)
         self._report(run)
 
     def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -183,10 +193,11 @@ class Passes:
         run = self._find(message.head)
         if run is None:
             return
+        if message.report is not None:
+            self._enter(run, message.token.sender, message.report)
         with run.lock:
-            out = self._announce(run, run.part.arrive(message.message, message.outputs, gradients))
+            run.part.arrive(message.message, message.outputs, gradients)
             run.arrived.append(message.token)
-        self._send_marks(run, out)
         self._advance(run)
 
     def on_marked(self, message: messages.Marked) -> None:
@@ -201,12 +212,6 @@ class Passes:
         run = self._runs.get(message.id)
         if run is not None:
             self._enter(run, sender, message)
-
-    def on_over(self, message: messages.Over) -> None:
-        """The root says that all is done."""
-        run = self._runs.get(message.id)
-        if run is not None:
-            self.commit(run)
 
     def on_failed(self, message: messages.Failed, failure: Failure) -> None:
         """To the root: it went wrong somewhere."""
@@ -266,7 +271,8 @@ class Passes:
                 return
             with run.lock:
                 if run.part.unsure:  # it will run when the marking is over, and is not dealt with before
-                    run.arrived += taken
+                    run.arrived = taken + run.arrived
+                    run.marked += taken
                 else:
                     run.settled += taken
                 if not run.again:
@@ -280,11 +286,21 @@ class Passes:
         with run.lock:
             token = self._token(run, end.peer, is_mark=False)
         message = messages.Gradients(run.head, token, end.message, list(outputs))
-        self._post(run, end.peer, message, list(gradients))
+        if end.peer == run.head.id.root != self._transport.me:
+            waiting, run.outbox = run.outbox, (message, list(gradients))
+            if waiting is not None:
+                self._post(run, end.peer, *waiting)
+        else:
+            self._post(run, end.peer, message, list(gradients))
 
-    def _announce(self, run: Run, marks: _Marks) -> list[tuple[int, messages.Mark]]:
+    def _send_marks(self, run: Run, marks: Marks) -> None:
+        with run.lock:
+            out = self._announce(run, marks)
+        self._post_marks(run, out)
+
+    def _announce(self, run: Run, marks: Marks) -> list[tuple[int, messages.Mark]]:
         by_peer: dict[int, list[tuple[int, list[int]]]] = {}
-        for end, outputs in marks:
+        for end, outputs in marks.items():
             by_peer.setdefault(end.peer, []).append((end.message, outputs))
         return [
             (peer, messages.Mark(run.head, self._token(run, peer, is_mark=True), sends))
@@ -296,7 +312,7 @@ class Passes:
         run.sent.append((token, to))
         return token
 
-    def _send_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
+    def _post_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
         for peer, message in out:
             self._post(run, peer, message)
 
@@ -312,17 +328,22 @@ class Passes:
         else:
             missing = []
         with run.lock:
-            if run.ended or not (run.settled or run.sent or waits):
+            if run.ended or not (run.settled or run.marked or run.sent or waits):
                 return
             run.reports += 1
-            report = Report(run.head.id, run.reports, run.settled, run.sent, waits, missing)
-            run.settled, run.sent = [], []
+            report = Report(run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing)
+            run.settled, run.marked, run.sent = [], [], []
+            outbox, run.outbox = run.outbox, None
         root = run.head.id.root
         if root == self._transport.me:
             self._enter(run, root, report)
         else:
             try:
-                self._transport.post(root, report)
+                if outbox is None:
+                    self._transport.post(root, report)
+                else:
+                    message, gradients = outbox
+                    self._post(run, root, msgspec.structs.replace(message, report=report), gradients)
             except NbdistError:  # the loss of the root ends the pass here
                 _log.debug("the root of %s is gone", run.head.id)
 
@@ -372,9 +393,6 @@ class Passes:
                 if run.ended:
                     return
                 run.ended = True
-            assert run.ledger is not None  # there is an outcome, so this is the root
-            for worker in run.ledger.workers - {self._transport.me}:
-                self._tell(worker, messages.Over(run.head.id, run.context.id, True))
         run.outcome.try_settle(None, error)
 
     def _fail(self, run: Run, error: BaseException) -> None:

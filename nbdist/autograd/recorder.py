@@ -53,7 +53,6 @@ class Recorder:
         self._handle(messages.Gradients, lambda message, sender, body: partial(_on_gradients, passes, message, body))
         self._handle(messages.Marked, lambda message, sender, body: partial(passes.on_marked, message))
         self._handle(messages.Report, lambda message, sender, body: passes.on_report(message, sender))
-        self._handle(messages.Over, lambda message, sender, body: partial(passes.on_over, message))
         self._handle(messages.Failed, lambda message, sender, body: lambda: passes.on_failed(message, body()))
         self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
         self._handle(messages.Entered, lambda message, sender, body: self._on_entered(message, sender))

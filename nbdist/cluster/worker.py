@@ -115,7 +115,9 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     from nbdist import autograd, rpc
     from nbdist.cluster import labels, worker_output
+    from nbdist.cluster.shell_channel import answer_through_stream
 
+    answer_through_stream(getattr(shell, "kernel", None))
     told = setup()
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if threads.isdecimal():

@@ -15,9 +15,11 @@ def load(shell: InteractiveShell) -> None:
     from nbdist.cluster.launchers.local import prepare
 
     prepare()  # first: it imports torch beside us
+    from nbdist.cluster.shell_channel import answer_through_stream
     from nbdist.magics.commands import DistMagics
     from nbdist.magics.session import Session
 
+    answer_through_stream(getattr(shell, "kernel", None))
     session = Session.of(shell)
     shell.register_magics(DistMagics(shell, session))
 

@@ -1,8 +1,10 @@
 """The oldest ipykernel that is supported: notebook and workers run on it, whatever is installed otherwise."""
 
 import os
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 from frontend import Notebook
@@ -45,6 +47,16 @@ def test_cells_calls_and_errors(old):
     assert cell.stdout == "[worker1] said hello\n"
     assert old.run("%%remote\nt = torch.ones(1); dist.all_reduce(t); t.item()").stdout == "[worker0,1] 2.0\n"
     assert old.run("%remote 1 rank").result == "1"
+
+
+def test_no_request_is_lost_that_comes_while_another_is_answered(old):
+    moments = random.Random(1)
+    for _ in range(1500):  # one in some hundred is, where the kernel answers past its stream
+        message = old.client.execute("pass", silent=True)
+        time.sleep(moments.random() * 0.006)
+        waiting = {message, old.client.kernel_info()}
+        while waiting:
+            waiting.discard(old.client.get_shell_msg(timeout=20)["parent_header"]["msg_id"])
 
 
 def test_output_after_the_cell_input_and_completion(old):

@@ -1,0 +1,267 @@
+"""Backward passes over workers: nbdist beside torch's own distributed autograd, in one run.
+
+Four workers, one process each. Then, for nbdist alone, what SMART costs over FAST, and what its engine costs over
+torch's on one worker, without any call.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import harness
+from harness import Contestant
+
+WORLD = 4
+CASES = {
+    "remote Linear(64, 64): forward, backward, step": 100,
+    "ten hops, forward and backward": 30,
+    "test_multiple_backward, a pass": 250,
+    "16 MB activations over 4 workers": 5,
+    "four-stage MLP, a step": 40,
+}
+OWN = {
+    "ten hops, forward and backward": 30,
+    "ten hops, FAST": 30,
+    "four-stage MLP, a step": 40,
+    "four-stage MLP, FAST": 40,
+    "transformer layer, native": 40,
+    "transformer layer, engine": 40,
+}
+RATIOS = {
+    "SMART over FAST, ten hops": ("ten hops, forward and backward", "ten hops, FAST", 1.3),
+    "SMART over FAST, four-stage MLP": ("four-stage MLP, a step", "four-stage MLP, FAST", 1.3),
+    "engine over native, transformer layer": ("transformer layer, engine", "transformer layer, native", 1.4),
+}
+
+
+# --- what runs on the workers ---------------------------------------------------------------------
+
+_kept: dict[str, Any] = {}
+
+
+def make(name: str, width: int, layers: int) -> Any:
+    """A stage, kept by name; references to its parameters."""
+    import torch
+
+    modules: list[Any] = []
+    for _ in range(layers):
+        modules += [torch.nn.Linear(width, width), torch.nn.ReLU()]
+    _kept[name] = torch.nn.Sequential(*modules)
+    return [_kept["rpc"].RRef(parameter) for parameter in _kept[name].parameters()]
+
+
+def stage(name: str, x: Any) -> Any:
+    """Run a stage."""
+    return _kept[name](x)
+
+
+def hop(x: Any) -> Any:
+    """Next to nothing."""
+    return x + 1
+
+
+def scale(x: Any) -> Any:
+    """One product of large tensors."""
+    import torch
+
+    if "scale" not in _kept:
+        _kept["scale"] = torch.ones(1, requires_grad=True)
+    return x * _kept["scale"]
+
+
+def multiple_backward(rank: int, count: int) -> None:
+    """What torch's test does: pass after pass over one graph."""
+    import torch
+
+    autograd, rpc = _kept["autograd"], _kept["rpc"]
+    a, b = (torch.rand(3, 3, requires_grad=True) for _ in range(2))
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync(f"worker{(rank + 1) % WORLD}", torch.add, args=(a, b)).sum()
+        for _ in range(count):
+            autograd.backward(context_id, [loss], retain_graph=True)
+
+
+def repeated(operation: Callable[[], Any]) -> Callable[[int], list[float]]:
+    """Time an operation, one at a time."""
+
+    def run(count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            operation()
+            times.append(time.perf_counter() - start)
+        return times
+
+    return run
+
+
+def cases(rpc: Any, autograd: Any, optimizer: Any, ours: bool) -> dict[str, Any]:
+    """What rank 0 measures."""
+    import torch
+
+    torch.manual_seed(0)
+    linear = optimizer(torch.optim.SGD, rpc.rpc_sync("worker1", make, args=("linear", 64, 1)), lr=0.01)
+    parameters = [rref for i in range(WORLD) for rref in rpc.rpc_sync(f"worker{i}", make, args=("mlp", 256, 2))]
+    mlp = optimizer(torch.optim.SGD, parameters, lr=0.01)
+    x64, x256 = torch.randn(8, 64), torch.randn(32, 256)
+    large = torch.ones(16 * (1 << 20) // 4, requires_grad=True)
+
+    def one_linear() -> None:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", stage, args=("linear", x64)).sum()
+            autograd.backward(context_id, [loss])
+            linear.step(context_id)
+
+    def hops(**options: Any) -> None:
+        with autograd.context() as context_id:
+            x = torch.ones(8, requires_grad=True)
+            for i in range(10):
+                x = rpc.rpc_sync(f"worker{1 + i % (WORLD - 1)}", hop, args=(x,))
+            autograd.backward(context_id, [x.sum()], **options)
+
+    def many(count: int) -> list[float]:
+        start = time.perf_counter()
+        others = [rpc.rpc_async(f"worker{i}", multiple_backward, args=(i, count), timeout=0) for i in range(1, WORLD)]
+        multiple_backward(0, count)
+        for other in others:
+            other.wait()
+        return [(time.perf_counter() - start) / count]
+
+    def activations() -> None:
+        with autograd.context() as context_id:
+            x = large
+            for i in range(1, WORLD):
+                x = rpc.rpc_sync(f"worker{i}", scale, args=(x,))
+            autograd.backward(context_id, [x.sum()])
+
+    def four_stages(**options: Any) -> None:
+        with autograd.context() as context_id:
+            x = x256
+            for i in range(WORLD):
+                x = rpc.rpc_sync(f"worker{i}", stage, args=("mlp", x))
+            autograd.backward(context_id, [x.square().mean()], **options)
+            mlp.step(context_id)
+
+    found = {
+        "remote Linear(64, 64): forward, backward, step": repeated(one_linear),
+        "ten hops, forward and backward": repeated(hops),
+        "test_multiple_backward, a pass": many,
+        "16 MB activations over 4 workers": repeated(activations),
+        "four-stage MLP, a step": repeated(four_stages),
+    }
+    if ours:
+        layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0)
+        source = torch.randn(16, 8, 64)
+
+        def transformer(backward: Callable[[Any], None]) -> Callable[[int], list[float]]:
+            def run(count: int) -> list[float]:
+                times = []
+                for _ in range(count):
+                    y = source
+                    for _ in range(5):
+                        y = layer(y)
+                    loss = y.square().mean()
+                    start = time.perf_counter()
+                    backward(loss)
+                    times.append(time.perf_counter() - start)
+                    layer.zero_grad()
+                return times
+
+            return run
+
+        def engine(loss: Any) -> None:
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [loss])
+
+        found |= {
+            "ten hops, FAST": repeated(lambda: hops(mode="fast")),
+            "four-stage MLP, FAST": repeated(lambda: four_stages(mode="fast")),
+            "transformer layer, native": transformer(lambda loss: loss.backward()),
+            "transformer layer, engine": transformer(engine),
+        }
+    return found
+
+
+def contestant(name: str, rank: int, path: str) -> None:
+    """One process of a contestant."""
+    import torch
+
+    torch.set_num_threads(1)
+    if name == "nbdist":
+        import nbdist
+        from nbdist import autograd, optim, rpc
+
+        options: Any = rpc.RpcBackendOptions(init_method=f"file://{path}", rpc_timeout=300)
+        version, optimizer = nbdist.__version__, optim.DistributedOptimizer
+    else:
+        import torch.distributed.autograd as autograd  # type: ignore[no-redef]
+        import torch.distributed.rpc as rpc  # type: ignore[no-redef]
+        from torch.distributed.optim import DistributedOptimizer as optimizer
+
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=300)
+        version = torch.__version__
+    _kept.update(rpc=rpc, autograd=autograd)  # before anybody can ask for it
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORLD, rpc_backend_options=options)
+    if rank == 0:
+        harness.serve(version, cases(rpc, autograd, optimizer, name == "nbdist"))
+    rpc.shutdown()
+
+
+def lead(name: str) -> None:
+    """Rank 0, and the processes of the others."""
+    path = tempfile.mktemp()
+    command = [sys.executable, "-c", "import sys, autograd_benchmark as b; b.contestant(*eval(sys.argv[1]))"]
+    others = [subprocess.Popen([*command, repr((name, rank, path))], stdin=subprocess.DEVNULL) for rank in range(1, 4)]
+    import autograd_benchmark  # this file, by the name by which the others know it
+
+    autograd_benchmark.contestant(name, 0, path)
+    for other in others:
+        other.wait()
+    Path(path).unlink(missing_ok=True)
+
+
+def start(name: str, folder: str) -> Contestant:
+    """A contestant by name. Functions travel by the name of their module, so all import this file by one."""
+    link = Path(folder) / "autograd_benchmark.py"
+    if not link.exists():
+        link.symlink_to(Path(__file__).resolve())
+    path = os.pathsep.join(filter(None, [folder, str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    return Contestant(name, [sys.executable, __file__, "--contestant", name], {"PYTHONPATH": path})
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = harness.arguments(__doc__ or "")
+    parser.add_argument("--contestant")
+    chosen = parser.parse_args()
+    if chosen.contestant:
+        lead(chosen.contestant)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        contestants = [start("nbdist", folder), start("torch", folder)]
+        times = harness.race(contestants, CASES, chosen.rounds)
+        contestants[1].close()
+        own = harness.race(contestants[:1], OWN, chosen.rounds)
+        contestants[0].close()
+    versions = ", ".join(f"{contestant.name} {contestant.version}" for contestant in contestants)
+    print(f"{harness.machine()}\n{versions}; medians of {chosen.rounds} rounds\n")
+    print(harness.table(times, "torch", "nbdist", dict.fromkeys(CASES, 1.5)))
+    print("\n| | one | other | ratio | limit |\n| --- | ---: | ---: | ---: | ---: |")
+    for name, (one, other, limit) in RATIOS.items():
+        a, b = (statistics.median(own[case]["nbdist"]) for case in (one, other))
+        print(f"| {name} | {a * 1e3:.2f} ms | {b * 1e3:.2f} ms | {a / b:.2f} | {limit} |")
+    harness.write({"machine": harness.machine(), "times": times, "own": own}, chosen.json)
+
+
+if __name__ == "__main__":
+    main()
