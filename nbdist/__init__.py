@@ -10,6 +10,7 @@ layer  modules                      what is there
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, ZeroMQ, faulty
 3      rpc                          agents, calls, remote references, membership
+4      autograd optim               backward passes over workers; optimizers for parameters elsewhere
 5      cluster                      worker kernels: launching, cells, output, interrupts, restarts
 6      views                        what is drawn: progress, status
 7      magics                       read a line, make one call, show one view
@@ -19,7 +20,7 @@ layer  modules                      what is there
 
 The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.links.post`
 → `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `_read` → `rpc.executor`, and back to
-`rpc.outcomes`.
+`rpc.outcomes`. What is recorded of it for a backward pass: `rpc.recording` asks `autograd.recorder`.
 """
 
 from __future__ import annotations

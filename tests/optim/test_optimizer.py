@@ -1,0 +1,228 @@
+"""Optimizers, schedulers and clipping over workers do what torch's do in one process."""
+
+import threading
+
+import pytest
+import torch
+
+import nbdist
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.optim import DistributedLRScheduler, DistributedOptimizer, StepFailed, clip_grad_norm_
+from nbdist.testing import World
+
+
+@pytest.fixture(scope="module")
+def three():
+    with World(3) as world:
+        yield world
+
+
+@pytest.fixture
+def world(three):
+    with three[0].activate():
+        yield three
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = torch.nn.Linear(3, 3, dtype=torch.float64)
+        self.spare = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+class Pair:
+    """Two nets on two workers, and the same two here."""
+
+    def __init__(self, world):
+        self.local = [Net(1), Net(2)]
+        self.remote = []
+        for index in (1, 2):
+            with world[index].activate():
+                self.remote.append(Net(index))
+        self.rrefs = []
+        for index, net in zip((1, 2), self.remote, strict=True):
+            _owned[index] = net
+            self.rrefs.append(rpc.rpc_sync(f"worker{index}", parameter_rrefs, args=(index,)))
+
+    @property
+    def parameters(self):
+        return [parameter for net in self.local for parameter in net.parameters()]
+
+    @property
+    def parameter_rrefs(self):
+        return [rref for rrefs in self.rrefs for rref in rrefs]
+
+    def local_loss(self, x):
+        return self.local[1](self.local[0](x)).square().sum()
+
+    def remote_loss(self, x):
+        return rpc.rpc_sync("worker2", run, args=(2, rpc.rpc_sync("worker1", run, args=(1, x)))).square().sum()
+
+    def assert_equal(self):
+        for local, remote in zip(self.local, self.remote, strict=True):
+            for (name, mine), theirs in zip(local.named_parameters(), remote.parameters(), strict=True):
+                assert torch.equal(mine, theirs), name
+
+
+_owned = {}
+
+
+def parameter_rrefs(index):
+    return [rpc.RRef(parameter) for parameter in _owned[index].parameters()]
+
+
+def run(index, x):
+    return _owned[index](x)
+
+
+@pytest.fixture
+def pair(world):
+    return Pair(world)
+
+
+INPUT = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+        (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": 0.01}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+        (torch.optim.RMSprop, {"lr": 0.01}),
+    ],
+)
+def test_steps_are_those_of_one_process(pair, cls, options):
+    local = cls(pair.parameters, **options)
+    distributed = DistributedOptimizer(cls, pair.parameter_rrefs, **options)
+    for _ in range(4):
+        local.zero_grad()
+        pair.local_loss(INPUT).backward()
+        local.step()
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [pair.remote_loss(INPUT)])
+            distributed.step(context_id)
+        pair.assert_equal()
+    assert all(parameter.grad is None for net in pair.remote for parameter in net.parameters())
+    assert torch.equal(pair.remote[0].spare, torch.ones(2, dtype=torch.float64)), "it has no gradient"
+
+
+def test_groups_schedulers_and_state(pair):
+    first, second = pair.rrefs
+    mine = [list(net.parameters()) for net in pair.local]
+    local = torch.optim.SGD([{"params": mine[0], "lr": 0.5}, {"params": mine[1]}], lr=0.1, momentum=0.9)
+    distributed = DistributedOptimizer(
+        torch.optim.SGD, [{"params": first, "lr": 0.5}, {"params": second}], lr=0.1, momentum=0.9
+    )
+    local_rates = torch.optim.lr_scheduler.StepLR(local, step_size=1, gamma=0.5)
+    rates = DistributedLRScheduler(torch.optim.lr_scheduler.StepLR, distributed, step_size=1, gamma=0.5)
+
+    def step():
+        local.zero_grad()
+        pair.local_loss(INPUT).backward()
+        local.step()
+        with dist_autograd.context():
+            dist_autograd.backward(pair.remote_loss(INPUT))
+            distributed.step()
+
+    for _ in range(2):
+        step()
+        local_rates.step()
+        rates.step()
+        pair.assert_equal()
+    assert rates.get_last_lr() == {"worker1": [0.125], "worker2": [0.025]}
+    state, rate_state = distributed.state_dict(), rates.state_dict()
+    assert set(state) == set(rate_state) == {"worker1", "worker2"}
+
+    distributed = DistributedOptimizer(
+        torch.optim.SGD, [{"params": first, "lr": 0.5}, {"params": second}], lr=0.1, momentum=0.9
+    )
+    distributed.load_state_dict(state)
+    rates.load_state_dict(rate_state)
+    step()
+    pair.assert_equal()
+    with pytest.raises(nbdist.UsageError, match="of optimizers on worker1; here they are on worker1, worker2"):
+        distributed.load_state_dict({"worker1": state["worker1"]})
+
+
+def test_local_references_too(world):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight)], lr=1.0)
+    with dist_autograd.context():
+        dist_autograd.backward((weight * 3).sum())
+        optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((2,), -2.0))
+
+
+@pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("limit", [0.1, 1000.0])
+def test_clipping_goes_by_the_norm_of_all(world, pair, norm, limit):
+    pair.local_loss(INPUT).backward()
+    expected = torch.nn.utils.clip_grad_norm_(pair.parameters, limit, norm)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(pair.remote_loss(INPUT))
+        total = clip_grad_norm_(context_id, pair.parameter_rrefs, limit, norm)
+        torch.testing.assert_close(total, expected.double())
+        for local, remote, index in zip(pair.local, pair.remote, (1, 2), strict=True):
+            found = world[index].recorder.contexts.get(context_id).gradients()
+            for mine, theirs in zip(local.parameters(), remote.parameters(), strict=True):
+                if mine.grad is not None:
+                    torch.testing.assert_close(found[theirs], mine.grad, rtol=1e-12, atol=0)
+
+
+def test_a_norm_that_is_not_finite(pair):
+    with torch.no_grad():
+        pair.remote[0].layer.weight[0, 0] = float("nan")
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(pair.remote_loss(INPUT))
+        with pytest.raises(nbdist.UsageError, match="nan: nothing was clipped"):
+            clip_grad_norm_(context_id, pair.parameter_rrefs, 1.0, error_if_nonfinite=True)
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ValueError(f"no step of {len(self.param_groups[0]['params'])}")
+
+
+def test_one_error_is_itself_and_several_are_all_told(pair):
+    one = DistributedOptimizer(Failing, pair.rrefs[0], lr=0.1)
+    both = DistributedOptimizer(Failing, pair.parameter_rrefs, lr=0.1)
+    with dist_autograd.context() as context_id:
+        with pytest.raises(ValueError, match="no step of 3") as raised:
+            one.step(context_id)
+        assert "raised on worker1" in "".join(raised.value.__notes__)
+        with pytest.raises(StepFailed, match=r"2 workers failed:\n  worker1: ValueError: .*\n  worker2: ValueError: "):
+            both.step(context_id)
+    with pytest.raises(nbdist.UsageError, match="empty parameter list"):
+        DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
+
+
+def test_concurrent_steps_on_the_same_parameters_follow_each_other(world):
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    rref = rpc.RRef(weight)
+    problems = []
+
+    def train(number):
+        try:
+            with world[0].activate():
+                optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=1.0)
+                for _ in range(10):
+                    with dist_autograd.context():
+                        dist_autograd.backward((weight * number).sum())
+                        optimizer.step()
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(1, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not problems, problems[0]
+    assert weight.item() == -10 * (1 + 2 + 3 + 4 + 5)
