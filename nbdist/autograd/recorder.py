@@ -227,6 +227,10 @@ class Recorder:
 
     def _handle(self, kind: type, act: Callable[[Any, int, Callable[[], Any]], Job | None]) -> None:
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job | None:
+            # What is small is decoded before another thread is woken to read: making tensors lets go of the GIL.
+            if frames and codec.decodes_quickly(cast.payload, frames):
+                decoded = codec.decode(cast.payload, frames)
+                return act(messages.decode(cast.data), sender, lambda: decoded)
             return act(messages.decode(cast.data), sender, lambda: codec.decode(cast.payload, frames))
 
         self._agent.handle_cast(_topic(kind), on_cast)
