@@ -64,6 +64,8 @@ __all__ = ["Passes", "Run", "UnusedOutputs"]
 
 _log = logging.getLogger("nbdist.autograd")
 
+_Outgoing = tuple[messages.Gradients, list[torch.Tensor | None]]
+
 
 class UnusedOutputs(UsageError):
     """A FAST pass in a context some of whose calls do not contribute to its roots."""
@@ -82,7 +84,7 @@ class Run:
         """Whom this worker has sent something of the pass."""
         self.settled: list[Token] = []
         self.marked: list[Token] = []
-        self.outbox: tuple[messages.Gradients, list[torch.Tensor | None]] | None = None
+        self.outbox: _Outgoing | None = None
         """A message to the root, which waits for the report that can go with it."""
         self.sent: list[tuple[Token, int]] = []
         self.arrived: list[Token] = []
@@ -118,7 +120,8 @@ class Passes:
         """Begin a pass here, and run on this thread what can run at once."""
         me = self._transport.me
         id = PassId(me, next(self._numbers))
-        since = min((other.number for other in context.runs if other.root == me), default=id.number)
+        with context.lock:
+            since = min((other.number for other in context.runs if other.root == me), default=id.number)
         head = Head(id, context.id, smart, retain_graph, accumulate, since)
         run = self._begin(head, context, Ledger(me), Future())
         begun = Token(me, 0, False)
@@ -285,13 +288,11 @@ class Passes:
     ) -> None:
         with run.lock:
             token = self._token(run, end.peer, is_mark=False)
-        message = messages.Gradients(run.head, token, end.message, list(outputs))
-        if end.peer == run.head.id.root != self._transport.me:
-            waiting, run.outbox = run.outbox, (message, list(gradients))
-            if waiting is not None:
-                self._post(run, end.peer, *waiting)
-        else:
-            self._post(run, end.peer, message, list(gradients))
+            out: _Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
+            if end.peer == run.head.id.root != self._transport.me:
+                out, run.outbox = run.outbox, out
+        if out is not None:
+            self._post(run, end.peer, *out)
 
     def _send_marks(self, run: Run, marks: Marks) -> None:
         with run.lock:
