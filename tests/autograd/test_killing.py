@@ -1,0 +1,81 @@
+"""Workers are killed with SIGKILL at random instants of passes: none hangs, and the error names who died."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import nbdist
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+
+weight = torch.full((4,), 2.0, requires_grad=True)
+
+
+class Leisurely(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.002)
+        return gradient
+
+
+def relay(depth, x):
+    y = Leisurely.apply(x * weight)
+    if depth:
+        y = rpc.rpc_sync(f"worker{depth % 3}", relay, args=(depth - 1, y)) + y
+    return y
+
+
+def contexts_here():
+    return len(dist_autograd.api.recorder().contexts)
+
+
+def soon_no_context(name):
+    deadline = time.monotonic() + 20
+    while rpc.rpc_sync(name, contexts_here):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.soak)])
+def test_no_pass_hangs_and_the_error_names_the_worker(kills):
+    moments = random.Random(kills)
+    outcomes: dict[str, int] = {"ended": 0, "lost": 0}
+    said = []
+    with nbdist.Cluster(3, backend="none") as cluster:
+        x = torch.ones(4, requires_grad=True)
+        expected = None
+        for _ in range(kills):
+            victim = moments.choice(cluster.names)
+            pid = next(worker.pid for worker in cluster.workers if worker.name == victim)
+            with dist_autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker0", relay, args=(5, x)).sum()
+                killer = threading.Timer(moments.random() * 0.04, os.kill, (pid, signal.SIGKILL))
+                killer.start()
+                try:
+                    dist_autograd.backward(context_id, [loss])
+                    outcomes["ended"] += 1
+                    gradient = context_id.gradients()[x]
+                    expected = gradient if expected is None else expected
+                    assert torch.equal(gradient, expected)
+                except nbdist.WorkerLost as error:
+                    outcomes["lost"] += 1
+                    said.append((victim, str(error)))
+                killer.join()
+            for survivor in cluster.names:
+                assert survivor == victim or soon_no_context(survivor), f"{survivor} keeps a context"
+            assert soon_no_context("notebook")
+            assert cluster.restart(victim) == [victim]
+    assert all(victim in text for victim, text in said), said
+    assert outcomes["lost"] > kills // 10, outcomes
