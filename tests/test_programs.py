@@ -26,8 +26,10 @@ def run_together(*commands: list[str]) -> list[str]:
     """What the processes of one world print; they meet by env://."""
     environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for command in commands
+        subprocess.Popen(
+            command, env={**environment, "RANK": str(rank)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank, command in enumerate(commands)
     ]
     try:
         done = [process.communicate(timeout=120) for process in processes]
@@ -56,6 +58,36 @@ def test_unchanged_under_run(program):
         *([sys.executable, "-m", "nbdist", "run", str(PROGRAMS / f"{program}_worker{rank}.py")] for rank in (0, 1))
     )
     assert outputs == [EXPECTED[program], ""]
+
+
+AUTOGRAD = {
+    "dist_autograd_model": (2, "[True, True, True]\n"),
+    "dist_autograd_simple": (1, "each worker's parameters moved\n"),
+}
+IMPORTS = {
+    "torch.distributed.autograd": "nbdist.autograd",
+    "torch.distributed.rpc": "nbdist.rpc",
+    "from torch.distributed import rpc": "from nbdist import rpc",
+    "torch.distributed.optim": "nbdist.optim",
+}
+
+
+@pytest.mark.parametrize("how", ["imports", "run"])
+@pytest.mark.parametrize("program", AUTOGRAD)
+def test_autograd_programs(program, how, tmp_path):
+    processes, expected = AUTOGRAD[program]
+    path, command = PROGRAMS / f"{program}.py", [sys.executable]
+    if how == "imports":
+        text = path.read_text()
+        for old, new in IMPORTS.items():
+            text = text.replace(old, new)
+        assert "torch.distributed" not in text
+        path = tmp_path / path.name
+        path.write_text(text)
+    else:
+        command += ["-m", "nbdist", "run"]
+    outputs = run_together(*([*command, str(path)] for _ in range(processes)))
+    assert outputs == [expected, *[""] * (processes - 1)]
 
 
 def test_the_readmes_first_program(tmp_path):

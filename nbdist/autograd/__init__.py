@@ -9,12 +9,24 @@
 The map: `edges` are the nodes that stand in the graphs for what was sent and received; `contexts` keep them;
 `recorder` makes them, as calls go out and come in. A backward pass: `graph` walks, `part` decides what a worker can
 run and has torch's engine run it, `leaves` keeps the result out of ``.grad``, `passes` speaks with the other workers
-(in `messages`), and `ledger` tells the worker that began it when all is done.
+(in `messages`), and `ledger` tells the worker that began it when all is done. `inspection` collects what a context has
+recorded, and `drawing` draws it.
 """
 
 from __future__ import annotations
 
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open
+from nbdist.autograd.inspection import Trace, trace
 from nbdist.autograd.passes import UnusedOutputs
 
-__all__ = ["ContextId", "UnusedOutputs", "backward", "backward_async", "context", "get_gradients", "open"]
+__all__ = [
+    "ContextId",
+    "Trace",
+    "UnusedOutputs",
+    "backward",
+    "backward_async",
+    "context",
+    "get_gradients",
+    "open",
+    "trace",
+]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.autograd.edges import Received, Sent
+from nbdist.autograd.edges import Node, Received, Sent
 from nbdist.autograd.leaves import Gradients
 from nbdist.autograd.messages import PassId
 from nbdist.errors import UsageError
@@ -39,6 +39,8 @@ class Context:
         self.receives: dict[int, Received] = {}
         self.workers: set[int] = set()
         """Whom this worker has sent something in the context; on the maker, all who have it."""
+        self.roots: list[tuple[Node, int]] = []
+        """Where passes began on this worker."""
         self.runs: dict[PassId, Run] = {}
         self.given_up: set[PassId] = set()
         self.lock = threading.Lock()

@@ -8,7 +8,8 @@ a pass, which the thread that runs it carries along (`current_part`), also to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ class Held(Exception):
 class Slot:
     """One tensor that was sent: the place where its gradient enters this worker's graph."""
 
-    __slots__ = ("edge", "gate", "index", "message", "node")
+    __slots__ = ("__weakref__", "edge", "gate", "index", "message", "node")
 
     def __init__(self, message: int, index: int, tensor: torch.Tensor) -> None:
         self.message = message
@@ -89,19 +90,29 @@ class Received:
         self.message = message
         self.peer = peer
         self.function = function
-        self.count = 0
-        self.nodes: list[Node] = []
+        self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._nodes: list[weakref.ref[Node]] = []
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes, as far as they live: a node holds its end, and would never be freed if its end held it."""
+        return [node for reference in self._nodes if (node := reference()) is not None]
+
+    def add(self, node: Node, tensors: Iterable[torch.Tensor]) -> None:
+        """One node, and what it made."""
+        self._nodes.append(weakref.ref(node))
+        self.like += [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 def _enter(ctx: Any, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
-    ctx.slot = slot
+    ctx.slot = weakref.ref(slot)  # which holds this node
     return torch.empty((), device="cpu")
 
 
 def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
     part = current_part()
     assert part is not None  # nobody but a pass has the tensor behind which a gate lies
-    return None, part.enter(ctx.slot)
+    return None, part.enter(ctx.slot())
 
 
 def _arrive(
@@ -161,7 +172,7 @@ def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     size = len(tensors) if one_node_a_message else 1
     with torch.enable_grad():
         for first in range(0, len(tensors), size):
-            made += _Receive.apply(_anchor, end, first, tensors[first : first + size])
-            end.nodes.append(made[-1].grad_fn)
-    end.count = len(made)
+            new = _Receive.apply(_anchor, end, first, tensors[first : first + size])
+            end.add(new[0].grad_fn, new)
+            made += new
     return made

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
+from nbdist.autograd import ddp
 from nbdist.autograd.edges import Node
 from nbdist.rpc.futures import blocking_wait
 
@@ -41,7 +42,7 @@ class Gradients:
 
     def update(self, other: Gradients) -> None:
         """Add all of another's sums."""
-        for leaf, gradient in other._sums.values():
+        for leaf, gradient in list(other._sums.values()):  # a pass may be adding to them
             self.add(leaf, gradient)
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
@@ -129,7 +130,8 @@ class Claim:
                 new = leaf.grad
                 leaf.grad = before
                 if new is not None and self._into is not None:
-                    self._into.add(leaf, new)
+                    shared = ddp.exist() and ddp.shares_buckets(id(leaf))
+                    self._into.add(leaf, new.clone() if shared else new)
         finally:
             _give_back(self._held)
 

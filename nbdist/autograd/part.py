@@ -14,12 +14,13 @@ not marked might.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from nbdist.autograd import ddp
 from nbdist.autograd.edges import RECEIVE, Held, Node, Received, Sent, Slot, running
 from nbdist.autograd.engine import run_backward
 from nbdist.autograd.graph import ACCUMULATE, Region, walk
@@ -101,7 +102,7 @@ class Part:
         self._awaited: dict[Received, set[int]] = {}
         self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
         self._gone_back: dict[Received, set[int]] = {}
-        self._root_edges: list[tuple[Node, int]] = []
+        self.root_edges: list[tuple[Node, int]] = []
         self._barriers: set[Slot] = set()
         self._stopped = False
 
@@ -142,7 +143,7 @@ class Part:
     def begin(self, roots: Roots) -> None:
         """Here the pass begins."""
         self._ready.append(roots)
-        self._root_edges = list(roots.edges)
+        self.root_edges = list(roots.edges)
 
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of some of a message's tensors have come, with a mark before, after, or none."""
@@ -195,43 +196,58 @@ class Part:
             return lambda: self._call(entries, kept, region.leaves)
         for slot in pending:
             self._hold(slot)
-        holders = self._holders
+        held = self._held_nodes(entries)
         launched: list[Entry] = []
         for entry in entries:
-            free_to_run = holders.keys().isdisjoint(self._region(entry).nodes)
+            free_to_run = held.isdisjoint(self._region(entry).nodes)
             self._reach(entry, None if free_to_run else self._due)
-            if free_to_run or self._keep_if_held(entry):
+            if free_to_run or self._keep_if_held(entry, held):
                 launched.append(entry)
-        kept = [crossing for crossing in self._kept if crossing.node not in holders]
+        kept = [crossing for crossing in self._kept if crossing.node not in held]
         if not launched and not kept:
             return None
         region = self._joint([self._region(entry) for entry in launched], kept)
-        held = region.nodes & holders.keys()
-        self._kept = [crossing for crossing in self._kept if crossing.node in holders]
-        if all(type(node) is ACCUMULATE and _is_plain(node) for node in held):
+        held_here = region.nodes & held
+        self._kept = [crossing for crossing in self._kept if crossing.node in held]
+        if all(type(node) is ACCUMULATE and _is_plain(node) for node in held_here):
             return lambda: self._call(launched, kept, region.leaves)
-        free = [node for node in region.nodes if node not in holders]
+        free = [node for node in region.nodes if node not in held]
         if not any(type(node) is RECEIVE for node in free):
             # Nobody waits for what could run: one call later does instead of one now and one later.
             self._ready = launched + self._ready
             self._kept += kept
             return None
-        missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held)]
+        missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held_here)]
+        # What waits without a gate before it gets one.
+        missing += [Slot(-1, 0, node.variable) for node in held_here if node not in self._holders]
         crossings = {
             node: crossing
             for node in free
-            if (crossing := [(i, to, nr) for i, (to, nr) in enumerate(node.next_functions) if to in holders])
+            if (crossing := [(i, to, nr) for i, (to, nr) in enumerate(node.next_functions) if to in held])
         }  # all of this now, with the lock held: what arrives during the call changes who holds what
         return lambda: self._contested_call(launched, kept, free, crossings, missing)
 
-    def _keep_if_held(self, entry: Entry) -> bool:
+    def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
+        """The nodes that have to wait; a DDP module's leaves wait for each other."""
+        holders = self._holders
+        kind: Any = ACCUMULATE
+        blocked = set[int]()
+        if ddp.exist():
+            blocked = ddp.blocked_by(id(node.variable) for node in holders if type(node) is kind)
+        if not blocked:
+            return holders.keys()
+        leaves = [leaf for entry in entries for leaf in self._region(entry).leaves]
+        leaves += [leaf for crossing in self._kept for leaf in walk([(crossing.node, crossing.output)]).leaves]
+        return holders.keys() | {leaf for leaf in leaves if id(leaf.variable) in blocked}
+
+    def _keep_if_held(self, entry: Entry, held: Set[Node]) -> bool:
         """Keep those gradients of an entry that lead into held nodes; whether some are left to launch."""
-        if not any(node in self._holders for node, _ in entry.edges):
+        if not any(node in held for node, _ in entry.edges):
             return True
         edges, gradients = entry.edges, entry.gradients
         entry.edges, entry.gradients = [], []
         for (node, output), gradient in zip(edges, gradients, strict=True):
-            if node not in self._holders:
+            if node not in held:
                 entry.edges.append((node, output))
                 entry.gradients.append(gradient)
             elif gradient is not None:  # a node that gets none from here still runs, by what holds it back
@@ -352,19 +368,21 @@ class Part:
         if self.smart:
             self._send_back(end, list(crossed), list(crossed.values()))
         else:
-            self._send_back(end, range(end.count), [_or_zeros(crossed.get(i), end, i) for i in range(end.count)])
+            self._send_back(
+                end, range(len(end.like)), [_or_zeros(crossed.get(i), end, i) for i in range(len(end.like))]
+            )
 
     def _awaited_of(self, end: Received) -> set[int]:
         """The tensors of a message that get gradients."""
         if not self.smart and not self._awaited:
-            self._awaited = walk([*self._root_edges, *(slot.edge for slot in self.states)]).receives
+            self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
 
 
 def _is_plain(node: Node) -> bool:
     """Whether nothing but accumulation happens at a leaf, so that it may as well happen in instalments."""
     leaf = node.variable
-    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or (ddp.exist() and id(leaf) in ddp.owned_by_any()):
         return False
     for register in (node.register_hook, node.register_prehook):
         handle = register(_nothing)
@@ -379,9 +397,8 @@ def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torc
     """In FAST mode what is not used gets zeros, as in torch: its history runs, and hooks there expect a tensor."""
     if gradient is not None:
         return gradient
-    node = end.nodes[0] if len(end.nodes) == 1 else end.nodes[output]
-    metadata = node._input_metadata[output if len(end.nodes) == 1 else 0]
-    return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
+    shape, dtype, device = end.like[output]
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _nothing(*_: Any) -> None:

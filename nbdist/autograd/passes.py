@@ -125,6 +125,7 @@ class Passes:
         head = Head(id, context.id, smart, retain_graph, accumulate, since)
         run = self._begin(head, context, Ledger(me), Future())
         begun = Token(me, 0, False)
+        context.roots += roots.edges
         try:
             with run.lock:
                 run.sent.append((begun, me))
@@ -138,17 +139,21 @@ class Passes:
 
     def wait(self, run: Run) -> None:
         """Wait for the end of a pass that began here."""
-        assert run.outcome is not None  # it began here
+        outcome = run.outcome
+        assert outcome is not None  # it began here
         try:
-            run.outcome.wait()
+            outcome.wait()
         except BaseException:
             self.give_up(run)
             raise
+        finally:
+            del outcome  # it has the error, which by its traceback has this frame
         self.commit(run)
 
     def commit(self, run: Run) -> None:
         """A pass is over: its gradients are the context's."""
         self._runs.pop(run.head.id, None)
+        run.outcome = None
         run.context.commit(run)
 
     def _begin(
@@ -419,6 +424,7 @@ class Passes:
         with run.lock:
             run.ended = True
         self._runs.pop(run.head.id, None)
+        run.outcome = None
         run.part.stop()
         for worker in (run.told | tell) - {self._transport.me}:
             self._tell(worker, messages.Cancel(run.head.id, run.context.id))

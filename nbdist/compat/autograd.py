@@ -40,7 +40,7 @@ class DistAutogradContext:
         return {message: _Joint(sent) for message, sent in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
-        return {message: end.nodes[0] for message, end in self._context.receives.items()}
+        return {message: node for message, end in self._context.receives.items() for node in end.nodes[:1]}
 
     def _known_worker_ids(self) -> set[int]:
         membership = recorder().membership

@@ -1,5 +1,7 @@
 """What a backward pass over workers does, and what it says where it cannot go on."""
 
+import contextlib
+import gc
 import threading
 import time
 import warnings
@@ -418,6 +420,32 @@ def test_sixty_concurrent_passes_that_share_parameters(world):
     assert not any(thread.is_alive() for thread in threads)
     assert not problems, problems[0]
     assert all(p.grad is None for p in shared)
+
+
+def test_nothing_is_left_of_contexts(world):
+    from nbdist.autograd import contexts, edges, part, passes
+
+    kinds = (contexts.Context, edges.Slot, edges.Received, edges.Sent, part.Part, passes.Run, edges.RECEIVE)
+
+    def alive():
+        gc.collect()
+        return [object for object in gc.get_objects() if type(object) in kinds and id(object) not in before]
+
+    before = set()
+    before = {id(object) for object in alive()}
+
+    x = tensor(1.0, 2.0)
+    for mode in ("smart", "fast", "broken"):
+        for _ in range(10):
+            with dist_autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", by_failing if mode == "broken" else by_way_of, args=("worker2", x)).sum()
+                with contextlib.suppress(ZeroDivisionError):
+                    context_id.backward(loss, mode="smart" if mode == "broken" else mode)
+            del loss
+    deadline = time.monotonic() + 10
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive()
 
 
 # --- the end of contexts --------------------------------------------------------------------------

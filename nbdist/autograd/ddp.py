@@ -1,0 +1,57 @@
+"""Knows the leaves of DistributedDataParallel modules, which cannot be treated one by one.
+
+Their reducer averages gradients over processes while the engine runs, and puts the averages into ``.grad`` at the end
+of the call in which the last leaf of the module got its gradient. So a module's leaves all have to run in one and the
+same call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["blocked_by", "exist", "owned_by_any", "shares_buckets"]
+
+_modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _notice(module: Any, name: str, submodule: Any) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _modules.add(module)
+
+
+register_module_module_registration_hook(_notice)
+
+
+def exist() -> bool:
+    """Whether there are such modules."""
+    return bool(_modules)
+
+
+def _leaves(module: DistributedDataParallel) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def owned_by_any() -> set[int]:
+    """The leaves of all such modules, by id."""
+    return set[int]().union(*map(_leaves, _modules)) if _modules else set()
+
+
+def blocked_by(held: Iterable[int]) -> set[int]:
+    """All leaves of those modules some of whose leaves have to wait."""
+    waiting = set(held)
+    blocked = set[int]()
+    for module in _modules:
+        leaves = _leaves(module)
+        if leaves & waiting:
+            blocked |= leaves
+    return blocked
+
+
+def shares_buckets(leaf: int) -> bool:
+    """Whether a leaf's gradient lies in memory that its module will use again."""
+    return leaf in set[int]().union(*(_leaves(module) for module in _modules if module.gradient_as_bucket_view))

@@ -1,0 +1,94 @@
+"""What a context has recorded, as data, as text and as a picture."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.autograd.drawing import as_svg
+from nbdist.autograd.inspection import Trace
+from nbdist.testing import World
+
+
+@pytest.fixture
+def world():
+    with World(3, dynamic=True) as world, world[0].activate():
+        yield world
+
+
+def twice(x):
+    return x * 2
+
+
+def by_way_of(name, x):
+    return rpc.rpc_sync(name, twice, args=(x,)) + x
+
+
+def test_a_trace_has_the_graphs_of_all_workers_and_the_edges_between_them(world):
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", by_way_of, args=("worker2", x))
+        context_id.backward(y.sum())
+        trace = dist_autograd.trace()
+        assert trace.context_id == context_id
+        assert sorted(trace.workers) == ["worker0", "worker1", "worker2"]
+        ways = [(edge.sender, edge.receiver, edge.function.rpartition(".")[2]) for edge in trace.edges]
+        assert sorted(ways) == [
+            ("worker0", "worker1", "by_way_of"),
+            ("worker1", "worker0", "by_way_of"),
+            ("worker1", "worker2", "twice"),
+            ("worker2", "worker1", "twice"),
+        ]
+        assert {edge.tensors for edge in trace.edges} == {(((2, 3), "float64", 48),)}
+        assert {edge.nbytes for edge in trace.edges} == {48}
+        (leaf,) = [node for node in trace.nodes["worker0"] if node.kind == "leaf"]
+        assert (leaf.name, leaf.shape) == ("Tensor", (2, 3))
+        names = {worker: sorted(node.name for node in nodes) for worker, nodes in trace.nodes.items()}
+        assert names["worker2"] == ["MulBackward0", "torch::distributed::autograd::RecvRpcBackward"]
+        assert "AddBackward0" in names["worker1"]
+        assert "SumBackward0" in names["worker0"], "behind the roots of a pass"
+        (sum_node,) = [node for node in trace.nodes["worker0"] if node.name == "SumBackward0"]
+        (received,) = [node for node in trace.nodes["worker0"] if node.kind == "receive"]
+        assert sum_node.inputs == (received.number,)
+        assert received.message in {edge.autograd_message_id for edge in trace.edges}
+
+
+def test_it_shows_itself(world):
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", twice, args=(x,))
+        trace = dist_autograd.trace(context_id)
+    assert y.grad_fn is not None  # what nobody has any more is not shown
+    text = repr(trace)
+    assert text.startswith(f"context {context_id}: 2 workers, 2 edges\n")
+    assert "  worker1: 1 operation, 0 leaves, 1 receive\n    -> worker0: float32[2]" in text
+    picture = ET.fromstring(trace._repr_mimebundle_()["image/svg+xml"])
+    words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"worker0", "worker1", "Mul", "receive", "Tensor"} <= set(words)
+    titles = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum(title.startswith("message ") for title in titles) == 2
+
+
+def test_nothing_and_too_much_are_said_in_words(world):
+    assert "nothing has been recorded" in as_svg(Trace(0))
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        rpc.rpc_sync("worker1", many, args=(x,))
+        assert "too many to draw" in as_svg(dist_autograd.trace(context_id))
+
+
+def many(x):
+    for _ in range(500):
+        x = x + 1
+    return x
+
+
+def test_a_worker_that_is_gone_is_named(world):
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        rpc.rpc_sync("worker1", by_way_of, args=("worker2", x))
+        world.kill(2)
+        trace = dist_autograd.trace(context_id)
+        assert sorted(trace.workers) == ["worker0", "worker1"]

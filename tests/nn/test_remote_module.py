@@ -1,0 +1,89 @@
+"""A module on another worker, used like one that is here."""
+
+import pytest
+import torch
+
+import nbdist
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.nn import RemoteModule
+from nbdist.optim import DistributedOptimizer
+from nbdist.testing import World
+
+
+@pytest.fixture(scope="module")
+def two():
+    with World(2) as world:
+        yield world
+
+
+@pytest.fixture
+def world(two):
+    with two[0].activate():
+        yield two
+
+
+class Shift(torch.nn.Module):
+    def __init__(self, by, *, scale=1.0):
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.tensor(float(by)))
+        self.scale = scale
+
+    def forward(self, x, *, twice=False):
+        return (x * self.scale + self.by) * (2 if twice else 1)
+
+
+@pytest.mark.parametrize("place", ["worker1", "worker1/cpu", "rank:1/cpu", "rank:1"])
+def test_it_is_called_as_if_it_were_here(world, place):
+    module = RemoteModule(place, Shift, args=(1,), kwargs={"scale": 3.0})
+    x = torch.ones(2)
+    assert torch.equal(module(x), torch.full((2,), 4.0))
+    assert torch.equal(module.forward_async(x, twice=True).wait(), torch.full((2,), 8.0))
+    assert module.get_module_rref().owner().name == "worker1"
+    assert repr(module) == "RemoteModule(Shift on worker1/cpu)"
+    again = RemoteModule.init_from_module_rref("worker1", module.get_module_rref())
+    assert torch.equal(again(x), torch.full((2,), 4.0))
+
+
+def test_it_is_trained_where_it_is(world):
+    module = RemoteModule("worker1", Shift, args=(1,))
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=1.0)
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        context_id.backward(module(x).sum())
+        optimizer.step()
+        assert torch.equal(context_id.gradients()[x], torch.ones(2))
+    assert module.state_dict() == {"by": torch.tensor(-1.0)}
+    module.load_state_dict({"by": torch.tensor(5.0)})
+    assert torch.equal(module(torch.zeros(1)), torch.full((1,), 5.0))
+
+
+def test_modes(world):
+    module = RemoteModule("worker1", torch.nn.Dropout, args=(1.0,))
+    x = torch.ones(3)
+    assert not module(x).any()
+    assert torch.equal(module.eval()(x), x)
+    assert not module.training
+    assert not module.train()(x).any()
+
+
+def test_it_travels(world):
+    module = RemoteModule("worker1", Shift, args=(1,))
+    assert rpc.rpc_sync("worker1", use, args=(module, torch.ones(1))).item() == 2.0
+
+
+def use(module, x):
+    return module(x)
+
+
+def test_what_needs_the_module_here_is_refused_by_name(world):
+    module = RemoteModule("worker1", Shift, args=(1,))
+    with pytest.raises(nbdist.UsageError, match=r"``parameters`` not supported .* Use remote_parameters\(\)"):
+        module.parameters()
+    with pytest.raises(nbdist.UsageError, match=r"``to`` not supported"):
+        module.to("cpu")
+    with pytest.raises(nbdist.UsageError, match=r"returns an instance of <class nn\.Module>"):
+        RemoteModule("worker1", dict)
+    for place in ("", "worker1/cpu/cpu", "rank:one", "cuda:0"):
+        with pytest.raises(nbdist.UsageError):
+            RemoteModule(place, Shift, args=(1,))
