@@ -24,7 +24,8 @@ from nbdist.wire.messages import Payload
 __all__ = ["Failure", "describe", "on_text", "rebuild"]
 
 _OURS = str(Path(nbdist.__file__).parent)
-_TORCHS = str(Path(torch.__file__).parent / "futures")
+_TORCHS = tuple(str(Path(torch.__file__).parent / package) for package in ("futures", "autograd"))
+"""What stands between our frames and the user's."""
 
 _rewriters: list[Callable[[str, str], str]] = []
 
@@ -75,7 +76,7 @@ def _user_traceback(error: BaseException) -> str:
         if part is None or id(part) in seen:
             continue
         seen.add(id(part))
-        kept = [frame for frame in part.stack if not frame.filename.startswith((_OURS, _TORCHS))]
+        kept = [frame for frame in part.stack if not frame.filename.startswith((_OURS, *_TORCHS))]
         part.stack[:] = kept
         queue += [part.__cause__, part.__context__]
         part.__notes__ = None
