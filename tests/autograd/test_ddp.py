@@ -2,40 +2,11 @@
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from autograd_functions import first_and_second, gradients, make, run
 
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-
-_kept = {}
-
-
-def make(options):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
-    _kept["model"] = DistributedDataParallel(model, **options)
-
-
-def run(x):
-    return _kept["model"](x)
-
-
-def first_and_second(x):
-    """The model's output, and what another worker made of it, sent back in between."""
-    y = _kept["model"](x)
-    return y + rpc.rpc_sync("notebook", torch.mul, args=(y, 2.0)), y * 3
-
-
-def parameters():
-    return [parameter.detach() for parameter in _kept["model"].parameters()]
-
-
-def gradients(context_id):
-    found = dist_autograd.get_gradients(context_id)
-    return [found.get(parameter) for parameter in _kept["model"].parameters()], [
-        parameter.grad for parameter in _kept["model"].parameters()
-    ]
 
 
 @pytest.fixture(scope="module")

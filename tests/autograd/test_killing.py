@@ -8,34 +8,11 @@ import time
 
 import pytest
 import torch
+from autograd_functions import contexts_here, relay
 
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-
-weight = torch.full((4,), 2.0, requires_grad=True)
-
-
-class Leisurely(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(0.002)
-        return gradient
-
-
-def relay(depth, x):
-    y = Leisurely.apply(x * weight)
-    if depth:
-        y = rpc.rpc_sync(f"worker{depth % 3}", relay, args=(depth - 1, y)) + y
-    return y
-
-
-def contexts_here():
-    return len(dist_autograd.api.recorder().contexts)
 
 
 def soon_no_context(name):

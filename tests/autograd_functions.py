@@ -1,0 +1,67 @@
+"""What tests of distributed autograd call on real workers, which must be able to import it."""
+
+import time
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+
+# --- test_killing ---------------------------------------------------------------------------------
+
+weight = torch.full((4,), 2.0, requires_grad=True)
+
+
+class Leisurely(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.002)
+        return gradient
+
+
+def relay(depth, x):
+    y = Leisurely.apply(x * weight)
+    if depth:
+        y = rpc.rpc_sync(f"worker{depth % 3}", relay, args=(depth - 1, y)) + y
+    return y
+
+
+def contexts_here():
+    return len(dist_autograd.api.recorder().contexts)
+
+
+# --- test_ddp -------------------------------------------------------------------------------------
+
+_kept = {}
+
+
+def make(options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+    _kept["model"] = DistributedDataParallel(model, **options)
+
+
+def run(x):
+    return _kept["model"](x)
+
+
+def first_and_second(x):
+    """The model's output, and what another worker made of it, sent back in between."""
+    y = _kept["model"](x)
+    return y + rpc.rpc_sync("notebook", torch.mul, args=(y, 2.0)), y * 3
+
+
+def parameters():
+    return [parameter.detach() for parameter in _kept["model"].parameters()]
+
+
+def gradients(context_id):
+    found = dist_autograd.get_gradients(context_id)
+    return [found.get(parameter) for parameter in _kept["model"].parameters()], [
+        parameter.grad for parameter in _kept["model"].parameters()
+    ]
