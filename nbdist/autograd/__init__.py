@@ -16,11 +16,12 @@ recorded, and `drawing` draws it.
 from __future__ import annotations
 
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open
-from nbdist.autograd.inspection import Trace, trace
+from nbdist.autograd.inspection import Plan, Trace, plan, trace
 from nbdist.autograd.passes import UnusedOutputs
 
 __all__ = [
     "ContextId",
+    "Plan",
     "Trace",
     "UnusedOutputs",
     "backward",
@@ -28,5 +29,6 @@ __all__ = [
     "context",
     "get_gradients",
     "open",
+    "plan",
     "trace",
 ]

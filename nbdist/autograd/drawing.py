@@ -82,16 +82,16 @@ def _sent_by(trace: Trace, worker: str) -> list[Edge]:
 
 def _crossings(trace: Trace) -> Iterable[tuple[Edge, Key, Key]]:
     """Each edge, from the nodes that made its tensors to those that received them."""
-    received: dict[int, list[Key]] = {}
+    received: dict[int, dict[int, list[Key]]] = {}
     for worker, nodes in trace.nodes.items():
         for node in nodes:
             if node.message is not None:
-                received.setdefault(node.message, []).append((worker, node.number))
+                for index in node.tensors:
+                    received.setdefault(node.message, {}).setdefault(index, []).append((worker, node.number))
     for edge in trace.edges:
-        targets = received.get(edge.autograd_message_id, [])
+        targets = received.get(edge.autograd_message_id, {})
         for index, source in enumerate(edge.sources):
-            if targets:
-                yield edge, (edge.sender, source), targets[min(index, len(targets) - 1)]
+            yield from ((edge, (edge.sender, source), target) for target in targets.get(index, []))
 
 
 def _columns(trace: Trace) -> dict[Key, int]:

@@ -6,8 +6,11 @@ Nothing is kept for this while programs run: the graph is there anyway, and is w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from nbdist.autograd import api
 from nbdist.autograd.contexts import Context
@@ -17,7 +20,10 @@ from nbdist.autograd.graph import ACCUMULATE, walk
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 
-__all__ = ["Edge", "NodeInfo", "Trace", "local_nodes", "trace"]
+__all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "trace"]
+
+Key = tuple[str, int]
+"""A node: the name of its worker, and its number there."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class NodeInfo:
     """The nodes that made what this one was computed from: those to which its gradients go."""
     message: int | None = None
     """Of a receive: the edge whose end it is."""
+    tensors: tuple[int, ...] = ()
+    """Of a receive: which of the edge's tensors it made."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +85,80 @@ class Trace:
         return {"text/plain": as_text(self), "image/svg+xml": as_svg(self)}
 
 
-def trace(context_id: int | None = None) -> Trace:
-    """What a context has recorded, the current one if none is given; asked for on the worker that made it."""
+@dataclass
+class Plan:
+    """What a pass would do: which nodes run, and for how many gradients each waits."""
+
+    trace: Trace
+    roots: list[Key]
+    waits_for: dict[Key, int]
+    """The nodes that take part, and how many gradients come to each from other nodes and other workers."""
+    edges: list[Edge]
+    """The edges along which gradients go, all of their tensors or some."""
+    unused: list[Edge]
+    """Those along which none goes; in FAST mode the pass would fail for them."""
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers that take part."""
+        return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
+
+
+def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor]) -> Plan:
+    """What `backward` from these roots would do, without doing it."""
+    tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
+    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
     here = api.recorder()
     context = here.contexts.get(api.current_id() if context_id is None else int(context_id))
+    starts = [(edge.node, edge.output_nr) for edge in edges]
+    found = _collect(context, starts)
+    numbers = _numbered(context, starts)
+    return planned(found, [(here.name, numbers[node]) for node, _ in starts])
+
+
+def planned(recorded: Trace, roots: Sequence[Key]) -> Plan:
+    """The same, of data."""
+    nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
+    sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}
+    waits_for: dict[Key, int] = dict.fromkeys(roots, 0)
+    used = set[int]()
+    stack = list(waits_for)
+    while stack:
+        key = stack.pop()
+        node = nodes[key]
+        behind: list[Key] = [(key[0], number) for number in node.inputs]
+        if node.message is not None:
+            for index in node.tensors:
+                edge, source = sources[node.message, index]
+                used.add(edge.autograd_message_id)
+                behind.append((edge.sender, source))
+        for other in behind:
+            if other not in waits_for:
+                waits_for[other] = 0
+                stack.append(other)
+            waits_for[other] += 1
+    taken = [edge for edge in recorded.edges if edge.autograd_message_id in used]
+    unused = [edge for edge in recorded.edges if edge.autograd_message_id not in used]
+    return Plan(recorded, list(roots), waits_for, taken, unused)
+
+
+def trace(context_id: int | None = None) -> Trace:
+    """What a context has recorded, the current one if none is given; asked for on the worker that made it."""
+    context = api.recorder().contexts.get(api.current_id() if context_id is None else int(context_id))
+    return _collect(context)
+
+
+def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
+    here = api.recorder()
     found = Trace(context.id)
     members = {here.me} | context.workers
     records = [record for record in here.membership.members() if record.incarnation in members]
     answers = []
     for record in records:
+        if record.incarnation == here.me:
+            found.nodes[record.name], own = local_nodes(context.id, starts)
+            found.edges += own
+            continue
         try:
             answers.append((record.name, rpc.rpc_async(record.id, local_nodes, args=(context.id,))))
         except WorkerLost:
@@ -102,13 +175,13 @@ def trace(context_id: int | None = None) -> Trace:
     return found
 
 
-def local_nodes(context_id: int) -> tuple[list[NodeInfo], list[Edge]]:
+def local_nodes(context_id: int, starts: Sequence[tuple[Node, int]] = ()) -> tuple[list[NodeInfo], list[Edge]]:
     """This worker's part of a trace."""
     here = api.recorder()
     context = here.contexts.find(context_id)
     if context is None:
         return [], []
-    numbers = _numbered(context)
+    numbers = _numbered(context, starts)
     nodes = [_describe(node, number, numbers) for node, number in numbers.items()]
     edges = [
         Edge(
@@ -124,9 +197,10 @@ def local_nodes(context_id: int) -> tuple[list[NodeInfo], list[Edge]]:
     return nodes, edges
 
 
-def _numbered(context: Context) -> dict[Node, int]:
+def _numbered(context: Context, more: Sequence[tuple[Node, int]]) -> dict[Node, int]:
     """All nodes that are known: behind what was sent, behind the roots of passes, and what was received."""
-    starts = [slot.edge for sent in list(context.sends.values()) for slot in sent.slots]
+    starts = [*more]
+    starts += [slot.edge for sent in list(context.sends.values()) for slot in sent.slots]
     starts += context.roots
     starts += [(node, 0) for end in list(context.receives.values()) for node in end.nodes]
     region = walk(starts)
@@ -139,9 +213,13 @@ def _describe(node: Node, number: int, numbers: dict[Node, int]) -> NodeInfo:
         return NodeInfo(number, type(node.variable).__name__, "leaf", *_like(node.variable), inputs=())
     shape, dtype = _like(node._input_metadata[0]) if node._input_metadata else (None, None)
     if kind is RECEIVE:
-        return NodeInfo(number, node.name(), "receive", shape, dtype, (), node.end.message)
+        return NodeInfo(number, node.name(), "receive", shape, dtype, (), node.end.message, _tensors_of(node))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
     return NodeInfo(number, node.name(), "operation", shape, dtype, inputs)
+
+
+def _tensors_of(node: Node) -> tuple[int, ...]:
+    return tuple(range(node.first, node.first + len(node._input_metadata)))
 
 
 def _like(tensor: Any) -> tuple[tuple[int, ...], str]:

@@ -92,3 +92,30 @@ def test_a_worker_that_is_gone_is_named(world):
         world.kill(2)
         trace = dist_autograd.trace(context_id)
         assert sorted(trace.workers) == ["worker0", "worker1"]
+
+
+def test_a_plan_says_what_would_run_and_what_would_not(world):
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        used = rpc.rpc_sync("worker1", twice, args=(x,))
+        unused = rpc.rpc_sync("worker2", twice, args=(x,))
+        loss = (used + used * 3).sum()
+        plan = dist_autograd.plan(context_id, loss)
+        assert sorted(plan.workers) == ["worker0", "worker1"]
+        assert [(edge.sender, edge.receiver) for edge in plan.edges] == [("worker0", "worker1"), ("worker1", "worker0")]
+        assert sorted((edge.sender, edge.receiver) for edge in plan.unused) == [
+            ("worker0", "worker2"),
+            ("worker2", "worker0"),
+        ]
+        (received,) = [
+            node
+            for node in plan.trace.nodes["worker0"]
+            if node.kind == "receive" and ("worker0", node.number) in plan.waits_for
+        ]
+        assert plan.waits_for["worker0", received.number] == 2, "from the sum and from the product"
+        (root,) = plan.roots
+        assert plan.waits_for[root] == 0
+        assert not context_id.gradients(), "nothing has run"
+        context_id.backward(loss)
+        assert torch.equal(context_id.gradients()[x], torch.full((2,), 8.0))
+    assert unused.requires_grad
