@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import signal
 import threading
 import time
 import warnings
@@ -380,6 +382,28 @@ def look_at_parameter(parameter):
 
 def look_at_parameter_of(module):
     return look_at_parameter(module.weight)
+
+
+def test_ctrl_c_gives_the_pass_up_everywhere(world):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", slow_chain, args=("worker2", x)).sum()
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            context_id.backward(loss)
+        timer.join()
+        deadline = time.monotonic() + 10
+        while any(agent.recorder.contexts.get(context_id).runs for agent in world):
+            assert time.monotonic() < deadline, "a worker goes on"
+            time.sleep(0.01)
+        assert not context_id.gradients()
+        context_id.backward(rpc.rpc_sync("worker1", twice, args=(x,)).sum())
+        assert torch.equal(context_id.gradients()[x], tensor(2.0))
+
+
+def slow_chain(name, x):
+    return Slow.apply(rpc.rpc_sync(name, slow_twice, args=(x,)))
 
 
 # --- many at a time -------------------------------------------------------------------------------
