@@ -182,6 +182,10 @@ class Part:
             if call is None:
                 return
             call()
+            if self.smart:
+                # What has run was not marked first, so its gradients must go before it is reported as dealt with.
+                for end in list(self._crossed):
+                    self._return(end)
 
     def _next_call(self) -> Callable[[], None] | None:
         entries, self._ready = self._ready, []
@@ -361,12 +365,15 @@ class Part:
         crossed = self._crossed.setdefault(end, {})
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())
-        if not crossed.keys() >= self._awaited_of(end) - back:
-            return
-        del self._crossed[end]
-        back.update(crossed)
+        if crossed.keys() >= self._awaited_of(end) - back:
+            self._return(end)
+
+    def _return(self, end: Received) -> None:
+        crossed = self._crossed.pop(end)
+        self._gone_back[end].update(crossed)
         if self.smart:
-            self._send_back(end, list(crossed), list(crossed.values()))
+            outputs = sorted(crossed.keys() & self._awaited[end])  # one node may have made several
+            self._send_back(end, outputs, [crossed[i] for i in outputs])
         else:
             self._send_back(
                 end, range(len(end.like)), [_or_zeros(crossed.get(i), end, i) for i in range(len(end.like))]
