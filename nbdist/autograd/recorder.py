@@ -19,9 +19,11 @@ from nbdist.autograd.edges import Received
 from nbdist.autograd.part import Roots
 from nbdist.autograd.passes import Passes, Run
 from nbdist.channel.contract import Buffer
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.api import current_agent
 from nbdist.rpc.dispatch import Job
+from nbdist.rpc.futures import Surroundings, set_carrier
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.recording import Attach
 from nbdist.wire import codec
@@ -36,6 +38,20 @@ _NO_EDGE = -1
 def extend(agent: Agent) -> None:
     """Give an agent its recorder."""
     agent.recorder = Recorder(agent)
+    set_carrier(_carry)
+
+
+def _carry() -> Surroundings | None:
+    """A context goes along into what is done when a future is done."""
+    try:
+        recorder = current_agent().recorder
+    except NotInitialized:
+        return None
+    context = recorder.current() if recorder is not None else None
+    if recorder is None or context is None:
+        return None
+    recording = Recording(context.id, context.maker, _NO_EDGE, torch.is_grad_enabled())
+    return partial(recorder.running, context, recording)
 
 
 class Recorder:

@@ -20,7 +20,7 @@ import torch
 
 from nbdist.errors import RpcTimeout
 
-__all__ = ["Future", "Latch", "blocking_wait", "set_blocking_hook", "set_interrupt_hook", "wait_all"]
+__all__ = ["Future", "Latch", "blocking_wait", "set_blocking_hook", "set_carrier", "set_interrupt_hook", "wait_all"]
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -44,6 +44,18 @@ def blocking_wait() -> AbstractContextManager[None]:
     """What to enter around anything that may block the calling thread for the sake of another call."""
     hook = _thread.blocking
     return hook() if hook is not None else nullcontext()
+
+
+Surroundings = Callable[[], AbstractContextManager[None]]
+"""Makes what to enter around a callback."""
+
+_carrier: Callable[[], Surroundings | None] | None = None
+
+
+def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
+    """Have ``carrier()`` asked, where a callback is given, for what goes along from there to where it is called."""
+    global _carrier
+    _carrier = carrier
 
 
 _interrupt_hook: Callable[[object, BaseException], None] | None = None
@@ -234,10 +246,12 @@ class Future(torch.futures.Future[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future for ``callback(self)``, called once this one is done."""
         child: Future[S] = Future()
+        carried = _carrier() if _carrier is not None else None
 
         def run(done: Future[T]) -> None:
             try:
-                result = callback(done)
+                with carried() if carried is not None else nullcontext():
+                    result = callback(done)
             except BaseException as error:
                 child.try_settle(None, error)
             else:

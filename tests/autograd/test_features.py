@@ -193,6 +193,17 @@ def nested_mode():
     return rpc.rpc_sync("worker2", torch.is_grad_enabled)
 
 
+def test_a_context_goes_along_into_callbacks_of_futures(world):
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        first = rpc.rpc_async("worker1", torch.mul, args=(x, 2.0))
+        second = first.then(lambda done: rpc.rpc_sync("worker2", torch.mul, args=(done.wait(), 3.0)))
+        assert len(second.wait().shape) == 1
+        context_id.backward(second.wait().sum())
+        assert torch.equal(context_id.gradients()[x], torch.full((2,), 6.0))
+    assert second.then(lambda _: dist_autograd.api.recorder().current()).wait() is None
+
+
 def test_a_call_inside_of_a_reentrant_checkpoint_says_what_to_write(world):
     from torch.utils.checkpoint import checkpoint
 
