@@ -10,7 +10,7 @@ layer  modules                      what is there
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, ZeroMQ, faulty
 3      rpc                          agents, calls, remote references, membership
-4      autograd optim               backward passes over workers; optimizers for parameters elsewhere
+4      autograd optim nn            backward passes over workers; optimizers and modules elsewhere
 5      cluster                      worker kernels: launching, cells, output, interrupts, restarts
 6      views                        what is drawn: progress, status
 7      magics                       read a line, make one call, show one view
