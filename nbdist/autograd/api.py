@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -137,6 +138,11 @@ def _prepare(
     here = recorder()
     options = {"smart": mode == "smart", "retain_graph": retain_graph, "accumulate": accumulate}
     return here, here.contexts.get(context_id), tensors, gradients, options
+
+
+_signature = inspect.signature(_prepare).replace(return_annotation=None)
+for _function in (backward, backward_async):
+    setattr(_function, "__signature__", _signature)  # noqa: B010 - what Shift-Tab shows; mypy knows no such attribute
 
 
 class Handle:

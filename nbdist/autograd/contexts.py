@@ -46,10 +46,6 @@ class Context:
         self.lock = threading.Lock()
         self._gradients = Gradients()
 
-    def peers(self) -> set[int]:
-        """Those to whom or from whom tensors went."""
-        return {sent.peer for sent in self.sends.values()} | {end.peer for end in self.receives.values()}
-
     def commit(self, run: Run) -> None:
         """A pass is over: its gradients are the context's."""
         with self.lock:
