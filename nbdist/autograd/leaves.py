@@ -20,12 +20,13 @@ import torch
 
 from nbdist.autograd import ddp
 from nbdist.autograd.edges import Node
+from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
 
 __all__ = ["Claim", "Gradients", "claimed", "current_claim", "lent"]
 
 _condition = threading.Condition(threading.Lock())
-_claimed: set[int] = set()
+_claimed: dict[int, _Holder] = {}
 
 
 class Gradients:
@@ -60,21 +61,37 @@ class Gradients:
         return len(self._sums)
 
 
-def _take(wanted: set[int]) -> None:
-    with _condition:
-        if not wanted & _claimed:
-            _claimed.update(wanted)
-            return
-    with blocking_wait(), _condition:
-        while wanted & _claimed:
-            _condition.wait()
-        _claimed.update(wanted)
+class _Holder:
+    """Who has claimed leaves; by one of these it is known who may give them back."""
 
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self._thread = threading.get_ident()
 
-def _give_back(held: set[int]) -> None:
-    with _condition:
-        _claimed.difference_update(held)
-        _condition.notify_all()
+    def take(self, wanted: set[int]) -> None:
+        """Claim leaves, all at once, as soon as nobody else has one of them."""
+        self.held |= wanted  # before: whatever interrupts us, `give_back` finds what is ours
+        with _condition:
+            if _claimed.keys().isdisjoint(wanted):
+                _claimed.update(dict.fromkeys(wanted, self))
+                return
+        with blocking_wait(), _condition:
+            while not _claimed.keys().isdisjoint(wanted):
+                if any(_claimed[leaf]._thread == self._thread for leaf in wanted & _claimed.keys()):
+                    raise UsageError(
+                        "a hook or node of a backward pass began another pass, or an optimizer's step, on leaves that "
+                        "the first has in hand: do it when backward() has returned"
+                    )
+                _condition.wait()
+            _claimed.update(dict.fromkeys(wanted, self))
+
+    def give_back(self) -> None:
+        """Let others have them."""
+        with _condition:
+            for leaf in self.held:
+                if _claimed.get(leaf) is self:
+                    del _claimed[leaf]
+            _condition.notify_all()
 
 
 class Claim:
@@ -84,12 +101,15 @@ class Claim:
         self._into = into
         self._leaves = {id(leaf): leaf for leaf in (node.variable for node in nodes)}
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
-        self._held = set(self._leaves)
-        _take(self._held)
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        if into is not None:
-            self._before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
+        self._holder = _Holder()
+
+    def take(self) -> None:
+        """Have the leaves, and set their ``.grad`` aside."""
+        self._holder.take(set(self._leaves))
+        if self._into is not None:
             for leaf in self._leaves.values():
+                self._before.append((leaf, leaf.grad))
                 leaf.grad = None
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
@@ -101,14 +121,14 @@ class Claim:
         taken: set[Node] = set()
         for node in nodes:
             leaf = node.variable
-            if id(leaf) in self._held:
+            if id(leaf) in self._holder.held:
                 continue
             with _condition:
                 if id(leaf) in _claimed:
                     taken.add(node)
                     continue
-                _claimed.add(id(leaf))
-            self._held.add(id(leaf))
+                self._holder.held.add(id(leaf))
+                _claimed[id(leaf)] = self._holder
             if self._into is not None:
                 self._adopted.append((weakref.ref(leaf), leaf.grad))
                 leaf.grad = None
@@ -133,7 +153,7 @@ class Claim:
                     shared = ddp.exist() and ddp.shares_buckets(id(leaf))
                     self._into.add(leaf, new.clone() if shared else new)
         finally:
-            _give_back(self._held)
+            self._holder.give_back()
 
 
 _KEY = "nbdist.autograd.claim"
@@ -153,11 +173,13 @@ def claimed(nodes: Iterable[Node], into: Gradients | None) -> Iterator[None]:
     """
     claim = Claim(nodes, into)
     outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    torch._C._stash_obj_in_tls(_KEY, claim)
     try:
+        claim.take()
+        torch._C._stash_obj_in_tls(_KEY, claim)
         yield
     finally:
-        torch._C._remove_obj_from_tls(_KEY)
+        if torch._C._is_key_in_tls(_KEY):
+            torch._C._remove_obj_from_tls(_KEY)
         if outer is not None:
             torch._C._stash_obj_in_tls(_KEY, outer)
         claim.release()
@@ -166,16 +188,17 @@ def claimed(nodes: Iterable[Node], into: Gradients | None) -> Iterator[None]:
 @contextmanager
 def lent(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
     """Give leaves these gradients as their ``.grad`` for the time of the block."""
-    held = {id(leaf) for leaf in gradients}
-    _take(held)
+    holder = _Holder()
+    before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     try:
-        before = [leaf.grad for leaf in gradients]
-        try:
-            for leaf, gradient in gradients.items():
-                leaf.grad = gradient
-            yield
-        finally:
-            for leaf, old in zip(gradients, before, strict=True):
-                leaf.grad = old
+        holder.take({id(leaf) for leaf in gradients})
+        for leaf, gradient in gradients.items():
+            before.append((leaf, leaf.grad))
+            leaf.grad = gradient
+        yield
     finally:
-        _give_back(held)
+        try:
+            for leaf, old in before:
+                leaf.grad = old
+        finally:
+            holder.give_back()

@@ -316,6 +316,17 @@ def test_a_local_backward_through_what_was_received_says_what_to_write(world):
             loss.backward()
 
 
+def test_a_pass_from_inside_of_a_pass_says_what_to_do(world):
+    x = tensor(1.0)
+    with dist_autograd.context() as context_id:
+        loss, other = (x * 2).sum(), (x * 3).sum()
+        loss.register_hook(lambda _: context_id.backward(other))
+        with pytest.raises(nbdist.UsageError, match=r"when backward\(\) has returned"):
+            context_id.backward(loss * 1)
+        context_id.backward((x * 3).sum())
+        assert torch.equal(context_id.gradients()[x], tensor(3.0))
+
+
 def test_a_second_pass_over_freed_buffers(world):
     x = tensor(1.0)
     with dist_autograd.context() as context_id:
