@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 
 _runtime = tempfile.mkdtemp(prefix="nbdist-tests-", dir="/tmp")
 os.environ["NBDIST_RUNTIME_DIR"] = _runtime
+
+# Whoever runs the tests in the background has them ignore Ctrl-C, and all that they start inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
