@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
@@ -88,6 +89,10 @@ def module_hooks(x):
     return y
 
 
+def checkpointed(x):
+    return checkpoint(linear, x, use_reentrant=True)
+
+
 def branches(x):
     a, b, c = x.unbind(0)[0], x.sum(0), x.t()[1]
     return torch.cat([a * b, c.exp()])
@@ -105,6 +110,7 @@ CASES = {
         (packed, lambda got: got.sum()),
         (changed_in_place, lambda got: (got * got).sum()),
         (module_hooks, lambda got: got.sum()),
+        (checkpointed, lambda got: got.sum()),
         (branches, lambda got: got.sum()),
     ]
 }
@@ -205,8 +211,6 @@ def test_a_context_goes_along_into_callbacks_of_futures(world):
 
 
 def test_a_call_inside_of_a_reentrant_checkpoint_says_what_to_write(world):
-    from torch.utils.checkpoint import checkpoint
-
     x = torch.ones(2, requires_grad=True)
     with dist_autograd.context() as context_id:
         y = checkpoint(lambda t: rpc.rpc_sync("worker1", torch.mul, args=(t, 2.0)), x * 1, use_reentrant=True)
