@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
-from harness import Contestant
+from harness import Case, Contestant, each
 
 WORLD = 4
 CASES = {
@@ -91,20 +91,6 @@ def multiple_backward(rank: int, count: int) -> None:
             autograd.backward(context_id, [loss], retain_graph=True)
 
 
-def repeated(operation: Callable[[], Any]) -> Callable[[int], list[float]]:
-    """Time an operation, one at a time."""
-
-    def run(count: int) -> list[float]:
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            operation()
-            times.append(time.perf_counter() - start)
-        return times
-
-    return run
-
-
 def cases(rpc: Any, autograd: Any, optimizer: Any, ours: bool) -> dict[str, Any]:
     """What rank 0 measures."""
     import torch
@@ -153,17 +139,17 @@ def cases(rpc: Any, autograd: Any, optimizer: Any, ours: bool) -> dict[str, Any]
             mlp.step(context_id)
 
     found = {
-        "remote Linear(64, 64): forward, backward, step": repeated(one_linear),
-        "ten hops, forward and backward": repeated(hops),
+        "remote Linear(64, 64): forward, backward, step": each(one_linear),
+        "ten hops, forward and backward": each(hops),
         "test_multiple_backward, a pass": many,
-        "16 MB activations over 4 workers": repeated(activations),
-        "four-stage MLP, a step": repeated(four_stages),
+        "16 MB activations over 4 workers": each(activations),
+        "four-stage MLP, a step": each(four_stages),
     }
     if ours:
         layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0)
         source = torch.randn(16, 8, 64)
 
-        def transformer(backward: Callable[[Any], None]) -> Callable[[int], list[float]]:
+        def transformer(backward: Callable[[Any], None]) -> Case:
             def run(count: int) -> list[float]:
                 times = []
                 for _ in range(count):
@@ -184,8 +170,8 @@ def cases(rpc: Any, autograd: Any, optimizer: Any, ours: bool) -> dict[str, Any]
                 autograd.backward(context_id, [loss])
 
         found |= {
-            "ten hops, FAST": repeated(lambda: hops(mode="fast")),
-            "four-stage MLP, FAST": repeated(lambda: four_stages(mode="fast")),
+            "ten hops, FAST": each(lambda: hops(mode="fast")),
+            "four-stage MLP, FAST": each(lambda: four_stages(mode="fast")),
             "transformer layer, native": transformer(lambda loss: loss.backward()),
             "transformer layer, engine": transformer(engine),
         }

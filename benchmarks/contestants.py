@@ -14,8 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
+from harness import Case, each
 
-Case = Callable[[int], list[float]]
 MEGABYTE = 1 << 20
 
 
@@ -26,20 +26,6 @@ def nothing() -> None:
 def identity(value: Any) -> Any:
     """The echo."""
     return value
-
-
-def each(operation: Callable[[], Any]) -> Case:
-    """Time an operation, one at a time."""
-
-    def run(count: int) -> list[float]:
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            operation()
-            times.append(time.perf_counter() - start)
-        return times
-
-    return run
 
 
 def torch_like(rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, version: str) -> None:

@@ -14,9 +14,13 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+Case = Callable[[int], list[float]]
+"""Runs an operation as often as it is told, and has the seconds that each took."""
 
 Times = dict[str, dict[str, list[float]]]
 """Seconds per operation, by case and contestant."""
@@ -59,7 +63,21 @@ class Contestant:
             self._process.kill()
 
 
-def serve(version: str, cases: Mapping[str, Any]) -> None:
+def each(operation: Callable[[], Any]) -> Case:
+    """Time an operation, one at a time."""
+
+    def run(count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            operation()
+            times.append(time.perf_counter() - start)
+        return times
+
+    return run
+
+
+def serve(version: str, cases: Mapping[str, Case]) -> None:
     """A contestant's side: run cases as asked, until the input ends."""
     print(json.dumps({"version": version}), flush=True)
     for line in sys.stdin:

@@ -1,4 +1,7 @@
-"""Tests keep their sockets and their secret in a directory of their own, and leave none behind."""
+"""Tests keep their sockets and their secret in a directory of their own, and leave none behind.
+
+And a world of agents in this process, for the tests of what is built on calls: autograd, optim and nn.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import os
 import shutil
 import signal
 import tempfile
+import time
+
+import pytest
 
 _runtime = tempfile.mkdtemp(prefix="nbdist-tests-", dir="/tmp")
 os.environ["NBDIST_RUNTIME_DIR"] = _runtime
@@ -16,3 +22,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_runtime, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def three():
+    from nbdist.testing import World  # not before there is the directory
+
+    with World(3) as world:
+        yield world
+
+
+@pytest.fixture
+def world(three):
+    """Three agents of this process; the test's thread is the first one's."""
+    with three[0].activate():
+        yield three
+    deadline = time.monotonic() + 10
+    while any(agent.recorder.contexts.all() for agent in three):
+        assert time.monotonic() < deadline, "a context is left somewhere"
+        time.sleep(0.01)

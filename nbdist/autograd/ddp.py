@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["blocked_by", "exist", "owned_by_any", "shares_buckets"]
+__all__ = ["blocked_by", "exist", "in_buckets", "owned_by_any"]
 
 _modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -38,7 +38,7 @@ def _leaves(module: DistributedDataParallel) -> set[int]:
 
 def owned_by_any() -> set[int]:
     """The leaves of all such modules, by id."""
-    return set[int]().union(*map(_leaves, _modules)) if _modules else set()
+    return set[int]().union(*map(_leaves, _modules))
 
 
 def blocked_by(held: Iterable[int]) -> set[int]:
@@ -52,6 +52,6 @@ def blocked_by(held: Iterable[int]) -> set[int]:
     return blocked
 
 
-def shares_buckets(leaf: int) -> bool:
-    """Whether a leaf's gradient lies in memory that its module will use again."""
-    return leaf in set[int]().union(*(_leaves(module) for module in _modules if module.gradient_as_bucket_view))
+def in_buckets() -> set[int]:
+    """The leaves whose gradients lie in memory that their modules will use again."""
+    return set[int]().union(*(_leaves(module) for module in _modules if module.gradient_as_bucket_view))

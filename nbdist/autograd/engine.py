@@ -44,6 +44,7 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         **options: Any,
     ) -> Any:
         """As torch's."""
+        __tracebackhide__ = True  # IPython leaves this frame out, in which a local pass has no part
         if current_part() is None or inputs:
             return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
         region = walk([_edge(tensor) for tensor in tensors])

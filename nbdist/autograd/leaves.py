@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -102,6 +103,7 @@ class Claim:
         self._leaves = {id(leaf): leaf for leaf in (node.variable for node in nodes)}
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._holder = _Holder()
 
     def take(self) -> None:
@@ -135,10 +137,12 @@ class Claim:
         return taken
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
-        """A gradient that was not accumulated: into the pass if another call has the leaf, else to the leaf."""
+        """A gradient that was not accumulated, because another call has the leaf, or had others of that node."""
         with torch.no_grad():
-            if elsewhere and self._into is not None:
+            if elsewhere and self._into is not None and not leaf._post_accumulate_grad_hooks:
                 self._into.add(leaf, gradient.clone())
+            elif elsewhere:
+                self._late.append((leaf, gradient.clone()))
             else:
                 leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
 
@@ -146,14 +150,39 @@ class Claim:
         """What is there now is the pass's, and what was there before comes back."""
         try:
             alive = [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
+            shared = ddp.in_buckets() if ddp.exist() else set[int]()
             for leaf, before in (*self._before, *alive):
                 new = leaf.grad
                 leaf.grad = before
                 if new is not None and self._into is not None:
-                    shared = ddp.exist() and ddp.shares_buckets(id(leaf))
-                    self._into.add(leaf, new.clone() if shared else new)
+                    self._into.add(leaf, new.clone() if id(leaf) in shared else new)
         finally:
             self._holder.give_back()
+
+    def accumulate_late(self) -> None:
+        """After the release, when nobody can wait for us: give leaves what they could not be given during the call."""
+        for leaf, gradient in self._late:
+            holder = _Holder()
+            try:
+                holder.take({id(leaf)})
+                _accumulate(leaf, gradient, self._into)
+            finally:
+                holder.give_back()
+
+
+def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: Gradients | None) -> None:
+    """As the node of a leaf does it, hooks on the gradient having run."""
+    before = leaf.grad
+    hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
+    try:
+        leaf.grad = gradient if into is not None or before is None else before + gradient
+        for hook in list(hooks.values()):
+            hook(leaf)
+        if into is not None and leaf.grad is not None:
+            into.add(leaf, leaf.grad)
+    finally:
+        if into is not None:
+            leaf.grad = before
 
 
 _KEY = "nbdist.autograd.claim"
@@ -183,6 +212,7 @@ def claimed(nodes: Iterable[Node], into: Gradients | None) -> Iterator[None]:
         if outer is not None:
             torch._C._stash_obj_in_tls(_KEY, outer)
         claim.release()
+    claim.accumulate_late()
 
 
 @contextmanager

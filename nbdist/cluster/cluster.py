@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Straight
@@ -367,7 +369,8 @@ class Cluster:
     def evaluate(self, expression: str, targets: Targets = None, *, timeout: float | None = None) -> Any:
         """The value of an expression on a worker; on several, a list of values."""
         cell = self.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
-        values = [api.rpc_async(part.worker, take_last_value, (part.id,)) for part in cell.parts.values()]
+        with torch.no_grad():  # a copy of a value: no context records it, and a leaf stays one
+            values = [api.rpc_async(part.worker, take_last_value, (part.id,)) for part in cell.parts.values()]
         found = [value.wait() for value in values]
         return found[0] if _is_single(targets, len(found)) else found
 
@@ -389,7 +392,8 @@ class Cluster:
         workers = self.select(targets)
         self._require_alive(workers)
         token = os.urandom(8).hex()
-        sent: list[Future[Any]] = [api.rpc_async(w.name, receive, (token, dict(variables))) for w in workers]
+        with torch.no_grad():  # as in `evaluate`; nor does it warn that no gradient will come back
+            sent: list[Future[Any]] = [api.rpc_async(w.name, receive, (token, dict(variables))) for w in workers]
         for future in sent:
             future.wait()
         code = f"__import__('nbdist.cluster.worker_values', fromlist=['_']).place({token!r})"

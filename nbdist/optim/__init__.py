@@ -1,7 +1,8 @@
 """Optimizers whose parameters live on other workers, and are updated there.
 
 `optimizer` has one local optimizer on every worker that owns parameters, and `local` is what runs there;
-`scheduler` changes their learning rates; `clipping` looks at the gradients of all of them together.
+`scheduler` changes their learning rates, and `distributed` is what the two have in common; `clipping` looks at the
+gradients of all of them together.
 """
 
 from __future__ import annotations

@@ -32,10 +32,11 @@ def clip_grad_norm_(
     """
     owners = by_owner(params_rref)
     id, kind = int(context_id), float(norm_type)
-    norms = ask_all([(owner, local_norms, (id, rrefs, kind)) for owner, rrefs in owners.items()])
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.tensor([norm for each in norms for norm in each], dtype=torch.float64), kind
-    )
+    answers = ask_all([(owner, local_norms, (id, rrefs, kind)) for owner, rrefs in owners.items()])
+    norms = torch.tensor([norm for answer in answers for norm in answer], dtype=torch.float64)
+    if not norms.numel():  # no gradients: nothing to clip, and of nothing torch has no largest
+        return norms.sum()
+    total: torch.Tensor = torch.linalg.vector_norm(norms, kind)
     if error_if_nonfinite and not math.isfinite(total):
         raise UsageError(f"the total norm of order {norm_type} of the gradients is {total.item()}: nothing was clipped")
     factor = min(1.0, max_norm / (total.item() + _EPSILON))

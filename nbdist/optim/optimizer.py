@@ -7,14 +7,15 @@ from typing import Any
 
 from nbdist.autograd.api import current_id
 from nbdist.errors import UsageError
-from nbdist.optim.local import LocalOptimizer, ask_all, by_owner, call_local, new_local_optimizer
+from nbdist.optim.distributed import Distributed
+from nbdist.optim.local import LocalOptimizer, ask_all, by_owner, new_local_optimizer
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer"]
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(Distributed):
     """One optimizer of a class of torch's on every worker that owns some of the parameters.
 
     ``params_rref`` are references to parameters, local ones too, or groups as torch's optimizers take them:
@@ -36,6 +37,7 @@ class DistributedOptimizer:
         self.remote_optimizers: list[RRef[LocalOptimizer]] = ask_all(
             [(owner, new_local_optimizer, (optimizer_class, local, args, kwargs)) for owner, local in per_owner.items()]
         )
+        super().__init__(self.remote_optimizers)
 
     def step(self, context_id: int | None = None) -> None:
         """Update all parameters by the gradients of a context, the current one if none is given.
@@ -44,27 +46,3 @@ class DistributedOptimizer:
         follow each other.
         """
         self.call_all("step", current_id() if context_id is None else int(context_id))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every local optimizer, by the name of its worker."""
-        states = self.call_all("state_dict")
-        return {rref.owner_name(): state for rref, state in zip(self.remote_optimizers, states, strict=True)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every local optimizer what `state_dict` returned for its worker."""
-        names = {rref.owner_name() for rref in self.remote_optimizers}
-        if names != set(state):
-            raise UsageError(
-                f"the state is that of optimizers on {', '.join(sorted(state))}; here they are on "
-                f"{', '.join(sorted(names))}"
-            )
-        ask_all(
-            [
-                (rref.owner(), call_local, (rref, "load_state_dict", state[rref.owner_name()]))
-                for rref in self.remote_optimizers
-            ]
-        )
-
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all local optimizers at the same time."""
-        return ask_all([(rref.owner(), call_local, (rref, method, *args)) for rref in self.remote_optimizers])

@@ -1,8 +1,14 @@
 """DistributedDataParallel inside of workers: gradients are averaged, and land in the context."""
 
+import copy
+import threading
+from collections import Counter
+
 import pytest
 import torch
 from autograd_functions import first_and_second, gradients, make, run
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 import nbdist
 from nbdist import autograd as dist_autograd
@@ -22,11 +28,12 @@ def expected(factor, inputs):
     return [parameter.grad / len(inputs) for parameter in model.parameters()]
 
 
+OPTIONS = [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}]
 INPUTS = [torch.linspace(-1, 1, 6).double().reshape(2, 3), torch.linspace(1, 3, 6).double().reshape(2, 3)]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("function", [run, first_and_second])
 def test_averages_of_all_workers_are_in_the_context(cluster, options, function):
     for future in [rpc.rpc_async(name, make, args=(options,)) for name in cluster.names]:
@@ -42,3 +49,75 @@ def test_averages_of_all_workers_are_in_the_context(cluster, options, function):
                 for got, wanted in zip(found, expected(1 if function is run else 6, INPUTS), strict=True):
                     torch.testing.assert_close(got, wanted)
                 assert own == [None] * 4
+
+
+# --- a module of which only a part can run --------------------------------------------------------
+
+
+@pytest.fixture
+def group():
+    """A process group that is this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.one, self.other = (torch.nn.Linear(3, 3).double() for _ in range(3))
+
+    def forward(self, x, y):
+        trunk = self.trunk(x).tanh()
+        return self.one(trunk + y).tanh(), self.other(trunk).tanh()
+
+
+modules = {}
+y_has_its_gradient = threading.Event()
+
+
+def heads(x, y):
+    one, other = modules["heads"](x, y)
+    return one, rpc.rpc_sync("worker2", HeldUp.apply, args=(other,))
+
+
+class HeldUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert y_has_its_gradient.wait(20), "what could run has waited for what could not"
+        return gradient
+
+
+def loss_of(one, other):
+    return one.sum() + other.square().sum()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_leaves_that_could_run_wait_for_those_of_their_module_that_cannot(group, world, options):
+    torch.manual_seed(0)
+    local = TwoHeads()
+    module = copy.deepcopy(local)
+    modules["heads"] = DistributedDataParallel(module, **options)
+    ran = Counter()
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ran.update([name]))
+    for times in (1, 2):
+        x, y, own_x, own_y = (one.detach().clone().requires_grad_() for one in (*INPUTS, *INPUTS))
+        local.zero_grad()
+        loss_of(*local(own_x, own_y)).backward()
+        y_has_its_gradient.clear()
+        with dist_autograd.context() as context_id:
+            sent = y * 1
+            sent.register_hook(lambda _: y_has_its_gradient.set())
+            context_id.backward(loss_of(*rpc.rpc_sync("worker1", heads, args=(x, sent))))
+            found = context_id.gradients()
+            torch.testing.assert_close([found[x], found[y]], [own_x.grad, own_y.grad])
+            found = world[1].recorder.contexts.get(context_id).gradients()
+            for (name, mine), theirs in zip(local.named_parameters(), module.parameters(), strict=True):
+                torch.testing.assert_close(found[theirs], mine.grad)
+                assert theirs.grad is None
+                assert ran[name] == times

@@ -1,5 +1,7 @@
 """What autograd can do inside of one process, it does where a part of it runs on another worker."""
 
+import contextlib
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -9,20 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.testing import World
-
-
-@pytest.fixture(scope="module")
-def two():
-    with World(3) as world:
-        yield world
-
-
-@pytest.fixture
-def world(two):
-    with two[0].activate():
-        yield two
-
 
 torch.manual_seed(0)
 linear = torch.nn.Linear(4, 4)
@@ -219,3 +207,67 @@ def test_a_call_inside_of_a_reentrant_checkpoint_says_what_to_write(world):
         y = checkpoint(lambda t: rpc.rpc_sync("worker1", torch.mul, args=(t, 2.0)), x * 1, use_reentrant=False)
         context_id.backward(y.sum())
         assert torch.equal(context_id.gradients()[x], torch.full((2,), 2.0))
+
+
+@contextlib.contextmanager
+def in_hand(world, weight, others):
+    """Another pass has ``weight`` in hand, until the event is set or the block ends; it puts what it finds into
+    ``others``.
+    """
+    holds, go_on = threading.Event(), threading.Event()
+
+    def hold(_):
+        holds.set()
+        assert go_on.wait(20)
+
+    def other():
+        with world[0].activate(), dist_autograd.context() as context_id:
+            y = weight * 5
+            y.register_hook(hold)
+            context_id.backward(y)
+            others.update(context_id.gradients())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        assert holds.wait(20)
+        yield go_on
+    finally:
+        go_on.set()
+        thread.join(20)
+
+
+def reentrant(weight, x):
+    return checkpoint(lambda t: t * weight, x * 1, use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_reaches_a_leaf_that_another_pass_has_in_hand(world):
+    weight, x, others = torch.nn.Parameter(torch.tensor(3.0)), torch.tensor(2.0, requires_grad=True), {}
+    with in_hand(world, weight, others), dist_autograd.context() as context_id:
+        context_id.backward(reentrant(weight, x))
+        assert context_id.gradients() == {x: torch.tensor(3.0), weight: torch.tensor(2.0)}
+        assert not others, "the other pass has it in hand all the time"
+    assert others == {weight: torch.tensor(5.0)}
+    assert weight.grad is None
+
+
+def test_hooks_after_accumulation_run_also_there(world):
+    weight, x, others, ran = torch.nn.Parameter(torch.tensor(3.0)), torch.tensor(2.0, requires_grad=True), {}, []
+    with in_hand(world, weight, others) as go_on, dist_autograd.context() as context_id:
+        weight.register_hook(lambda _: go_on.set())  # by then it is certain that the leaf is somebody else's
+        weight.register_post_accumulate_grad_hook(lambda leaf: ran.append(leaf.grad.item()))
+        context_id.backward(reentrant(weight, x))
+        assert context_id.gradients() == {x: torch.tensor(3.0), weight: torch.tensor(2.0)}
+    assert others == {weight: torch.tensor(5.0)}
+    assert sorted(ran) == [2.0, 5.0]
+    assert weight.grad is None
+
+
+def test_gradients_accumulate_also_there(world):
+    weight, x, others = torch.nn.Parameter(torch.tensor(3.0)), torch.tensor(2.0, requires_grad=True), {}
+    with in_hand(world, weight, others) as go_on, dist_autograd.context() as context_id:
+        weight.register_hook(lambda _: go_on.set())
+        context_id.backward(reentrant(weight, x), accumulate=True)
+        assert torch.equal(weight.grad, torch.tensor(2.0))
+        assert torch.equal(x.grad, torch.tensor(3.0))
+    assert others == {weight: torch.tensor(5.0)}

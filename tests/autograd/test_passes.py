@@ -18,23 +18,6 @@ from nbdist.autograd import UnusedOutputs
 from nbdist.testing import World
 
 
-@pytest.fixture(scope="module")
-def three():
-    with World(3) as world:
-        yield world
-
-
-@pytest.fixture
-def world(three):
-    """Three agents of this process; the test's thread is the first one's."""
-    with three[0].activate():
-        yield three
-    deadline = time.monotonic() + 10
-    while any(agent.recorder.contexts.all() for agent in three):
-        assert time.monotonic() < deadline, "a context is left somewhere"
-        time.sleep(0.01)
-
-
 def tensor(*values, requires_grad=True):
     return torch.tensor(values, dtype=torch.float64, requires_grad=requires_grad)
 
@@ -494,17 +477,32 @@ def test_a_context_is_gone_everywhere_also_where_a_third_worker_brought_it(world
     # the fixture waits for their end
 
 
-@pytest.mark.filterwarnings("ignore:twice on worker2")
+begun, over = threading.Event(), threading.Event()
+
+
 def test_what_comes_after_the_end_is_not_recorded(world):
     x = tensor(1.0)
     with dist_autograd.context():
-        late = rpc.rpc_async("worker1", slowly, args=(x,))
-    assert late.wait().requires_grad is False
+        late = rpc.rpc_async("worker1", at_leisure, args=(x,))
+        assert begun.wait(20)
+    deadline = time.monotonic() + 10
+    while world[1].recorder.contexts.all():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.warns(UserWarning, match="twice on worker2 .* outside of a distributed autograd context"):
+        came = let_go(late)
+    assert came.grad_fn is None
 
 
-def slowly(x):
-    time.sleep(0.3)
-    return rpc.rpc_sync("worker2", twice, args=(x,)).detach()
+def let_go(late):
+    over.set()
+    return late.wait()
+
+
+def at_leisure(x):
+    begun.set()
+    assert over.wait(20)
+    return rpc.rpc_sync("worker2", twice, args=(x,))
 
 
 def test_the_end_of_the_worker_between_is_not_in_the_way():

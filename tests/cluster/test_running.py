@@ -218,6 +218,24 @@ def test_values_come_after_the_cells_sent_before(two):
     assert two.run("%remote 0 pushed").result == "'later'"
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["outside of a context", "inside of one"])
+def test_parameters_come_and_go_as_they_are_and_are_not_recorded(two, inside):
+    two.run("%%remote --local\nimport warnings; warnings.filterwarnings('error', '.* that requires grad')")
+    two.run("weight = torch.nn.Parameter(torch.ones(2))")
+    two.run("%%remote\nown = torch.nn.Parameter(torch.ones(2))")
+    if inside:
+        two.run("context_id = dist_autograd.open()")
+    two.run("%dist_push weight")
+    two.run("%dist_pull own")
+    two.run("same = %remote 1 own")
+    are_leaves = "all(type(p) is torch.nn.Parameter and p.is_leaf and p.requires_grad for p in {})"
+    assert two.run(are_leaves.format("[*own, same]")).result == "True"
+    assert two.run("%remote all " + are_leaves.format("[weight]")).result == "[True, True]"
+    if inside:
+        assert two.run("dist_autograd.trace().edges").result == "[]"
+        two.run("context_id.close()")
+
+
 def test_a_cell_leaves_references_to_its_value(two):
     two.run("%%remote 1 -o one\ntorch.ones(3) * rank")
     assert two.run("one.owner_name(), one.to_here().tolist()").result == "('worker1', [1.0, 1.0, 1.0])"

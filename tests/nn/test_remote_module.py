@@ -8,19 +8,6 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.nn import RemoteModule
 from nbdist.optim import DistributedOptimizer
-from nbdist.testing import World
-
-
-@pytest.fixture(scope="module")
-def two():
-    with World(2) as world:
-        yield world
-
-
-@pytest.fixture
-def world(two):
-    with two[0].activate():
-        yield two
 
 
 class Shift(torch.nn.Module):

@@ -9,19 +9,6 @@ import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.optim import DistributedLRScheduler, DistributedOptimizer, StepFailed, clip_grad_norm_
-from nbdist.testing import World
-
-
-@pytest.fixture(scope="module")
-def three():
-    with World(3) as world:
-        yield world
-
-
-@pytest.fixture
-def world(three):
-    with three[0].activate():
-        yield three
 
 
 class Net(torch.nn.Module):
@@ -147,8 +134,10 @@ def test_groups_schedulers_and_state(pair):
     rates.load_state_dict(rate_state)
     step()
     pair.assert_equal()
-    with pytest.raises(nbdist.UsageError, match="of optimizers on worker1; here they are on worker1, worker2"):
-        distributed.load_state_dict({"worker1": state["worker1"]})
+    for either, one in ((distributed, state), (rates, rate_state)):
+        match = f"of a {type(either).__name__} on worker1; this one is on worker1, worker2"
+        with pytest.raises(nbdist.UsageError, match=match):
+            either.load_state_dict({"worker1": one["worker1"]})
 
 
 def test_local_references_too(world):
@@ -174,6 +163,13 @@ def test_clipping_goes_by_the_norm_of_all(world, pair, norm, limit):
             for mine, theirs in zip(local.parameters(), remote.parameters(), strict=True):
                 if mine.grad is not None:
                     torch.testing.assert_close(found[theirs], mine.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
+def test_the_norm_of_no_gradients_is_zero(pair, norm):
+    expected = torch.nn.utils.clip_grad_norm_(pair.parameters, 1.0, norm)
+    with dist_autograd.context() as context_id:
+        assert clip_grad_norm_(context_id, pair.parameter_rrefs, 1.0, norm).equal(expected.double())
 
 
 def test_a_norm_that_is_not_finite(pair):

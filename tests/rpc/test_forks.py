@@ -1,10 +1,9 @@
 """The reference protocol: every order of small scenarios, and a state machine for long ones."""
 
 import itertools
-import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from examples_tried import long, quick
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -720,20 +719,8 @@ class References(RuleBasedStateMachine):
         raise AssertionError("calls go round in circles")
 
 
-QUICK = settings(
-    max_examples=300,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,  # a commit either passes or does not; new histories are the soak's business
-    suppress_health_check=list(HealthCheck),
-)
-LONG = settings(
-    QUICK,
-    derandomize=False,
-    database=None,
-    max_examples=int(os.environ.get("NBDIST_SOAK_EXAMPLES", "10000")),
-    stateful_step_count=80,
-)
+QUICK = quick(300, stateful_step_count=40)
+LONG = long(QUICK, stateful_step_count=80)
 
 
 @pytest.mark.timeout(900)  # passing takes seconds; a failing history takes minutes to shrink

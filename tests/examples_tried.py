@@ -1,0 +1,27 @@
+"""How many examples hypothesis tries where a whole program is the example: few by `make test`, many by `make soak`."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+
+def quick(max_examples, **options):
+    """The same examples every time: a commit either passes or does not; new ones are the soak's business."""
+    return settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        **options,
+    )
+
+
+def long(like, **options):
+    """Very many new ones, with all else as in ``like``."""
+    return settings(
+        like,
+        derandomize=False,
+        database=None,
+        max_examples=int(os.environ.get("NBDIST_SOAK_EXAMPLES", "10000")),
+        **options,
+    )
