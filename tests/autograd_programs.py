@@ -232,7 +232,7 @@ def run_here(program):
     return {key: leaf.grad for key, leaf in trial.leaves.items()}, trial.hooks
 
 
-def run_there(program, world, mode="smart"):
+def run_there(program, world, backward=dist_autograd.backward):
     """The same, over the workers of a world, beginning on the first."""
     block, chosen = program
     number, trial = next(_numbers), Trial()
@@ -243,7 +243,7 @@ def run_there(program, world, mode="smart"):
             for leaf in trial.leaves.values():
                 leaf.grad = torch.full_like(leaf, 7)
             for which, total in enumerate(totals):
-                dist_autograd.backward(context_id, [total], retain_graph=which < len(totals) - 1, mode=mode)
+                backward(context_id, [total], retain_graph=which < len(totals) - 1)
             gradients = {}
             for agent in world:
                 context = agent.recorder.contexts.find(context_id)
@@ -256,10 +256,10 @@ def run_there(program, world, mode="smart"):
         del trials[number]
 
 
-def assert_same(program, world):
+def assert_same(program, world, **how):
     """One process and several give the same."""
     expected, expected_hooks = run_here(program)
-    gradients, hooks = run_there(program, world)
+    gradients, hooks = run_there(program, world, **how)
     assert gradients.keys() == expected.keys()
     for key, gradient in expected.items():
         found = gradients[key]

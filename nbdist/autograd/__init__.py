@@ -10,20 +10,25 @@ The map: `edges` are the nodes that stand in the graphs for what was sent and re
 `recorder` makes them, as calls go out and come in. A backward pass: `graph` walks, `part` decides what a worker can
 run and has torch's engine run it, `leaves` keeps the result out of ``.grad``, `passes` speaks with the other workers
 (in `messages`), and `ledger` tells the worker that began it when all is done. `inspection` collects what a context has
-recorded, and `drawing` draws it.
+recorded, and `drawing` draws it. `watching` is where a pass is seen and paused from, `observer` what sees and halts it
+on each worker.
 """
 
 from __future__ import annotations
 
-from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open
+from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open, watch
 from nbdist.autograd.inspection import Plan, Trace, plan, trace
 from nbdist.autograd.passes import UnusedOutputs
+from nbdist.autograd.watching import Event, Pass, Watch
 
 __all__ = [
     "ContextId",
+    "Event",
+    "Pass",
     "Plan",
     "Trace",
     "UnusedOutputs",
+    "Watch",
     "backward",
     "backward_async",
     "context",
@@ -31,4 +36,5 @@ __all__ = [
     "open",
     "plan",
     "trace",
+    "watch",
 ]

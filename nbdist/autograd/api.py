@@ -10,8 +10,9 @@ from typing import Any, Literal, cast
 import torch
 
 from nbdist.autograd.contexts import Context
-from nbdist.autograd.passes import Run
 from nbdist.autograd.recorder import Recorder
+from nbdist.autograd.run import Run
+from nbdist.autograd.watching import Watch
 from nbdist.errors import Interrupted, UsageError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Future
@@ -28,6 +29,7 @@ __all__ = [
     "get_gradients",
     "open",
     "recorder",
+    "watch",
 ]
 
 Mode = Literal["smart", "fast"]
@@ -52,6 +54,14 @@ class ContextId(int):
     ) -> None:
         """As `nbdist.autograd.backward`."""
         backward(int(self), roots, retain_graph, mode, grad_tensors=grad_tensors, accumulate=accumulate)
+
+    def backward_async(self, *arguments: Any, **options: Any) -> Handle:
+        """As `nbdist.autograd.backward_async`."""
+        return backward_async(int(self), *arguments, **options)
+
+    def watch(self, *, paused: bool = False, norms: bool = False) -> Watch:
+        """As `nbdist.autograd.watch`."""
+        return watch(int(self), paused=paused, norms=norms)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """As `nbdist.autograd.get_gradients`."""
@@ -105,14 +115,16 @@ def backward(*arguments: Any, **options: Any) -> None:
     sent in the context to contribute; where it does not, `UnusedOutputs` names what does not.
     """
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
-    here.passes.wait(here.start(context, roots, gradients, **chosen))
+    run = here.begin(context, roots, gradients, **chosen)
+    here.passes.go(run)
+    here.passes.wait(run)
 
 
 def backward_async(*arguments: Any, **options: Any) -> Handle:
     """As `backward`, but return a handle at once: ``wait()``, ``await``, ``done()``, ``cancel()``."""
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
-    handle = Handle(here)
-    here.submit(lambda: handle.begin(context, roots, gradients, chosen))
+    handle = Handle(here, here.begin(context, roots, gradients, **chosen))
+    here.submit(handle.go)
     return handle
 
 
@@ -148,39 +160,28 @@ for _function in (backward, backward_async):
 class Handle:
     """A pass that runs in the background."""
 
-    def __init__(self, here: Recorder) -> None:
-        self._recorder = here
+    def __init__(self, here: Recorder, run: Run) -> None:
+        self._passes = here.passes
+        self._run = run
         self._outcome: Future[None] = Future()
-        self._run: Run | None = None
-        self._cancelled = False
+        assert run.outcome is not None  # it begins here
+        self._cancel = run.outcome.try_settle
+        run.outcome.add_done_callback(self._end)
 
-    def begin(
-        self,
-        context: Context,
-        roots: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        options: dict[str, bool],
-    ) -> None:
-        """Start it, on the calling thread."""
-        passes = self._recorder.passes
+    def go(self) -> None:
+        """Run it, on the calling thread."""
         try:
-            run = self._run = self._recorder.start(context, roots, gradients, **options)
+            self._passes.go(self._run)
         except BaseException as error:
             self._outcome.try_settle(None, error)
-            return
-        assert run.outcome is not None  # it begins here
 
-        def end(done: Future[None]) -> None:
-            error = done.exception()
-            if error is None:
-                passes.commit(run)
-            else:
-                passes.give_up(run)
-            self._outcome.try_settle(None, error)
-
-        run.outcome.add_done_callback(end)
-        if self._cancelled:
-            self.cancel()
+    def _end(self, done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            self._passes.commit(self._run)
+        else:
+            self._passes.give_up(self._run)
+        self._outcome.try_settle(None, error)
 
     def wait(self) -> None:
         """Wait for the end; its error is raised."""
@@ -192,9 +193,7 @@ class Handle:
 
     def cancel(self) -> None:
         """Give it up, on all workers; `wait` then raises Interrupted."""
-        self._cancelled = True
-        if self._run is not None and self._run.outcome is not None:
-            self._run.outcome.try_settle(None, Interrupted("the backward pass was cancelled"))
+        self._cancel(None, Interrupted("the backward pass was cancelled"))
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._outcome.__await__()
@@ -240,3 +239,15 @@ def _check_roots(
 def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that a context has gathered on this worker: a leaf, and its gradient."""
     return recorder().contexts.get(current_id() if context_id is None else context_id).gradients()
+
+
+def watch(context_id: int | None = None, *, paused: bool = False, norms: bool = False) -> Watch:
+    """See the passes of a context that begin from now on, on any worker, and have a hand on them.
+
+    What is paused and stepped is the pass itself, not a record of it; with ``paused`` each halts before its first node.
+    A paused `backward` does not return, so one that is to be stepped from the same thread is begun by `backward_async`.
+    ``norms`` has the norm of the gradients computed that each node is given.
+    """
+    here = recorder()
+    context = here.contexts.get(current_id() if context_id is None else int(context_id))
+    return here.watch(context, paused=paused, norms=norms)

@@ -16,17 +16,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist.autograd.edges import Node, Received, Sent
+from nbdist.autograd.graph import walk
 from nbdist.autograd.leaves import Gradients
-from nbdist.autograd.messages import PassId
+from nbdist.autograd.messages import PassId, Watching
 from nbdist.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbdist.autograd.passes import Run
+    from nbdist.autograd.run import Run
+    from nbdist.autograd.watching import Watch
 
 __all__ = ["Context", "Contexts"]
 
 _BITS = 48
 _REMEMBERED = 10_000
+
+
+class Numbers:
+    """Numbers for the nodes of a context, by which they are called wherever they are shown."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Node, int] = {}
+        self._lock = threading.Lock()
+
+    def of(self, nodes: Iterable[Node]) -> dict[Node, int]:
+        """Theirs; those that have none yet get the next ones, in the order in which they were made."""
+        nodes = list(nodes)
+        with self._lock:
+            new = [node for node in nodes if node not in self._numbers]
+            for node in sorted(new, key=lambda node: node._sequence_nr()):
+                self._numbers[node] = len(self._numbers)
+            return {node: self._numbers[node] for node in nodes}
 
 
 class Context:
@@ -43,8 +62,22 @@ class Context:
         """Where passes began on this worker."""
         self.runs: dict[PassId, Run] = {}
         self.given_up: set[PassId] = set()
+        self.numbers = Numbers()
+        self.watching: Watching | None = None
+        """Who wants to know of the passes that begin here."""
+        self.watches_over: set[tuple[int, int]] = set()
+        """Who does not want to know any more, also where that overtakes that it wants to."""
+        self.watch: Watch | None = None
+        """What has come of that, where it is this worker."""
         self.lock = threading.Lock()
         self._gradients = Gradients()
+
+    def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
+        """All nodes that are known: behind what was sent, behind the roots of passes, what was received, and more."""
+        starts = [*more, *self.roots]
+        starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
+        starts += [(node, 0) for end in list(self.receives.values()) for node in end.nodes]
+        return self.numbers.of(walk(starts).nodes)
 
     def commit(self, run: Run) -> None:
         """A pass is over: its gradients are the context's."""

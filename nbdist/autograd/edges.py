@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nbdist.autograd.part import Part
 
-__all__ = ["RECEIVE", "Held", "Node", "Received", "Sent", "Slot", "current_part", "receive", "running", "send"]
+__all__ = ["RECEIVE", "Held", "Node", "Received", "Sent", "Slot", "current_part", "receive", "running"]
 
 Node = Any
 """A node of torch's graph; those of C++ have no class that could be named here."""
@@ -156,11 +156,6 @@ one_node_a_message = False
 
 _anchor = torch.zeros((), device="cpu", requires_grad=True)
 """What makes autograd record a receive: a node needs an input that requires grad."""
-
-
-def send(message: int, peer: int, tensors: Sequence[torch.Tensor], function: str) -> Sent:
-    """Make gates for tensors that are about to be sent."""
-    return Sent(message, peer, tensors, function)
 
 
 def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

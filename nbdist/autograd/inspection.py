@@ -16,7 +16,8 @@ from nbdist.autograd import api
 from nbdist.autograd.contexts import Context
 from nbdist.autograd.drawing import as_svg, as_text
 from nbdist.autograd.edges import RECEIVE, Node, Slot
-from nbdist.autograd.graph import ACCUMULATE, walk
+from nbdist.autograd.graph import ACCUMULATE
+from nbdist.autograd.watching import Pass
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 
@@ -72,6 +73,8 @@ class Trace:
     edges: list[Edge] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
     """Workers that belong to it and could not be asked."""
+    passes: list[Pass] = field(default_factory=list)
+    """The backward passes in it, as far as they were seen by a `watch` of this worker's."""
 
     @property
     def workers(self) -> list[str]:
@@ -104,24 +107,28 @@ class Plan:
         return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
 
 
-def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor]) -> Plan:
-    """What `backward` from these roots would do, without doing it."""
+def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: api.Mode = "smart") -> Plan:
+    """What `backward` from these roots would do in that mode, without doing it."""
     tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
     edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
     here = api.recorder()
     context = here.contexts.get(api.current_id() if context_id is None else int(context_id))
     starts = [(edge.node, edge.output_nr) for edge in edges]
     found = _collect(context, starts)
-    numbers = _numbered(context, starts)
-    return planned(found, [(here.name, numbers[node]) for node, _ in starts])
+    numbers = context.number_all(starts)
+    return planned(found, [(here.name, numbers[node]) for node, _ in starts], mode)
 
 
-def planned(recorded: Trace, roots: Sequence[Key]) -> Plan:
+def planned(recorded: Trace, roots: Sequence[Key], mode: api.Mode = "smart") -> Plan:
     """The same, of data."""
     nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
     sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}
     waits_for: dict[Key, int] = dict.fromkeys(roots, 0)
     used = set[int]()
+    if mode == "fast":  # a gradient is waited for wherever something was sent
+        for edge in recorded.edges:
+            for source in edge.sources:
+                waits_for[edge.sender, source] = waits_for.get((edge.sender, source), 0) + 1
     stack = list(waits_for)
     while stack:
         key = stack.pop()
@@ -131,7 +138,8 @@ def planned(recorded: Trace, roots: Sequence[Key]) -> Plan:
             for index in node.tensors:
                 edge, source = sources[node.message, index]
                 used.add(edge.autograd_message_id)
-                behind.append((edge.sender, source))
+                if mode == "smart":
+                    behind.append((edge.sender, source))
         for other in behind:
             if other not in waits_for:
                 waits_for[other] = 0
@@ -150,39 +158,37 @@ def trace(context_id: int | None = None) -> Trace:
 
 def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
     here = api.recorder()
-    found = Trace(context.id)
-    members = {here.me} | context.workers
-    records = [record for record in here.membership.members() if record.incarnation in members]
-    answers = []
-    for record in records:
-        if record.incarnation == here.me:
-            found.nodes[record.name], own = local_nodes(context.id, starts)
-            found.edges += own
-            continue
-        try:
-            answers.append((record.name, rpc.rpc_async(record.id, local_nodes, args=(context.id,))))
-        except WorkerLost:
-            found.unreachable.append(record.name)
-    for name, answer in answers:
-        try:
-            nodes, edges = answer.wait()
-        except WorkerLost:
-            found.unreachable.append(name)
-        else:
-            found.nodes[name] = nodes
-            found.edges += edges
+    found = Trace(context.id, passes=context.watch.passes if context.watch is not None else [])
+    members = {record.incarnation: record for record in here.membership.members()}
+    found.nodes[here.name], found.edges, touched = local_nodes(context.id, starts)
+    known = {here.me}
+    while new := [member for member in touched if member in members and member not in known]:
+        known.update(new)
+        touched = []
+        answers = [(members[to], rpc.rpc_async(members[to].id, local_nodes, args=(context.id,))) for to in new]
+        for record, answer in answers:
+            try:
+                found.nodes[record.name], edges, more = answer.wait()
+            except WorkerLost:
+                found.unreachable.append(record.name)
+            else:
+                found.edges += edges
+                touched += more
+    found.nodes = {record.name: found.nodes[record.name] for record in members.values() if record.name in found.nodes}
     found.edges.sort(key=lambda edge: edge.autograd_message_id)
     return found
 
 
-def local_nodes(context_id: int, starts: Sequence[tuple[Node, int]] = ()) -> tuple[list[NodeInfo], list[Edge]]:
-    """This worker's part of a trace."""
+def local_nodes(
+    context_id: int, starts: Sequence[tuple[Node, int]] = ()
+) -> tuple[list[NodeInfo], list[Edge], list[int]]:
+    """This worker's part of a trace, and the workers that it knows to have others."""
     here = api.recorder()
     context = here.contexts.find(context_id)
     if context is None:
-        return [], []
-    numbers = _numbered(context, starts)
-    nodes = [_describe(node, number, numbers) for node, number in numbers.items()]
+        return [], [], []
+    numbers = context.number_all(starts)
+    nodes = [_describe(node, number, numbers) for node, number in sorted(numbers.items(), key=lambda item: item[1])]
     edges = [
         Edge(
             sent.message,
@@ -194,17 +200,8 @@ def local_nodes(context_id: int, starts: Sequence[tuple[Node, int]] = ()) -> tup
         )
         for sent in list(context.sends.values())
     ]
-    return nodes, edges
-
-
-def _numbered(context: Context, more: Sequence[tuple[Node, int]]) -> dict[Node, int]:
-    """All nodes that are known: behind what was sent, behind the roots of passes, and what was received."""
-    starts = [*more]
-    starts += [slot.edge for sent in list(context.sends.values()) for slot in sent.slots]
-    starts += context.roots
-    starts += [(node, 0) for end in list(context.receives.values()) for node in end.nodes]
-    region = walk(starts)
-    return {node: number for number, node in enumerate(sorted(region.nodes, key=lambda node: node._sequence_nr()))}
+    touched = {context.maker, *context.workers, *(end.peer for end in list(context.receives.values()))}
+    return nodes, edges, sorted(touched)
 
 
 def _describe(node: Node, number: int, numbers: dict[Node, int]) -> NodeInfo:

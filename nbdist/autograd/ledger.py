@@ -25,6 +25,8 @@ class Ledger:
         self.waiting: set[int] = set()
         """Those who have asked to be told of the end of the marking."""
         self.missing: dict[int, list[Missing]] = {}
+        self.observed: dict[int, int] = {}
+        """How often each has told the pass's watcher of it."""
         self._taken: dict[int, int] = {}
         self._overtaken: dict[int, dict[int, Report]] = {}
         self._open: set[Token] = set()
@@ -59,6 +61,7 @@ class Ledger:
         if report.waits:
             self.waiting.add(sender)
         self.missing[sender] = report.missing
+        self.observed[sender] = report.observed
 
     @property
     def marked(self) -> bool:

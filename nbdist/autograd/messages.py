@@ -8,18 +8,27 @@ import msgspec
 
 __all__ = [
     "Cancel",
+    "Control",
     "Entered",
     "Failed",
+    "Freeze",
+    "Go",
     "Gradients",
+    "Happening",
     "Head",
     "Mark",
     "Marked",
     "Message",
     "Missing",
+    "Observed",
+    "Over",
     "PassId",
     "Release",
     "Report",
+    "Steer",
     "Token",
+    "Watch",
+    "Watching",
     "decode",
     "encode",
 ]
@@ -48,6 +57,43 @@ class Missing(NamedTuple):
     peer: int
 
 
+class Control(NamedTuple):
+    """How the passes of a context are to go on, as its watch has it; of two, the one with the higher version holds."""
+
+    version: int
+    paused: bool = False
+    """Halt before each node."""
+    until: str = ""
+    """Else halt before the first node that is given a NaN or Inf, or after which there is one (``"nan"``), before the
+    next that sends a gradient to another worker (``"message"``), or before a certain one (``"node"``)."""
+    worker: str = ""
+    node: int = -1
+    """That one."""
+
+
+class Watching(NamedTuple):
+    """Who wants to know of a context's passes, by which of its watches, and of what besides."""
+
+    watcher: int
+    watch: int
+    norms: bool
+    control: Control
+
+
+class Happening(NamedTuple):
+    """Something that was seen of a pass on one worker; what is not known is negative."""
+
+    time: float
+    what: str
+    node: int = -1
+    message: int = -1
+    seconds: float = -1.0
+    norm: float = -1.0
+    halt: int = -1
+    """Which of the worker's halts this is, and by which version of the control."""
+    version: int = -1
+
+
 class Head(msgspec.Struct, array_like=True, frozen=True):
     """Of which pass a message is; enough for a worker that hears of it for the first time."""
 
@@ -59,6 +105,7 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
     """Into ``.grad``, rather than into the context."""
     since: int
     """All earlier passes of this root in this context are over."""
+    watching: Watching | None = None
 
 
 class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):
@@ -80,6 +127,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag=2):
     sent: list[tuple[Token, int]]
     waits: bool
     missing: list[Missing]
+    observed: int = 0
+    """How often the pass's watcher was told of it from here."""
 
 
 class Gradients(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -124,7 +173,76 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
     context: int
 
 
-Message = Mark | Gradients | Report | Marked | Failed | Cancel | Entered | Release
+class Watch(msgspec.Struct, array_like=True, frozen=True, tag=9):
+    """To all that a context touches, by way of its maker: the passes that begin there are watched, or not any more."""
+
+    context: int
+    maker: int
+    watching: Watching
+    over: bool
+
+
+class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
+    """To the watcher: what happened on one worker, and by which control."""
+
+    id: PassId
+    context: int
+    watch: int
+    number: int
+    happenings: list[Happening]
+    version: int
+
+
+class Over(msgspec.Struct, array_like=True, frozen=True, tag=11):
+    """From the root to the watcher: how a pass ended, and how often each worker has told of it."""
+
+    id: PassId
+    context: int
+    watch: int
+    error: str
+    observed: dict[int, int]
+
+
+class Steer(msgspec.Struct, array_like=True, frozen=True, tag=12):
+    """From the watcher: how passes are to go on, and how many halts of each on this worker are over."""
+
+    context: int
+    watch: int
+    control: Control
+    over: list[tuple[PassId, int]]
+
+
+class Go(msgspec.Struct, array_like=True, frozen=True, tag=13):
+    """From the watcher: so many halts of a pass on this worker are over; else it goes on as it did."""
+
+    id: PassId
+    context: int
+    halts: int
+
+
+class Freeze(msgspec.Struct, array_like=True, frozen=True, tag=14):
+    """To all members: nobody's time is to run as long as a pass is paused from here, or is to run again."""
+
+    number: int
+    frozen: bool
+
+
+Message = (
+    Mark
+    | Gradients
+    | Report
+    | Marked
+    | Failed
+    | Cancel
+    | Entered
+    | Release
+    | Watch
+    | Observed
+    | Over
+    | Steer
+    | Go
+    | Freeze
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

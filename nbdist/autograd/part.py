@@ -14,9 +14,10 @@ not marked might.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,9 @@ from nbdist.autograd.engine import run_backward
 from nbdist.autograd.graph import ACCUMULATE, Region, walk
 from nbdist.autograd.leaves import Gradients, claimed
 from nbdist.autograd.messages import Head
+
+if TYPE_CHECKING:
+    from nbdist.autograd.observer import Observer
 
 __all__ = ["Entry", "Marks", "Part", "Roots", "State"]
 
@@ -83,12 +87,14 @@ class Part:
         head: Head,
         send_back: Callable[[Received, Sequence[int], Sequence[torch.Tensor | None]], None],
         send_marks: Callable[[Marks], None],
+        observer: Observer | None = None,
     ) -> None:
         self.gradients = Gradients()
         self.smart = head.smart
         self._head = head
         self._send_back = send_back
         self._send_marks = send_marks
+        self._observer = observer
         self._due: dict[Received, list[int]] = {}
         self._lock = threading.Lock()
         self._sends = {sent.message: sent for sent in sends}
@@ -197,7 +203,7 @@ class Part:
             for entry in entries:
                 self._reach(entry, None)
             region = self._joint([self._region(entry) for entry in entries], kept)
-            return lambda: self._call(entries, kept, region.leaves)
+            return lambda: self._call(entries, kept, region.nodes, region.leaves)
         for slot in pending:
             self._hold(slot)
         held = self._held_nodes(entries)
@@ -213,8 +219,9 @@ class Part:
         region = self._joint([self._region(entry) for entry in launched], kept)
         held_here = region.nodes & held
         self._kept = [crossing for crossing in self._kept if crossing.node in held]
-        if all(type(node) is ACCUMULATE and _is_plain(node) for node in held_here):
-            return lambda: self._call(launched, kept, region.leaves)
+        owned = ddp.owned_by_any() if ddp.exist() else set[int]()
+        if all(type(node) is ACCUMULATE and _is_plain(node, owned) for node in held_here):
+            return lambda: self._call(launched, kept, region.nodes, region.leaves)
         free = [node for node in region.nodes if node not in held]
         if not any(type(node) is RECEIVE for node in free):
             # Nobody waits for what could run: one call later does instead of one now and one later.
@@ -296,7 +303,9 @@ class Part:
 
     # -- calling the engine -------------------------------------------------------------------
 
-    def _call(self, entries: Sequence[Entry], kept: Sequence[Crossing], leaves: Iterable[Node]) -> None:
+    def _call(
+        self, entries: Sequence[Entry], kept: Sequence[Crossing], nodes: Collection[Node], leaves: Iterable[Node]
+    ) -> None:
         roots: list[Any] = []
         gradients: list[torch.Tensor] = []
         for entry in entries:
@@ -313,7 +322,8 @@ class Part:
             roots.append(torch.autograd.graph.GradientEdge(crossing.node, crossing.output))
             gradients.append(crossing.gradient)
         into = None if self._head.accumulate else self.gradients
-        with claimed(leaves, into), running(self):
+        observed = self._observer.around(self, nodes) if self._observer is not None else nullcontext()
+        with claimed(leaves, into), running(self), observed:
             run_backward(roots, gradients, retain_graph=self._head.retain_graph)
 
     def _contested_call(
@@ -335,7 +345,7 @@ class Part:
             barriers.edges.append((slot.node, 0))
             barriers.gradients.append(_one)
         try:
-            self._call([*entries, barriers], kept, [node for node in free if type(node) is ACCUMULATE])
+            self._call([*entries, barriers], kept, free, [node for node in free if type(node) is ACCUMULATE])
         except Held:
             pass
         finally:
@@ -386,10 +396,10 @@ class Part:
         return self._awaited[end]
 
 
-def _is_plain(node: Node) -> bool:
+def _is_plain(node: Node, owned: Set[int]) -> bool:
     """Whether nothing but accumulation happens at a leaf, so that it may as well happen in instalments."""
     leaf = node.variable
-    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or (ddp.exist() and id(leaf) in ddp.owned_by_any()):
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
         return False
     for register in (node.register_hook, node.register_prehook):
         handle = register(_nothing)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,10 @@ from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
 from nbdist.autograd.ledger import Ledger
 from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
+from nbdist.autograd.observer import Observer
 from nbdist.autograd.part import Marks, Part, Roots
+from nbdist.autograd.run import Outgoing, Run
+from nbdist.autograd.watching import Watch
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future
@@ -60,40 +62,13 @@ if TYPE_CHECKING:
             """Run a job on another thread."""
 
 
-__all__ = ["Passes", "Run", "UnusedOutputs"]
+__all__ = ["Passes", "UnusedOutputs"]
 
 _log = logging.getLogger("nbdist.autograd")
-
-_Outgoing = tuple[messages.Gradients, list[torch.Tensor | None]]
 
 
 class UnusedOutputs(UsageError):
     """A FAST pass in a context some of whose calls do not contribute to its roots."""
-
-
-class Run:
-    """One pass, on one worker."""
-
-    def __init__(self, head: Head, context: Context) -> None:
-        self.head = head
-        self.context = context
-        self.part: Part
-        self.lock = threading.Lock()
-        self.ended = False
-        self.told: set[int] = set()
-        """Whom this worker has sent something of the pass."""
-        self.settled: list[Token] = []
-        self.marked: list[Token] = []
-        self.outbox: _Outgoing | None = None
-        """A message to the root, which waits for the report that can go with it."""
-        self.sent: list[tuple[Token, int]] = []
-        self.arrived: list[Token] = []
-        self.reports = 0
-        self.busy = False
-        self.again = False
-        # On the root only:
-        self.ledger: Ledger | None = None
-        self.outcome: Future[None] | None = None
 
 
 class Passes:
@@ -108,7 +83,13 @@ class Passes:
 
     # -- at the root --------------------------------------------------------------------------
 
-    def start(
+    def start(self, context: Context, roots: Roots, **options: bool) -> Run:
+        """Begin a pass here, and run on this thread what can run at once."""
+        run = self.begin(context, roots, **options)
+        self.go(run)
+        return run
+
+    def begin(
         self,
         context: Context,
         roots: Roots,
@@ -117,25 +98,31 @@ class Passes:
         retain_graph: bool = False,
         accumulate: bool = False,
     ) -> Run:
-        """Begin a pass here, and run on this thread what can run at once."""
+        """Begin a pass here, and run nothing yet."""
         me = self._transport.me
         id = PassId(me, next(self._numbers))
         with context.lock:
             since = min((other.number for other in context.runs if other.root == me), default=id.number)
-        head = Head(id, context.id, smart, retain_graph, accumulate, since)
+        context.roots += roots.edges
+        watch = context.watch if context.watch is not None and not context.watch.closed else None
+        watching = watch.watching if watch is not None else context.watching
+        head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
+        if watch is not None:
+            watch.begin(id, "smart" if smart else "fast")
         run = self._begin(head, context, Ledger(me), Future())
         begun = Token(me, 0, False)
-        context.roots += roots.edges
+        run.sent.append((begun, me))
+        run.arrived.append(begun)
+        run.part.begin(roots)
+        return run
+
+    def go(self, run: Run) -> None:
+        """Run on this thread what can run at once of a pass that has begun here."""
         try:
-            with run.lock:
-                run.sent.append((begun, me))
-                run.arrived.append(begun)
-                run.part.begin(roots)
             self._advance(run)
         except BaseException:
             self.give_up(run)
             raise
-        return run
 
     def wait(self, run: Run) -> None:
         """Wait for the end of a pass that began here."""
@@ -155,6 +142,18 @@ class Passes:
         self._runs.pop(run.head.id, None)
         run.outcome = None
         run.context.commit(run)
+        self._tell_watcher(run)
+
+    def _tell_watcher(self, run: Run, error: str = "") -> None:
+        """A pass that began here is over."""
+        ledger, watching = run.ledger, run.head.watching
+        if ledger is not None and watching is not None:
+            observed = {} if error else ledger.observed
+            over = messages.Over(run.head.id, run.context.id, watching.watch, error, observed)
+            if watching.watcher != self._transport.me:
+                self._tell(watching.watcher, over)
+            else:
+                self.on_over(over)
 
     def _begin(
         self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | None = None
@@ -162,9 +161,29 @@ class Passes:
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
-        run.part = Part(sends, head, partial(self._send_back, run), partial(self._send_marks, run))
+        if head.watching is not None:
+            run.observer = self._observe(head, context)
+        run.part = Part(sends, head, partial(self._send_back, run), partial(self._send_marks, run), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
         return run
+
+    def _observe(self, head: Head, context: Context) -> Observer:
+        watching = head.watching
+        assert watching is not None  # or nobody would ask
+        watcher, me = watching.watcher, self._transport.me
+
+        def send(number: int, happened: list[messages.Happening], version: int) -> None:
+            message = messages.Observed(head.id, context.id, watching.watch, number, happened, version)
+            if watcher != me:
+                self._tell(watcher, message)
+            else:
+                self.on_observed(message, me)
+
+        context.number_all()
+        observer = Observer(self._transport.name, context.numbers, watching, send)
+        observer.note("began")
+        observer.flush()  # so that the watcher knows of whom to ask what it wants
+        return observer
 
     def _find(self, head: Head) -> Run | None:
         context = self._contexts.find(head.context)
@@ -188,6 +207,9 @@ class Passes:
         run = self._find(message.head)
         if run is None:
             return
+        if run.observer is not None:
+            for sent, _ in message.sends:
+                run.observer.note("marked", message=sent)
         with run.lock:
             out = [
                 mark for sent, outputs in message.sends for mark in self._announce(run, run.part.mark(sent, outputs))
@@ -203,6 +225,8 @@ class Passes:
             return
         if message.report is not None:
             self._enter(run, message.token.sender, message.report)
+        if run.observer is not None:
+            run.observer.note("arrived", message=message.message)
         with run.lock:
             run.part.arrive(message.message, message.outputs, gradients)
             run.arrived.append(message.token)
@@ -239,10 +263,53 @@ class Passes:
         if run is not None and not known:
             self._end(run, tell=set())
 
+    def on_steer(self, message: messages.Steer) -> None:
+        """The watcher says how a context's passes are to go on."""
+        context = self._contexts.find(message.context)
+        if context is None:
+            return
+        watching = context.watching
+        if (
+            watching is not None
+            and watching.watch == message.watch
+            and watching.control.version < message.control.version
+        ):
+            context.watching = watching._replace(control=message.control)
+        over = dict(message.over)
+        for run in list(context.runs.values()):
+            if run.observer is not None and run.observer.watch == message.watch:
+                run.observer.steer(message.control, over.get(run.head.id, 0))
+
+    def on_go(self, message: messages.Go) -> None:
+        """The watcher lets a halted node run."""
+        run = self._runs.get(message.id)
+        if run is not None and run.observer is not None:
+            run.observer.steer(None, message.halts)
+
+    def on_observed(self, message: messages.Observed, sender: int) -> None:
+        """To the watcher: what was seen."""
+        watch = self._watch(message.context, message.watch)
+        if watch is not None:
+            watch.on_observed(message, sender)
+
+    def on_over(self, message: messages.Over) -> None:
+        """To the watcher: a pass has ended."""
+        watch = self._watch(message.context, message.watch)
+        if watch is not None:
+            watch.on_over(message)
+
+    def _watch(self, context_id: int, id: int) -> Watch | None:
+        context = self._contexts.find(context_id)
+        if context is None or context.watch is None or context.watch.id != id:
+            return None  # it is over
+        return context.watch
+
     def on_lost(self, worker: int, name: str, why: str) -> None:
         """A worker is gone."""
         for context in self._contexts.all():
             for run in list(context.runs.values()):
+                if run.observer is not None and run.head.watching is not None and run.head.watching.watcher == worker:
+                    run.observer.leave()
                 if run.head.id.root == worker:
                     self.on_cancel(messages.Cancel(run.head.id, context.id))
                 elif worker in self._needed(run):
@@ -254,7 +321,7 @@ class Passes:
         for run in list(context.runs.values()):
             if not run.ended:
                 self._settle(run, UsageError(f"the context {context.id} ended during its backward pass"))
-            self._end(run, tell=set())
+            self._drop(run)  # whoever else has it is told of the context's end
         context.runs.clear()
 
     # -- going on -----------------------------------------------------------------------------
@@ -286,6 +353,8 @@ class Passes:
                 if not run.again:
                     run.busy = False
                     break
+        if run.observer is not None:
+            run.observer.waits_for({slot.message for slot in run.part.missing()})
         self._report(run)
 
     def _send_back(
@@ -293,9 +362,11 @@ class Passes:
     ) -> None:
         with run.lock:
             token = self._token(run, end.peer, is_mark=False)
-            out: _Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
+            out: Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
             if end.peer == run.head.id.root != self._transport.me:
                 out, run.outbox = run.outbox, out
+        if run.observer is not None:
+            run.observer.note("sent", message=end.message)
         if out is not None:
             self._post(run, end.peer, *out)
 
@@ -333,11 +404,15 @@ class Passes:
             missing = [self._describe(run, message) for message in {slot.message for slot in run.part.missing()}]
         else:
             missing = []
+        observed = 0
+        if run.observer is not None:
+            run.observer.flush()
+            observed = run.observer.sent
         with run.lock:
             if run.ended or not (run.settled or run.marked or run.sent or waits):
                 return
             run.reports += 1
-            report = Report(run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing)
+            report = Report(run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing, observed)
             run.settled, run.marked, run.sent = [], [], []
             outbox, run.outbox = run.outbox, None
         root = run.head.id.root
@@ -418,14 +493,21 @@ class Passes:
             context.given_up.add(run.head.id)
             context.runs.pop(run.head.id, None)
         workers = run.ledger.workers if run.ledger is not None else set[int]()
+        error = run.outcome.exception() if run.outcome is not None and run.outcome.done() else None
         self._end(run, tell=workers)
+        self._tell_watcher(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
 
-    def _end(self, run: Run, tell: set[int]) -> None:
+    def _drop(self, run: Run) -> None:
         with run.lock:
             run.ended = True
         self._runs.pop(run.head.id, None)
         run.outcome = None
         run.part.stop()
+        if run.observer is not None:
+            run.observer.stop()
+
+    def _end(self, run: Run, tell: set[int]) -> None:
+        self._drop(run)
         for worker in (run.told | tell) - {self._transport.me}:
             self._tell(worker, messages.Cancel(run.head.id, run.context.id))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +18,11 @@ import nbdist
 from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
+from nbdist.autograd.messages import Watching
 from nbdist.autograd.part import Roots
-from nbdist.autograd.passes import Passes, Run
+from nbdist.autograd.passes import Passes
+from nbdist.autograd.run import Run
+from nbdist.autograd.watching import Watch
 from nbdist.channel.contract import Buffer
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
@@ -62,6 +67,10 @@ class Recorder:
         self.passes = Passes(self, self.contexts)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()
+        self._paused: set[int] = set()
+        self._freezes = 0
+        self._freezing = threading.Lock()
+        self._frozen: dict[int, int] = {}
         agent.on_lost(self._on_lost)
         agent.at_close(self._close)
         passes = self.passes
@@ -73,6 +82,12 @@ class Recorder:
         self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
         self._handle(messages.Entered, lambda message, sender, body: self._on_entered(message, sender))
         self._handle(messages.Release, lambda message, sender, body: partial(self._release, message.context))
+        self._handle(messages.Watch, lambda message, sender, body: self._on_watch(message, sender))
+        self._handle(messages.Observed, lambda message, sender, body: passes.on_observed(message, sender))
+        self._handle(messages.Over, lambda message, sender, body: passes.on_over(message))
+        self._handle(messages.Steer, lambda message, sender, body: passes.on_steer(message))
+        self._handle(messages.Go, lambda message, sender, body: passes.on_go(message))
+        self._handle(messages.Freeze, lambda message, sender, body: self._on_freeze(message, sender))
 
     @property
     def membership(self) -> Membership:
@@ -96,20 +111,22 @@ class Recorder:
         if self.contexts.current is context:
             self.contexts.set_current(None)
         for worker in context.workers - {self._agent.me.incarnation}:
-            self._tell(worker, messages.Release(context.id))
+            self.tell(worker, messages.Release(context.id))
         self._release(context.id)
 
     def _release(self, id: int) -> None:
         context = self.contexts.release(id)
         if context is not None:
             self.passes.release(context)
+            if context.watch is not None:
+                context.watch.close()
 
     def _on_entered(self, message: messages.Entered, sender: int) -> None:
         context = self.contexts.find(message.context)
         if context is not None:
-            context.workers.add(sender)
+            self._joins(context, sender)
         if context is None or self.contexts.find(message.context) is None:  # it may have ended in between
-            self._tell(sender, messages.Release(message.context))
+            self.tell(sender, messages.Release(message.context))
 
     # -- what the agent asks ------------------------------------------------------------------
 
@@ -119,11 +136,11 @@ class Recorder:
 
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Make gates for the tensors of a message."""
-        context.workers.add(to)
+        self._joins(context, to)
         message = _NO_EDGE
         if tensors:
             message = self.contexts.next_message()
-            context.sends[message] = edges.send(message, to, tensors, function)
+            context.sends[message] = edges.Sent(message, to, tensors, function)
         return Recording(context.id, context.maker, message, torch.is_grad_enabled())
 
     def withdraw(self, recording: Recording) -> None:
@@ -138,7 +155,7 @@ class Recorder:
 
         def entered() -> None:
             if maker not in (sender, self._agent.me.incarnation):
-                self._tell(maker, messages.Entered(recording.context))
+                self.tell(maker, messages.Entered(recording.context))
 
         return self.contexts.enter(recording.context, maker, entered)
 
@@ -165,7 +182,8 @@ class Recorder:
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a pass from one tensor."""
-        run = self.start(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
+        run = self.begin(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
+        self.passes.go(run)
         self.passes.wait(run)
 
     def warn(self, function: str, worker: str) -> None:
@@ -186,13 +204,13 @@ class Recorder:
 
     # -- passes -------------------------------------------------------------------------------
 
-    def start(
+    def begin(
         self, context: Context, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], **options: bool
     ) -> Run:
-        """Begin a pass from these roots."""
+        """Begin a pass from these roots; `Passes.go` runs it."""
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
-        return self.passes.start(context, Roots(edges, gradients), **options)
+        return self.passes.begin(context, Roots(edges, gradients), **options)
 
     # -- what passes ask ----------------------------------------------------------------------
 
@@ -233,11 +251,81 @@ class Recorder:
         there = {str(ours): str(theirs) for ours, theirs in self._agent.options.device_maps.get(to.name, {}).items()}
         return {**back, **there}
 
-    def _tell(self, to: int, message: messages.Message) -> None:
+    def tell(self, to: int, message: messages.Message) -> None:
+        """Send a message to whoever is still there to take it."""
         try:
             self.post(to, message)
         except NbdistError:
             return  # it is gone, and with it what it had of the context
+
+    # -- watching -----------------------------------------------------------------------------
+
+    def watch(self, context: Context, *, paused: bool, norms: bool) -> Watch:
+        """See from here the passes of a context, wherever they begin."""
+        if context.watch is not None and not context.watch.closed:
+            raise UsageError(f"the context {context.id} is watched already: close() that watch first")
+        context.watch = Watch(self, context.id, paused=paused, norms=norms)
+        self._have_watched(context, context.watch.watching, over=False)
+        return context.watch
+
+    def unwatch(self, context_id: int, watching: Watching) -> None:
+        """A watch of this worker's is over."""
+        context = self.contexts.find(context_id)
+        if context is not None:
+            self._have_watched(context, watching, over=True)
+
+    def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
+        message = messages.Watch(context.id, context.maker, watching, over)
+        if context.maker != self.me:
+            self.tell(context.maker, message)
+        else:
+            self._on_watch(message, self.me)
+
+    def _on_watch(self, message: messages.Watch, sender: int) -> None:
+        context = self.contexts.enter(message.context, message.maker, lambda: None)
+        if context is None:
+            return
+        known, new = context.watching, message.watching
+        if message.over:
+            context.watches_over.add((new.watcher, new.watch))
+            if known is not None and (known.watcher, known.watch) == (new.watcher, new.watch):
+                context.watching = None
+        elif (new.watcher, new.watch) not in context.watches_over:
+            context.watching = new
+        if context.maker == self.me:
+            for worker in context.workers - {self.me}:
+                self.tell(worker, message)
+
+    def _joins(self, context: Context, worker: int) -> None:
+        """A worker has come to a context."""
+        if context.watching is not None and context.maker == self.me and worker not in context.workers:
+            self.tell(worker, messages.Watch(context.id, context.maker, context.watching, False))
+        context.workers.add(worker)
+
+    def freeze(self, context_id: int, frozen: bool) -> None:
+        """Have nobody's time run as long as a pass of some context is paused from here."""
+        with self._freezing:
+            before = bool(self._paused)
+            (self._paused.add if frozen else self._paused.discard)(context_id)
+            if bool(self._paused) == before:
+                return
+            self._freezes += 1
+            message = messages.Freeze(self._freezes, bool(self._paused))
+            for record in self.membership.members():
+                self.tell(record.incarnation, message)
+
+    def _on_freeze(self, message: messages.Freeze, sender: int) -> None:
+        if message.number < self._frozen.get(sender, 0):
+            return  # it has been overtaken
+        self._frozen[sender] = message.number
+        if message.frozen:
+            self._agent.pending.freeze(sender, time.monotonic())
+        else:
+            self._thaw(sender)
+
+    def _thaw(self, worker: int) -> None:
+        self._agent.pending.thaw(worker, time.monotonic())
+        self._agent.links.hurry(self._agent.pending.next_due())
 
     # -- what comes ---------------------------------------------------------------------------
 
@@ -254,6 +342,10 @@ class Recorder:
     def _on_lost(self, record: Record, why: str) -> None:
         for context in self.contexts.all():
             context.workers.discard(record.incarnation)
+            if context.watch is not None:
+                context.watch.on_lost(record.incarnation)
+        self._frozen.pop(record.incarnation, None)
+        self._thaw(record.incarnation)
         self.passes.on_lost(record.incarnation, record.name, why)
         for context in self.contexts.made_by(record.incarnation):
             self._agent.pool.submit(partial(self._release, context.id))

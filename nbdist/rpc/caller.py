@@ -242,6 +242,8 @@ class Caller:
         forker = MessageForker(agent.references, to.incarnation)
         peer = agent.links.peer(to.incarnation)
         devices = {str(ours): str(theirs) for ours, theirs in agent.options.device_maps.get(to.name, {}).items()}
+        # A call that is encoded once more is so by another thread.
+        grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
             if body is None:
                 encoded = codec.Encoded(_NO_PAYLOAD, [])
@@ -254,7 +256,7 @@ class Caller:
                     forker=forker,
                     devices=devices,
                     receiver=to.name,
-                    record=context is not None and torch.is_grad_enabled(),
+                    record=context is not None and grad,
                 )
         except BaseException as error:
             forker.take_back()
@@ -265,7 +267,7 @@ class Caller:
         if recorder is not None:
             if context is not None and call.recording is None:  # once, also for a call that is encoded twice
                 call.recording = recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
-            elif encoded.requires_grad and context is None and torch.is_grad_enabled() and not by_value:
+            elif encoded.requires_grad and context is None and grad and not by_value:
                 recorder.warn(call.function, to.name)
         message = Call(
             call.id,

@@ -35,6 +35,8 @@ class Pending:
     again: Callable[[], None] | None = None
     unsent: Callable[[], None] | None = None
     asked: bool = False
+    spared: float = 0.0
+    """Seconds for which its time did not run."""
     recording: Recording | None = None
     definitions: list[tuple[str, str]] = field(default_factory=list)
 
@@ -52,7 +54,7 @@ class Pending:
     @property
     def deadline(self) -> float:
         """When its time is up."""
-        return self.started + self.timeout if self.timeout > 0 else math.inf
+        return self.started + self.timeout + self.spared if self.timeout > 0 else math.inf
 
     def drop_repeat(self) -> None:
         """It will not be sent once more, with definitions."""
@@ -68,6 +70,8 @@ class PendingCalls:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Pending] = {}
         self._due: list[tuple[float, int]] = []
+        self._frozen: set[int] = set()
+        self._frozen_at = 0.0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -109,14 +113,38 @@ class PendingCalls:
 
     def next_due(self) -> float:
         """When `due` has something to say."""
-        return self._due[0][0] if self._due else math.inf
+        return self._due[0][0] if self._due and not self._frozen else math.inf
+
+    def freeze(self, who: int, now: float) -> None:
+        """Let nobody's time run, as ``who``, an agent, wants it."""
+        with self._lock:
+            if not self._frozen:
+                self._frozen_at = now
+            self._frozen.add(who)
+
+    def thaw(self, who: int, now: float) -> None:
+        """Let it run again, unless others have had it stopped, too."""
+        with self._lock:
+            if who not in self._frozen:
+                return
+            self._frozen.discard(who)
+            if self._frozen:
+                return
+            for call in self._calls.values():
+                call.spared += now - max(call.started, self._frozen_at)
+            self._due = [
+                (call.deadline if call.asked else call.started + call.timeout * 0.5 + call.spared, call.id)
+                for call in self._calls.values()
+                if call.timeout > 0
+            ]
+            heapq.heapify(self._due)
 
     def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
         """The calls whose half time, and those whose time, has come; the latter are awaited no longer."""
         half: list[Pending] = []
         over: list[Pending] = []
         with self._lock:
-            while self._due and self._due[0][0] <= now:
+            while self._due and self._due[0][0] <= now and not self._frozen:
                 _, id = heapq.heappop(self._due)
                 call = self._calls.get(id)
                 if call is None:

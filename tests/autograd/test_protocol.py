@@ -72,7 +72,7 @@ def moved(net, context_id, sender, receiver, tensors):
     if not recorded:
         return [tensor.clone() for tensor in tensors]
     message = net.workers[sender].contexts.next_message()
-    net.workers[sender].contexts.get(context_id).sends[message] = edges.send(message, receiver, recorded, "f")
+    net.workers[sender].contexts.get(context_id).sends[message] = edges.Sent(message, receiver, recorded, "f")
     end = edges.Received(message, sender, "f")
     net.workers[receiver].contexts.get(context_id).receives[message] = end
     made = iter(edges.receive(end, [tensor.detach().clone() for tensor in recorded]))

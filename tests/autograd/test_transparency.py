@@ -1,25 +1,14 @@
 """G1: any program has the gradients over workers that it has in one process, and each hook runs as often."""
 
-import os
-
 import pytest
 from autograd_programs import WORKERS, assert_same, programs
-from hypothesis import HealthCheck, given, settings
+from examples_tried import long, quick
+from hypothesis import given
 
 from nbdist.testing import Faults, World
 
-QUICK = settings(
-    max_examples=250,
-    deadline=None,
-    derandomize=True,  # a commit either passes or does not; new programs are the soak's business
-    suppress_health_check=list(HealthCheck),
-)
-LONG = settings(
-    QUICK,
-    derandomize=False,
-    database=None,
-    max_examples=int(os.environ.get("NBDIST_SOAK_EXAMPLES", "10000")),
-)
+QUICK = quick(250)
+LONG = long(QUICK)
 DISORDER = {"*": 0.3}
 
 
@@ -35,10 +24,6 @@ def disorderly():
         yield world
 
 
-def no_context_is_left(world):
-    return not any(agent.recorder.contexts.all() for agent in world)
-
-
 @pytest.mark.timeout(900)
 @QUICK
 @given(program=programs)
@@ -51,6 +36,25 @@ def test_any_program(orderly, program):
 @given(program=programs)
 def test_any_program_whatever_the_order_of_messages(disorderly, program):
     assert_same(program, disorderly)
+
+
+def backward_in_steps(context_id, roots, retain_graph):
+    with context_id.watch(paused=True, norms=True) as watch:
+        handle = context_id.backward_async(roots, retain_graph)
+        ran = watch.step(3)
+        while halted := watch.run(until="message"):
+            assert halted in watch.halted
+            ran += watch.step(2)
+        handle.wait()
+        assert ran
+        assert watch.passes[-1].complete
+
+
+@pytest.mark.timeout(600)
+@quick(60)
+@given(program=programs)
+def test_any_program_step_by_step(disorderly, program):
+    assert_same(program, disorderly, backward=backward_in_steps)
 
 
 @pytest.mark.soak

@@ -1,0 +1,215 @@
+"""Sees what one worker does of a pass that is watched, and halts it where the watcher wants that.
+
+It hooks itself to the nodes that a call of the engine is going to run, and is gone after the call. A halt is the
+engine's own thread that waits in such a hook: what is halted is the pass itself, so what the user changes meanwhile
+(a hook on what is still to come, a gradient's value) counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.autograd.edges import RECEIVE, Node, current_part
+from nbdist.autograd.messages import Control, Happening, Watching
+from nbdist.errors import NbdistError
+from nbdist.rpc.futures import blocking_wait
+
+if TYPE_CHECKING:
+    from nbdist.autograd.contexts import Numbers
+
+__all__ = ["Observer", "Stopped"]
+
+_AT_ONCE = 200
+_AT_LATEST = 0.05
+"""Seconds for which what was seen is kept back, to be sent together with more."""
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Stopped(NbdistError):
+    """The pass was given up while it was halted."""
+
+
+class Observer:
+    """What is seen of one pass on one worker."""
+
+    def __init__(
+        self, worker: str, numbers: Numbers, watching: Watching, send: Callable[[int, list[Happening], int], None]
+    ) -> None:
+        """``send(number, what happened, version of the control)`` tells the watcher."""
+        self.watch = watching.watch
+        self.sent = 0
+        self._worker = worker
+        self._numbers = numbers
+        self._norms = watching.norms
+        self._control = watching.control
+        self._send = send
+        self._seen: list[Happening] = []
+        self._sent_at = time.monotonic()
+        self._sending = threading.Lock()
+        self._waiting_for = set[int]()
+        self._halts = 0
+        self._over = 0
+        self._stopped = False
+        self._changed = threading.Condition(threading.Lock())
+        self._halting = threading.Lock()
+        """The threads of several devices halt one after the other."""
+
+    # -- telling ------------------------------------------------------------------------------
+
+    def note(self, what: str, **known: Any) -> None:
+        """Something happened."""
+        with self._sending:
+            self._seen.append(Happening(time.time(), what, **known))
+            soon = len(self._seen) < _AT_ONCE and time.monotonic() - self._sent_at < _AT_LATEST
+        if not soon:
+            self.flush()
+
+    def waits_for(self, messages: set[int]) -> None:
+        """Nothing more can run until the gradients of these messages have come."""
+        for message in messages - self._waiting_for:
+            self.note("waiting", message=message)
+        self._waiting_for = messages
+        self.note("resting")
+
+    def flush(self) -> None:
+        """Tell what has not been told."""
+        with self._sending:
+            if not self._seen:
+                return
+            self.sent += 1
+            number, seen, self._seen = self.sent, self._seen, []
+            self._sent_at = time.monotonic()
+        self._send(number, seen, self._control.version)
+
+    # -- being told ---------------------------------------------------------------------------
+
+    def steer(self, control: Control | None, over: int) -> None:
+        """How it is to go on, if otherwise than until now, and how many halts are over."""
+        with self._changed:
+            if control is not None and control.version > self._control.version:
+                self._control = control
+            self._over = max(self._over, over)
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """The watcher is gone: go on."""
+        with self._changed:
+            self._control = Control(self._control.version + 1)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """The pass is given up: whoever is halted goes on to an error."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    # -- in the engine ------------------------------------------------------------------------
+
+    @contextmanager
+    def around(self, part: Any, nodes: Collection[Node]) -> Iterator[None]:
+        """See these nodes run, for the time of the block."""
+        numbers = self._numbers.of(nodes)
+        handles = []
+        try:
+            for node in nodes:
+                before, after = self._hooks(part, node, numbers[node])
+                handles.append(node.register_prehook(before))
+                handles.append(node.register_hook(after))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, part: Any, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        kind: Any = type(node)
+        sends = kind is RECEIVE
+        began = [0.0]
+
+        def before(gradients: Gradients) -> None:
+            if current_part() is part:  # the node may be in another pass as well
+                self._come_to(number, gradients, sends=sends)
+                began[0] = time.perf_counter()
+
+        def after(new: Gradients, given: Gradients) -> None:
+            if current_part() is part:
+                self._ran(number, time.perf_counter() - began[0], new)
+
+        return before, after
+
+    def _come_to(self, number: int, gradients: Gradients, *, sends: bool) -> None:
+        norm = -1.0
+        if self._norms or self._control.until == "nan":
+            norm = _norm(gradients)
+        self._check(number, gradients)
+        if self._halts_before(self._control, number, sends=sends):
+            self._halt(number, norm, sends=sends)
+        self.note("running", node=number, norm=norm)
+
+    def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
+        return (
+            control.paused
+            or (control.until == "message" and sends)
+            or (control.until == "node" and (control.worker, control.node) == (self._worker, number))
+        )
+
+    def _ran(self, number: int, seconds: float, new: Gradients) -> None:
+        self.note("done", node=number, seconds=seconds)
+        self._check(number, new)
+        if self._control.paused:
+            self.flush()
+
+    def _check(self, number: int, gradients: Gradients) -> None:
+        """Where a NaN is looked for and found, the next node is halted before."""
+        control = self._control
+        if control.until == "nan" and not all(_finite(gradient) for gradient in gradients):
+            self.note("nan", node=number, version=control.version)
+            self._pause(control)
+
+    def _pause(self, control: Control) -> None:
+        """Halt before each node from now on: that to which it was to run is here."""
+        with self._changed:
+            if self._control is control:
+                self._control = control._replace(paused=True, until="")
+
+    def _halt(self, number: int, norm: float, *, sends: bool) -> None:
+        """Wait before a node until the watcher lets it go, or has it otherwise."""
+        with self._halting:
+            self._halts += 1
+            announced: Control | None = None
+            while self._halts_before(control := self._control, number, sends=sends) and self._over < self._halts:
+                if announced is None or control.until:
+                    # Also once more, where it has been told meanwhile to run to here.
+                    self.note("halted", node=number, halt=self._halts, norm=norm, version=control.version)
+                    self.flush()
+                    announced = control
+                    self._pause(control)
+                with blocking_wait(), self._changed:
+                    while self._control.version == control.version and self._over < self._halts and not self._stopped:
+                        self._changed.wait()
+                if self._stopped:
+                    raise Stopped("the backward pass was given up while it was paused")
+
+
+def _finite(gradient: torch.Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(torch.isfinite(values).all())
+
+
+def _norm(gradients: Gradients) -> float:
+    """The 2-norm of all of them together."""
+    with torch.no_grad():
+        squares = [
+            float(torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)) ** 2
+            for gradient in gradients
+            if gradient is not None
+        ]
+    return float(sum(squares) ** 0.5)

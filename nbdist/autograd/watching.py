@@ -1,0 +1,404 @@
+"""Watching the passes of a context from one place: what each worker has done of them; and pausing and stepping.
+
+>>> with dist_autograd.context() as context_id:                         # doctest: +SKIP
+...     loss = forward()
+...     watch = dist_autograd.watch(context_id, paused=True)
+...     handle = context_id.backward_async(loss)
+...     watch.step(3)              # three nodes, wherever they are
+...     watch.run(until="nan")     # up to where the first NaN or Inf comes up
+...     watch.run()
+...     handle.wait()
+
+It is the real pass that is paused, not a record of it. What the workers see comes to the watch by itself, in batches;
+nothing is asked of them, and nothing is seen by anybody as long as there is no watch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from nbdist.autograd import messages
+from nbdist.autograd.messages import Control, Happening, PassId, Watching
+from nbdist.errors import UsageError
+from nbdist.rpc.futures import blocking_wait
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Transport(Protocol):
+        """What a watch needs of an agent."""
+
+        @property
+        def me(self) -> int:
+            """This worker's incarnation."""
+
+        def name_of(self, worker: int) -> str:
+            """A worker's name."""
+
+        def tell(self, to: int, message: messages.Message) -> None:
+            """Send, if it is there."""
+
+        def freeze(self, context_id: int, frozen: bool) -> None:
+            """Have nobody's time run, or run again, on all workers."""
+
+        def unwatch(self, context_id: int, watching: Watching) -> None:
+            """Passes that begin from now on are not watched."""
+
+
+__all__ = ["Event", "Pass", "Watch"]
+
+_ids = itertools.count(1)
+
+Key = tuple[str, int]
+Until = Literal["nan", "message"] | Key | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a pass.
+
+    ``began``, ``ended``
+        a worker takes part; the pass is over (on the worker where it began).
+    ``marked``, ``arrived``, ``sent``
+        a message's tensors are going to get gradients, have got them, and have sent them on.
+    ``waiting``
+        nothing more can run on a worker before a message's gradients have come.
+    ``running``, ``done``
+        a node, with the norm of the gradients it was given where norms are asked for, and the time it took.
+    ``halted``, ``nan``
+        a node before which the pass was paused; a NaN or Inf that was looked for was given to it or made by it.
+    """
+
+    time: float
+    """Seconds since 1970, by the worker's clock."""
+    worker: str
+    what: str
+    node: int | None = None
+    """Its number in the context's `trace`."""
+    message: int | None = None
+    seconds: float | None = None
+    norm: float | None = None
+
+    @property
+    def key(self) -> Key | None:
+        """The node, as `run` takes it."""
+        return None if self.node is None else (self.worker, self.node)
+
+
+@dataclass
+class _Worker:
+    """What is known of one worker's share of a pass."""
+
+    taken: int = 0
+    overtaken: dict[int, messages.Observed] = field(default_factory=dict)
+    version: int = 0
+    halt: int = 0
+    """The halt at which it is, or was last."""
+    gone: int = 0
+    """The halts that it was allowed to leave."""
+    at: Event | None = None
+    """Where it is halted."""
+    resting: bool = True
+
+
+@dataclass
+class Pass:
+    """One backward pass, as it was seen."""
+
+    root: str
+    """The worker that began it."""
+    number: int
+    mode: str
+    events: list[Event] = field(default_factory=list)
+    over: bool = False
+    error: str = ""
+    _workers: dict[int, _Worker] = field(default_factory=dict, repr=False)
+    _observed: dict[int, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is over, and all is here that was seen of it."""
+        return self.over and all(
+            worker in self._workers and self._workers[worker].taken >= count for worker, count in self._observed.items()
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From its first event to its last."""
+        times = [event.time for event in self.events]
+        return max(times) - min(times) if times else 0.0
+
+    def __repr__(self) -> str:
+        ran = [event for event in self.events if event.what == "done"]
+        workers = {event.worker for event in ran}
+        how = self.error.partition("\n")[0] if self.error else "over" if self.over else "under way"
+        return (
+            f"<Pass {self.number} of {self.root}, {self.mode}: {len(ran)} nodes on {len(workers)} workers in "
+            f"{self.seconds * 1000:.1f} ms, {how}>"
+        )
+
+
+class Watch:
+    """What is seen of the backward passes of one context, and the way to pause them."""
+
+    def __init__(self, transport: Transport, context: int, *, paused: bool, norms: bool) -> None:
+        self.id = next(_ids)
+        self.context_id = context
+        self._transport = transport
+        self._norms = norms
+        self._control = Control(1, paused)
+        self._passes: dict[PassId, Pass] = {}
+        self._reached: Event | None = None
+        """What the passes were to run to."""
+        self._lost = set[int]()
+        self._frozen = False
+        self._closed = False
+        self._changed = threading.Condition(threading.RLock())
+
+    # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def watching(self) -> Watching:
+        """What passes are to know that begin now."""
+        return Watching(self._transport.me, self.id, self._norms, self._control)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._closed
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes, oldest first; of those that are over, with all that was seen on any worker."""
+        with blocking_wait(), self._changed:
+            while any(seen.over and not seen.complete for seen in self._passes.values()) and not self._closed:
+                self._changed.wait()
+            for seen in self._passes.values():
+                seen.events.sort(key=lambda event: event.time)
+            return list(self._passes.values())
+
+    @property
+    def halted(self) -> list[Event]:
+        """Where passes are halted now, the longest wait first."""
+        with self._changed:
+            found = [worker.at for seen in self._open() for worker in seen._workers.values() if worker.at is not None]
+        return sorted(found, key=lambda event: event.time)
+
+    def __repr__(self) -> str:
+        how = "closed" if self._closed else "paused" if self._control.paused else "open"
+        lines = [f"<Watch of context {self.context_id}, {how}>"]
+        with self._changed:
+            lines += [f"  {seen!r}" for seen in self._passes.values()]
+        lines += [f"  {event.worker} is halted before node {event.node}" for event in self.halted]
+        return "\n".join(lines)
+
+    def _open(self) -> list[Pass]:
+        return [seen for seen in self._passes.values() if not seen.over]
+
+    # -- acting -------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Halt every worker before its next node."""
+        self._steer(paused=True)
+
+    def run(self, until: Until = None) -> Event | None:
+        """Let the passes go on.
+
+        Without ``until`` this returns at once. Else it waits until they are halted, where the first NaN or Inf comes up
+        (``"nan"``), before the next node that sends gradients to another worker (``"message"``), or before a certain
+        node (``("worker1", 5)``, by the numbers of the context's `trace`); or until they are over. What it returns
+        tells where that was; None where it did not come to that.
+        """
+        if until is None:
+            self._steer()
+            return None
+        how, worker, node = ("node", *until) if isinstance(until, tuple) else (until, "", -1)
+        if how not in ("nan", "message", "node"):
+            raise UsageError(f'until must be "nan", "message" or a node such as ("worker1", 5), not {until!r}')
+        with blocking_wait(), self._changed:
+            self._reached = None
+            self._steer(until=how, worker=worker, node=node)
+            while self._reached is None:
+                if self._closed or all(each.complete for each in self._passes.values()):
+                    break
+                self._changed.wait()
+            return self._reached
+
+    def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
+        """Let that many nodes run, one after the other, wherever the passes are halted, or on one worker.
+
+        Returns what ran; that is less where the passes are over before, or that worker has to wait for others.
+        """
+        if not self._control.paused:
+            self.pause()
+        ran: list[Event] = []
+        with blocking_wait(), self._changed:
+            while len(ran) < count:
+                found = self._next_halt(worker)
+                if found is not None:
+                    ran += self._let_go(*found)
+                elif self._closed or not self._may_go_on(worker):
+                    break
+                else:
+                    self._changed.wait()
+        return ran
+
+    def _next_halt(self, name: str | None) -> tuple[PassId, int] | None:
+        halts = [
+            (worker.at.time, id, number)
+            for id, seen in self._passes.items()
+            for number, worker in seen._workers.items()
+            if not seen.over and worker.at is not None and name in (None, worker.at.worker)
+        ]
+        return min(halts)[1:] if halts else None
+
+    def _may_go_on(self, name: str | None) -> bool:
+        """Whether some pass may come to a halt yet, as far as can be known before it is tried."""
+        if name is None:
+            return bool(self._open())
+        for seen in self._open():
+            known = [worker for number, worker in seen._workers.items() if self._transport.name_of(number) == name]
+            if not all(worker.resting for worker in known) or (seen.root == name and not known):
+                return True
+        return False
+
+    def _let_go(self, id: PassId, number: int) -> list[Event]:
+        """Let one halted node run; its end, if it comes to that."""
+        seen = self._passes[id]
+        worker = seen._workers[number]
+        halt, node = worker.halt, worker.at.node if worker.at is not None else None
+        worker.gone, worker.at = halt, None
+        known = len(seen.events)
+        self._transport.tell(number, messages.Go(id, self.context_id, halt))
+        name = self._transport.name_of(number)
+        while True:
+            for event in seen.events[known:]:
+                if event.what == "done" and event.worker == name and event.node == node:
+                    return [event]
+            if self._closed or (seen.over and seen.complete):
+                return []
+            self._changed.wait()
+
+    def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
+        with self._changed:
+            if self._closed:
+                raise UsageError(f"the watch of context {self.context_id} has ended, with the context or by close()")
+            self._control = Control(self._control.version + 1, paused, until, worker, node)
+            if not paused:
+                # Who is known to be halted goes on from there, also where what it is to run to is there again.
+                for seen in self._passes.values():
+                    for each in seen._workers.values():
+                        each.gone, each.at = each.halt, None
+            for number in {number for seen in self._passes.values() for number in seen._workers}:
+                self._tell(number)
+            self._freeze()
+
+    def _tell(self, number: int) -> None:
+        """Have one worker know how it is to go on; with the lock held."""
+        over = [(id, seen._workers[number].gone) for id, seen in self._passes.items() if number in seen._workers]
+        self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
+
+    def _freeze(self) -> None:
+        """While a pass is paused, nobody's patience runs out; with the lock held."""
+        frozen = not self._closed and self._control.paused and bool(self._open())
+        if frozen != self._frozen:
+            self._frozen = frozen
+            self._transport.freeze(self.context_id, frozen)
+
+    def close(self) -> None:
+        """Let the passes go on, and watch no more; what was seen stays."""
+        with self._changed:
+            if self._closed:
+                return
+            if self._control.paused or self._control.until:
+                self._steer()
+            self._closed = True
+            self._freeze()
+            self._changed.notify_all()
+        self._transport.unwatch(self.context_id, self.watching)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- what comes ---------------------------------------------------------------------------
+
+    def begin(self, id: PassId, mode: str) -> None:
+        """A pass has begun here."""
+        with self._changed:
+            self._of(id).mode = mode
+            self._freeze()
+
+    def on_observed(self, message: messages.Observed, sender: int) -> None:
+        """News from a worker."""
+        with self._changed:
+            seen = self._of(message.id)
+            worker = seen._workers.setdefault(sender, _Worker())
+            worker.overtaken[message.number] = message
+            while (following := worker.overtaken.pop(worker.taken + 1, None)) is not None:
+                worker.taken += 1
+                worker.version = following.version
+                for happening in following.happenings:
+                    self._enter(seen, worker, self._transport.name_of(sender), happening)
+            if self._reached is not None and self._control.until:
+                self._steer(paused=True)  # it has come to what it was to run to: so halt the others
+            elif worker.version < self._control.version:
+                self._tell(sender)
+            self._freeze()
+            self._changed.notify_all()
+
+    def on_over(self, message: messages.Over) -> None:
+        """A pass has ended."""
+        with self._changed:
+            seen = self._of(message.id)
+            seen.over, seen.error = True, message.error
+            seen._observed = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
+            self._freeze()
+            self._changed.notify_all()
+
+    def on_lost(self, worker: int) -> None:
+        """A worker is gone; what it has not told will not come."""
+        with self._changed:
+            self._lost.add(worker)
+            for seen in self._passes.values():
+                seen._observed.pop(worker, None)
+                known = seen._workers.get(worker)
+                if known is not None:
+                    known.at = None
+            self._changed.notify_all()
+
+    def _of(self, id: PassId) -> Pass:
+        seen = self._passes.get(id)
+        if seen is None:
+            seen = self._passes[id] = Pass(self._transport.name_of(id.root), id.number, "smart")
+        return seen
+
+    def _enter(self, seen: Pass, worker: _Worker, name: str, happening: Happening) -> None:
+        event = Event(
+            happening.time,
+            name,
+            happening.what,
+            *(None if value < 0 else value for value in (happening.node, happening.message)),
+            *(None if value < 0 else value for value in (happening.seconds, happening.norm)),
+        )
+        if event.what == "resting":
+            worker.resting = True
+            return
+        if event.what in ("arrived", "running") or (event.what == "began" and name == seen.root):
+            worker.resting = False
+        if worker.at is not None and event.what == "running" and event.node == worker.at.node:
+            worker.at = None
+        now = happening.version == self._control.version
+        if event.what == "halted" and happening.halt > worker.gone and (now or self._control.paused):
+            worker.halt, worker.at = happening.halt, event  # else it is going to hear that it need not halt
+        if self._reached is None and self._control.until and now:
+            self._reached = event
+        seen.events.append(event)
