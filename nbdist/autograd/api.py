@@ -77,11 +77,18 @@ class ContextId(int):
 
 
 class context:
-    """``with context() as context_id:`` records what is sent to other workers, for passes inside of the block."""
+    """``with context() as context_id:`` records what is sent to other workers, for passes inside of the block.
+
+    With ``lines`` it is noted besides, on all workers, which module and which line of code made each node of the
+    graph: `trace` shows it. That costs some 50 microseconds for each operation.
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
+        self._lines = lines
 
     def __enter__(self) -> ContextId:
         self._recorder = recorder()
-        self._context: Context = self._recorder.open()
+        self._context: Context = self._recorder.open(lines=self._lines)
         return ContextId(self._context.id)
 
     def __exit__(
@@ -90,9 +97,9 @@ class context:
         self._recorder.close(self._context)
 
 
-def open() -> ContextId:
+def open(*, lines: bool = False) -> ContextId:
     """Begin a context that spans several cells of a notebook; it ends with its ``close()``."""
-    return ContextId(recorder().open().id)
+    return ContextId(recorder().open(lines=lines).id)
 
 
 def current_id() -> int:

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,9 +52,13 @@ class Numbers:
 class Context:
     """The record of one iteration, on this worker."""
 
-    def __init__(self, id: int, maker: int) -> None:
+    def __init__(self, id: int, maker: int, *, lines: bool = False) -> None:
         self.id = id
         self.maker = maker
+        self.lines = lines
+        """Whether it is noted where in the code nodes are made."""
+        self.noting: AbstractContextManager[None] | None = None
+        """What does that for the thread that opened it, on the maker."""
         self.sends: dict[int, Sent] = {}
         self.receives: dict[int, Received] = {}
         self.workers: set[int] = set()
@@ -157,10 +162,10 @@ class Contexts:
 
     # -- life ---------------------------------------------------------------------------------
 
-    def new(self) -> Context:
+    def new(self, *, lines: bool = False) -> Context:
         """Make one; this worker is to end it."""
         with self._lock:
-            context = Context(self._first + next(self._numbers), self._incarnation)
+            context = Context(self._first + next(self._numbers), self._incarnation, lines=lines)
             self._contexts[context.id] = context
         return context
 
@@ -178,7 +183,9 @@ class Contexts:
         """The context of that id, if it is here."""
         return self._contexts.get(id)
 
-    def enter(self, id: int, maker: int, entered: Callable[[], Any]) -> Context | None:
+    def enter(
+        self, id: int, maker: int, entered: Callable[[], Any] = lambda: None, *, lines: bool = False
+    ) -> Context | None:
         """A message belongs to this context; None if it is over. ``entered()`` is called where it is new here."""
         context = self._contexts.get(id)
         if context is not None:
@@ -189,7 +196,7 @@ class Contexts:
             context = self._contexts.get(id)
             if context is not None:
                 return context
-            context = self._contexts[id] = Context(id, maker)
+            context = self._contexts[id] = Context(id, maker, lines=lines)
         entered()
         return context
 

@@ -35,6 +35,7 @@ def as_text(trace: Trace) -> str:
         )
         lines += [f"    -> {edge.receiver}: {_tensors(edge)} ({edge.function})" for edge in _sent_by(trace, worker)]
     lines += [f"  {name} could not be asked" for name in trace.unreachable]
+    lines += [f"  {each!r}" for each in trace.passes]
     return "\n".join(lines)
 
 
@@ -156,6 +157,7 @@ def _box(place: tuple[float, float], node: NodeInfo) -> str:
     shown = name if len(name) <= 15 else name[:14] + "…"
     shape = f"{node.dtype}{list(node.shape)}" if node.shape is not None else ""
     title = f"{node.name} {shape}" + (f", message {node.message}" if node.message is not None else "")
+    title += "".join(f"\n{more}" for more in (node.module, node.line) if more)
     return (
         f'<g><title>{escape(title)}</title><rect x="{x}" y="{y}" width="{_BOX[0]}" height="{_BOX[1]}" '
         f'rx="{12 if node.kind == "leaf" else 3}" fill="{_FILL[node.kind]}" stroke="#888"/>'

@@ -17,6 +17,7 @@ from nbdist.autograd.contexts import Context
 from nbdist.autograd.drawing import as_svg, as_text
 from nbdist.autograd.edges import RECEIVE, Node, Slot
 from nbdist.autograd.graph import ACCUMULATE
+from nbdist.autograd.origins import origin_of
 from nbdist.autograd.watching import Pass
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
@@ -43,6 +44,10 @@ class NodeInfo:
     """Of a receive: the edge whose end it is."""
     tensors: tuple[int, ...] = ()
     """Of a receive: which of the edge's tensors it made."""
+    module: str | None = None
+    """The module whose forward made it, in a context whose lines are noted."""
+    line: str | None = None
+    """The line of the user's code that made it, likewise."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,8 @@ def _describe(node: Node, number: int, numbers: dict[Node, int]) -> NodeInfo:
     if kind is RECEIVE:
         return NodeInfo(number, node.name(), "receive", shape, dtype, (), node.end.message, _tensors_of(node))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
-    return NodeInfo(number, node.name(), "operation", shape, dtype, inputs)
+    module, line = origin_of(node)
+    return NodeInfo(number, node.name(), "operation", shape, dtype, inputs, module=module, line=line)
 
 
 def _tensors_of(node: Node) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
 from nbdist.autograd.messages import Watching
+from nbdist.autograd.origins import noted
 from nbdist.autograd.part import Roots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.run import Run
@@ -96,18 +97,23 @@ class Recorder:
 
     # -- contexts -----------------------------------------------------------------------------
 
-    def open(self) -> Context:
+    def open(self, *, lines: bool = False) -> Context:
         """Make a context and have the calling thread enter it."""
         if self.contexts.current is not None:
             raise UsageError(
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not nest"
             )
-        context = self.contexts.new()
+        context = self.contexts.new(lines=lines)
         self.contexts.set_current(context)
+        if lines:
+            context.noting = noted()
+            context.noting.__enter__()
         return context
 
     def close(self, context: Context) -> None:
         """End a context everywhere."""
+        if context.noting is not None:
+            context.noting.__exit__(None, None, None)
         if self.contexts.current is context:
             self.contexts.set_current(None)
         for worker in context.workers - {self._agent.me.incarnation}:
@@ -141,7 +147,7 @@ class Recorder:
         if tensors:
             message = self.contexts.next_message()
             context.sends[message] = edges.Sent(message, to, tensors, function)
-        return Recording(context.id, context.maker, message, torch.is_grad_enabled())
+        return Recording(context.id, context.maker, message, torch.is_grad_enabled(), context.lines)
 
     def withdraw(self, recording: Recording) -> None:
         """A message did not go out."""
@@ -157,7 +163,7 @@ class Recorder:
             if maker not in (sender, self._agent.me.incarnation):
                 self.tell(maker, messages.Entered(recording.context))
 
-        return self.contexts.enter(recording.context, maker, entered)
+        return self.contexts.enter(recording.context, maker, entered, lines=recording.lines)
 
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
         """How to make the tensors of a message that has come."""
@@ -175,7 +181,7 @@ class Recorder:
         """A function runs for a call that was made in a context: it is in it, and in the caller's grad mode."""
         before = self.contexts.set_current(context)
         try:
-            with torch.set_grad_enabled(recording.grad):
+            with torch.set_grad_enabled(recording.grad), noted() if context.lines else nullcontext():
                 yield
         finally:
             self.contexts.set_current(before)
@@ -282,7 +288,7 @@ class Recorder:
             self._on_watch(message, self.me)
 
     def _on_watch(self, message: messages.Watch, sender: int) -> None:
-        context = self.contexts.enter(message.context, message.maker, lambda: None)
+        context = self.contexts.enter(message.context, message.maker)
         if context is None:
             return
         known, new = context.watching, message.watching

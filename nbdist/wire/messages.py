@@ -113,6 +113,8 @@ class Recording(msgspec.Struct, array_like=True, frozen=True):
     """The edge's id; negative where no tensor of the message requires grad."""
     grad: bool
     """Whether autograd was on where the call was made."""
+    lines: bool = False
+    """Whether to note where in the code nodes are made."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):

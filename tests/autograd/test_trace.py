@@ -119,3 +119,83 @@ def test_a_plan_says_what_would_run_and_what_would_not(world):
         context_id.backward(loss)
         assert torch.equal(context_id.gradients()[x], torch.full((2,), 8.0))
     assert unused.requires_grad
+
+
+# --- where nodes come from ------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(2, 1)])
+
+    def forward(self, x):
+        return self.heads[0](self.body(x) * 2)
+
+
+net = Net()
+
+
+def run_net(x):
+    return net(x) + 1
+
+
+def origins(trace, worker):
+    return {
+        node.name: (node.module, node.line and node.line.rpartition(": ")[2])
+        for node in trace.nodes[worker]
+        if node.kind == "operation"
+    }
+
+
+def test_lines_and_modules_are_noted_on_all_workers_where_asked_for(world):
+    x = torch.ones(3, 2, requires_grad=True)
+    with dist_autograd.context(lines=True) as context_id:
+        received = rpc.rpc_sync("worker1", run_net, args=(x.sin(),))
+        total = received.exp().sum()
+        context_id.watch()
+        context_id.backward(total)
+        trace = dist_autograd.trace(context_id)
+    here, there = origins(trace, "worker0"), origins(trace, "worker1")
+    assert here["SinBackward0"] == (None, 'received = rpc.rpc_sync("worker1", run_net, args=(x.sin(),))')
+    assert here["ExpBackward0"] == (None, "total = received.exp().sum()")
+    assert there["ReluBackward0"] == ("Net.body.1", "return self.heads[0](self.body(x) * 2)")
+    assert there["MulBackward0"][0] == "Net"
+    assert there["AddBackward0"] == (None, "return net(x) + 1")
+    assert "Net.heads.0" in {module for module, _ in there.values()}
+    assert "Net.body.1\nreturn" not in trace._repr_mimebundle_()["image/svg+xml"]
+    assert "Net.body.1\ntest_trace.py:" in trace._repr_mimebundle_()["image/svg+xml"]
+
+
+def test_nothing_is_noted_where_nobody_asked(world):
+    with dist_autograd.context(lines=True) as context_id:
+        assert torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert torch._C._len_torch_function_stack() == 0
+    with dist_autograd.context() as context_id:
+        rpc.rpc_sync("worker1", run_net, args=(torch.ones(3, 2, requires_grad=True),))
+        assert set(origins(dist_autograd.trace(context_id), "worker1").values()) == {(None, None)}
+
+
+def test_what_was_made_before_is_not_given_the_line_of_what_came_after(world):
+    x = torch.ones(2, requires_grad=True)
+    before = x.cos()
+    with dist_autograd.context(lines=True) as context_id:
+        rpc.rpc_sync("worker1", torch.add, args=(before.exp(), 1))
+        found = origins(dist_autograd.trace(context_id), "worker0")
+    assert found["CosBackward0"] == (None, None)
+    assert found["ExpBackward0"][1]
+
+
+class Other(torch.overrides.TorchFunctionMode):
+    pass
+
+
+def test_lines_are_noted_until_the_context_is_closed_whatever_was_entered_since(world):
+    context_id = dist_autograd.open(lines=True)
+    with Other() as other:
+        context_id.close()
+        assert torch.overrides._get_current_function_mode_stack() == [other]
+    assert torch._C._len_torch_function_stack() == 0
