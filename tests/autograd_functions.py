@@ -65,3 +65,30 @@ def gradients(context_id):
     return [found.get(parameter) for parameter in _kept["model"].parameters()], [
         parameter.grad for parameter in _kept["model"].parameters()
     ]
+
+
+def make_two():
+    for seed, name in enumerate(("a", "b")):
+        torch.manual_seed(seed)
+        _kept[name] = DistributedDataParallel(torch.nn.Linear(3, 1).double())
+
+
+class Delayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+def run_delayed(name, x, seconds):
+    return Delayed.apply(_kept[name](x), seconds)
+
+
+def gradients_of(name, context_id):
+    found = dist_autograd.get_gradients(context_id)
+    return [found.get(parameter) for parameter in _kept[name].parameters()]

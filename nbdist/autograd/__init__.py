@@ -19,7 +19,8 @@ from __future__ import annotations
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open, watch
 from nbdist.autograd.inspection import Plan, Trace, plan, trace
 from nbdist.autograd.passes import UnusedOutputs
-from nbdist.autograd.watching import Event, Pass, Watch
+from nbdist.autograd.seen import Event, Pass
+from nbdist.autograd.watching import Watch
 
 __all__ = [
     "ContextId",

@@ -257,4 +257,4 @@ def watch(context_id: int | None = None, *, paused: bool = False, norms: bool = 
     """
     here = recorder()
     context = here.contexts.get(current_id() if context_id is None else int(context_id))
-    return here.watch(context, paused=paused, norms=norms)
+    return here.passes.observing.watch(context, paused=paused, norms=norms)

@@ -14,7 +14,9 @@ from typing import Any
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["blocked_by", "exist", "in_buckets", "owned_by_any"]
+from nbdist.autograd.edges import Node
+
+__all__ = ["blocked_by", "exist", "in_buckets", "own", "owned_by_any"]
 
 _modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -39,6 +41,12 @@ def _leaves(module: DistributedDataParallel) -> set[int]:
 def owned_by_any() -> set[int]:
     """The leaves of all such modules, by id."""
     return set[int]().union(*map(_leaves, _modules))
+
+
+def own(nodes: Iterable[Node]) -> bool:
+    """Whether one of these nodes stands for a leaf of such a module."""
+    owned = owned_by_any()
+    return any(id(node.variable) in owned for node in nodes)
 
 
 def blocked_by(held: Iterable[int]) -> set[int]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbdist.autograd.seen import Key
+
 if TYPE_CHECKING:
     from nbdist.autograd.inspection import Edge, NodeInfo, Trace
 
@@ -20,8 +22,6 @@ _LANE = 92
 """Where the boxes of a lane begin; its name stands before."""
 _MOST = 400
 _FILL = {"operation": "#f4f4f4", "leaf": "#dbeafe", "receive": "#fde8c8"}
-
-Key = tuple[str, int]
 
 
 def as_text(trace: Trace) -> str:

@@ -18,14 +18,11 @@ from nbdist.autograd.drawing import as_svg, as_text
 from nbdist.autograd.edges import RECEIVE, Node, Slot
 from nbdist.autograd.graph import ACCUMULATE
 from nbdist.autograd.origins import origin_of
-from nbdist.autograd.watching import Pass
+from nbdist.autograd.seen import Key, Pass
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 
 __all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "trace"]
-
-Key = tuple[str, int]
-"""A node: the name of its worker, and its number there."""
 
 
 @dataclass(frozen=True)

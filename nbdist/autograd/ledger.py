@@ -24,6 +24,8 @@ class Ledger:
         """Those who take part, as far as is known."""
         self.waiting: set[int] = set()
         """Those who have asked to be told of the end of the marking."""
+        self.reducing: set[int] = set()
+        """Those that average gradients with others'."""
         self.missing: dict[int, list[Missing]] = {}
         self.observed: dict[int, int] = {}
         """How often each has told the pass's watcher of it."""
@@ -60,6 +62,8 @@ class Ledger:
         self._marked.update(report.marked)
         if report.waits:
             self.waiting.add(sender)
+        if report.reduces:
+            self.reducing.add(sender)
         self.missing[sender] = report.missing
         self.observed[sender] = report.observed
 

@@ -14,6 +14,7 @@ __all__ = [
     "Freeze",
     "Go",
     "Gradients",
+    "Granted",
     "Happening",
     "Head",
     "Mark",
@@ -27,6 +28,7 @@ __all__ = [
     "Report",
     "Steer",
     "Token",
+    "Turn",
     "Watch",
     "Watching",
     "decode",
@@ -127,6 +129,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag=2):
     sent: list[tuple[Token, int]]
     waits: bool
     missing: list[Missing]
+    reduces: bool = False
+    """Whether gradients are averaged with other workers' here."""
     observed: int = 0
     """How often the pass's watcher was told of it from here."""
 
@@ -143,7 +147,20 @@ class Gradients(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 class Marked(msgspec.Struct, array_like=True, frozen=True, tag=3):
-    """From the root: all has been marked that is going to be."""
+    """From the root: all has been marked that is going to be, and it is this pass's turn to reduce, if it does."""
+
+    id: PassId
+
+
+class Turn(msgspec.Struct, array_like=True, frozen=True, tag=15):
+    """From the root to one of the workers that reduce: a pass wants its turn, or does not any more."""
+
+    id: PassId
+    over: bool
+
+
+class Granted(msgspec.Struct, array_like=True, frozen=True, tag=16):
+    """To the root: it is the turn of its pass."""
 
     id: PassId
 
@@ -242,6 +259,8 @@ Message = (
     | Steer
     | Go
     | Freeze
+    | Turn
+    | Granted
 )
 
 _encoder = msgspec.msgpack.Encoder()

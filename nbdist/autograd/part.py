@@ -110,6 +110,9 @@ class Part:
         self._gone_back: dict[Received, set[int]] = {}
         self.root_edges: list[tuple[Node, int]] = []
         self._barriers: set[Slot] = set()
+        self.reduces = False
+        """Whether a DDP module here is reached."""
+        self._may_reduce = not head.smart  # which needs to know of all that take part
         self._stopped = False
 
     # -- marking ------------------------------------------------------------------------------
@@ -129,7 +132,10 @@ class Part:
         """All behind this is going to run: at once, or after others have been told so by ``marks``."""
         if not self.smart:
             return
-        for end, reached in self._region(of).receives.items():
+        region = self._region(of)
+        if ddp.exist() and ddp.own(region.leaves):
+            self.reduces = True
+        for end, reached in region.receives.items():
             awaited = self._awaited.setdefault(end, set())
             if new := reached - awaited:
                 awaited |= new
@@ -137,8 +143,9 @@ class Part:
                     marks.setdefault(end, []).extend(sorted(new))
 
     def end_marking(self) -> None:
-        """All has been marked that is going to be: the gates left over take no part."""
+        """All has been marked that is going to be: the gates left over take no part, and what reduces may do so."""
         with self._lock:
+            self._may_reduce = True
             for slot, state in self.states.items():
                 if state is State.UNSURE:
                     self.states[slot] = State.UNUSED
@@ -169,7 +176,8 @@ class Part:
     @property
     def unsure(self) -> bool:
         """Whether something waits for the end of the marking."""
-        return bool(self._ready or self._kept) and State.UNSURE in self.states.values()
+        left = bool(self._ready or self._kept)
+        return left and (State.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
         """Run nothing more."""
@@ -194,9 +202,9 @@ class Part:
                     self._return(end)
 
     def _next_call(self) -> Callable[[], None] | None:
-        entries, self._ready = self._ready, []
+        entries = self._take_ready()
         pending = [slot for slot, state in self.states.items() if state in (State.UNSURE, State.EXPECTED)]
-        if not pending:
+        if not pending and not self._turn_is_needed():
             kept, self._kept = self._kept, []
             if not entries and not kept:
                 return None
@@ -238,13 +246,32 @@ class Part:
         }  # all of this now, with the lock held: what arrives during the call changes who holds what
         return lambda: self._contested_call(launched, kept, free, crossings, missing)
 
+    def _take_ready(self) -> list[Entry]:
+        """What has come; but roots that reach what reduces wait as a whole for the pass's turn.
+
+        That comes soon, as nothing has been begun yet that the marking would have to wait for. And then the averaging
+        goes on while gradients are computed, as in a local pass.
+        """
+        entries, self._ready = self._ready, []
+        if self._turn_is_needed():
+            for entry in list(entries):
+                if isinstance(entry, Roots) and ddp.own(self._region(entry).leaves):
+                    self._reach(entry, self._due)
+                    self._ready.append(entry)
+                    entries.remove(entry)
+        return entries
+
+    def _turn_is_needed(self) -> bool:
+        return not self._may_reduce and ddp.exist()
+
     def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
-        """The nodes that have to wait; a DDP module's leaves wait for each other."""
+        """The nodes that have to wait; a DDP module's leaves wait for each other, and for the pass's turn."""
         holders = self._holders
         kind: Any = ACCUMULATE
         blocked = set[int]()
         if ddp.exist():
-            blocked = ddp.blocked_by(id(node.variable) for node in holders if type(node) is kind)
+            held = (id(node.variable) for node in holders if type(node) is kind)
+            blocked = ddp.blocked_by(held) if self._may_reduce else ddp.owned_by_any()
         if not blocked:
             return holders.keys()
         leaves = [leaf for entry in entries for leaf in self._region(entry).leaves]

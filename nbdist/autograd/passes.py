@@ -30,10 +30,10 @@ from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
 from nbdist.autograd.ledger import Ledger
 from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
-from nbdist.autograd.observer import Observer
+from nbdist.autograd.observing import Observing
 from nbdist.autograd.part import Marks, Part, Roots
 from nbdist.autograd.run import Outgoing, Run
-from nbdist.autograd.watching import Watch
+from nbdist.autograd.turns import TurnTaking
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future
@@ -41,22 +41,13 @@ from nbdist.rpc.futures import Future
 if TYPE_CHECKING:
     from typing import Protocol
 
-    class Transport(Protocol):
+    from nbdist.autograd import observing
+
+    class Transport(observing.Transport, Protocol):
         """What passes need of an agent."""
-
-        @property
-        def me(self) -> int:
-            """This worker's incarnation."""
-
-        @property
-        def name(self) -> str:
-            """This worker's name."""
 
         def post(self, to: int, message: messages.Message, body: Any = None) -> None:
             """Send; a WorkerLost where there is nobody any more."""
-
-        def name_of(self, worker: int) -> str:
-            """A worker's name."""
 
         def submit(self, job: Any) -> None:
             """Run a job on another thread."""
@@ -75,11 +66,13 @@ class Passes:
     """The passes that touch one worker."""
 
     def __init__(self, transport: Transport, contexts: Contexts) -> None:
+        self.observing = Observing(transport, contexts)
         self._transport = transport
         self._contexts = contexts
         self._numbers = itertools.count(1)
         self._tokens = itertools.count(1)
         self._runs: dict[PassId, Run] = {}
+        self.turns = TurnTaking(transport)
 
     # -- at the root --------------------------------------------------------------------------
 
@@ -142,18 +135,8 @@ class Passes:
         self._runs.pop(run.head.id, None)
         run.outcome = None
         run.context.commit(run)
-        self._tell_watcher(run)
-
-    def _tell_watcher(self, run: Run, error: str = "") -> None:
-        """A pass that began here is over."""
-        ledger, watching = run.ledger, run.head.watching
-        if ledger is not None and watching is not None:
-            observed = {} if error else ledger.observed
-            over = messages.Over(run.head.id, run.context.id, watching.watch, error, observed)
-            if watching.watcher != self._transport.me:
-                self._tell(watching.watcher, over)
-            else:
-                self.on_over(over)
+        self.turns.end(run)
+        self.observing.end(run)
 
     def _begin(
         self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | None = None
@@ -161,29 +144,10 @@ class Passes:
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
-        if head.watching is not None:
-            run.observer = self._observe(head, context)
+        run.observer = self.observing.observer(head, context)
         run.part = Part(sends, head, partial(self._send_back, run), partial(self._send_marks, run), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
         return run
-
-    def _observe(self, head: Head, context: Context) -> Observer:
-        watching = head.watching
-        assert watching is not None  # or nobody would ask
-        watcher, me = watching.watcher, self._transport.me
-
-        def send(number: int, happened: list[messages.Happening], version: int) -> None:
-            message = messages.Observed(head.id, context.id, watching.watch, number, happened, version)
-            if watcher != me:
-                self._tell(watcher, message)
-            else:
-                self.on_observed(message, me)
-
-        context.number_all()
-        observer = Observer(self._transport.name, context.numbers, watching, send)
-        observer.note("began")
-        observer.flush()  # so that the watcher knows of whom to ask what it wants
-        return observer
 
     def _find(self, head: Head) -> Run | None:
         context = self._contexts.find(head.context)
@@ -239,6 +203,12 @@ class Passes:
             run.part.end_marking()
             self._advance(run)
 
+    def on_granted(self, message: messages.Granted) -> None:
+        """To the root: it is the pass's turn to reduce."""
+        run = self._runs.get(message.id)
+        if run is not None:
+            self._let_go_on(run, self.turns.granted(run))
+
     def on_report(self, message: Report, sender: int) -> None:
         """News for the root."""
         run = self._runs.get(message.id)
@@ -263,53 +233,11 @@ class Passes:
         if run is not None and not known:
             self._end(run, tell=set())
 
-    def on_steer(self, message: messages.Steer) -> None:
-        """The watcher says how a context's passes are to go on."""
-        context = self._contexts.find(message.context)
-        if context is None:
-            return
-        watching = context.watching
-        if (
-            watching is not None
-            and watching.watch == message.watch
-            and watching.control.version < message.control.version
-        ):
-            context.watching = watching._replace(control=message.control)
-        over = dict(message.over)
-        for run in list(context.runs.values()):
-            if run.observer is not None and run.observer.watch == message.watch:
-                run.observer.steer(message.control, over.get(run.head.id, 0))
-
-    def on_go(self, message: messages.Go) -> None:
-        """The watcher lets a halted node run."""
-        run = self._runs.get(message.id)
-        if run is not None and run.observer is not None:
-            run.observer.steer(None, message.halts)
-
-    def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """To the watcher: what was seen."""
-        watch = self._watch(message.context, message.watch)
-        if watch is not None:
-            watch.on_observed(message, sender)
-
-    def on_over(self, message: messages.Over) -> None:
-        """To the watcher: a pass has ended."""
-        watch = self._watch(message.context, message.watch)
-        if watch is not None:
-            watch.on_over(message)
-
-    def _watch(self, context_id: int, id: int) -> Watch | None:
-        context = self._contexts.find(context_id)
-        if context is None or context.watch is None or context.watch.id != id:
-            return None  # it is over
-        return context.watch
-
     def on_lost(self, worker: int, name: str, why: str) -> None:
         """A worker is gone."""
+        self.turns.on_lost(worker)
         for context in self._contexts.all():
             for run in list(context.runs.values()):
-                if run.observer is not None and run.head.watching is not None and run.head.watching.watcher == worker:
-                    run.observer.leave()
                 if run.head.id.root == worker:
                     self.on_cancel(messages.Cancel(run.head.id, context.id))
                 elif worker in self._needed(run):
@@ -412,7 +340,9 @@ class Passes:
             if run.ended or not (run.settled or run.marked or run.sent or waits):
                 return
             run.reports += 1
-            report = Report(run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing, observed)
+            report = Report(
+                run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing, run.part.reduces, observed
+            )
             run.settled, run.marked, run.sent = [], [], []
             outbox, run.outbox = run.outbox, None
         root = run.head.id.root
@@ -449,7 +379,11 @@ class Passes:
             owed = ledger.owed()
             self._settle(run, self._unused(owed) if owed else None)
             return
-        for worker in waiting:
+        self._let_go_on(run, self.turns.wait(run, ledger, waiting))
+
+    def _let_go_on(self, run: Run, workers: set[int]) -> None:
+        """Tell workers that all has been marked, and that they may reduce."""
+        for worker in workers:
             if worker == self._transport.me:
                 self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))
             else:
@@ -484,7 +418,7 @@ class Passes:
             run.outcome.try_settle(None, error)
             return
         failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
-        self._tell(run.head.id.root, messages.Failed(run.head.id), failure)
+        self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
 
     def give_up(self, run: Run) -> None:
         """End a pass that began here without its result."""
@@ -495,7 +429,7 @@ class Passes:
         workers = run.ledger.workers if run.ledger is not None else set[int]()
         error = run.outcome.exception() if run.outcome is not None and run.outcome.done() else None
         self._end(run, tell=workers)
-        self._tell_watcher(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
+        self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
 
     def _drop(self, run: Run) -> None:
         with run.lock:
@@ -503,19 +437,14 @@ class Passes:
         self._runs.pop(run.head.id, None)
         run.outcome = None
         run.part.stop()
+        self.turns.end(run)
         if run.observer is not None:
             run.observer.stop()
 
     def _end(self, run: Run, tell: set[int]) -> None:
         self._drop(run)
         for worker in (run.told | tell) - {self._transport.me}:
-            self._tell(worker, messages.Cancel(run.head.id, run.context.id))
-
-    def _tell(self, worker: int, message: messages.Message, body: Any = None) -> None:
-        try:
-            self._transport.post(worker, message, body)
-        except NbdistError as error:
-            _log.debug("%s was not told: %s", worker, error)
+            self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
 
     def _needed(self, run: Run) -> set[int]:
         needed = set(run.told)

@@ -18,12 +18,10 @@ import nbdist
 from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
-from nbdist.autograd.messages import Watching
 from nbdist.autograd.origins import noted
 from nbdist.autograd.part import Roots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.run import Run
-from nbdist.autograd.watching import Watch
 from nbdist.channel.contract import Buffer
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
@@ -74,20 +72,22 @@ class Recorder:
         self._frozen: dict[int, int] = {}
         agent.on_lost(self._on_lost)
         agent.at_close(self._close)
-        passes = self.passes
+        passes, observing = self.passes, self.passes.observing
         self._handle(messages.Mark, lambda message, sender, body: partial(passes.on_mark, message))
         self._handle(messages.Gradients, lambda message, sender, body: partial(_on_gradients, passes, message, body))
         self._handle(messages.Marked, lambda message, sender, body: partial(passes.on_marked, message))
+        self._handle(messages.Turn, lambda message, sender, body: passes.turns.on_turn(message))
+        self._handle(messages.Granted, lambda message, sender, body: partial(passes.on_granted, message))
         self._handle(messages.Report, lambda message, sender, body: passes.on_report(message, sender))
         self._handle(messages.Failed, lambda message, sender, body: lambda: passes.on_failed(message, body()))
         self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
         self._handle(messages.Entered, lambda message, sender, body: self._on_entered(message, sender))
         self._handle(messages.Release, lambda message, sender, body: partial(self._release, message.context))
-        self._handle(messages.Watch, lambda message, sender, body: self._on_watch(message, sender))
-        self._handle(messages.Observed, lambda message, sender, body: passes.on_observed(message, sender))
-        self._handle(messages.Over, lambda message, sender, body: passes.on_over(message))
-        self._handle(messages.Steer, lambda message, sender, body: passes.on_steer(message))
-        self._handle(messages.Go, lambda message, sender, body: passes.on_go(message))
+        self._handle(messages.Watch, lambda message, sender, body: observing.on_watch(message))
+        self._handle(messages.Observed, lambda message, sender, body: observing.on_observed(message, sender))
+        self._handle(messages.Over, lambda message, sender, body: observing.on_over(message))
+        self._handle(messages.Steer, lambda message, sender, body: observing.on_steer(message))
+        self._handle(messages.Go, lambda message, sender, body: observing.on_go(message))
         self._handle(messages.Freeze, lambda message, sender, body: self._on_freeze(message, sender))
 
     @property
@@ -130,7 +130,7 @@ class Recorder:
     def _on_entered(self, message: messages.Entered, sender: int) -> None:
         context = self.contexts.find(message.context)
         if context is not None:
-            self._joins(context, sender)
+            self._join(context, sender)
         if context is None or self.contexts.find(message.context) is None:  # it may have ended in between
             self.tell(sender, messages.Release(message.context))
 
@@ -140,9 +140,15 @@ class Recorder:
         """The context in which the calling thread is."""
         return self.contexts.current
 
+    def _join(self, context: Context, worker: int) -> None:
+        """A worker comes to a context."""
+        if worker not in context.workers:
+            self.passes.observing.on_join(context, worker)
+            context.workers.add(worker)
+
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Make gates for the tensors of a message."""
-        self._joins(context, to)
+        self._join(context, to)
         message = _NO_EDGE
         if tensors:
             message = self.contexts.next_message()
@@ -257,56 +263,14 @@ class Recorder:
         there = {str(ours): str(theirs) for ours, theirs in self._agent.options.device_maps.get(to.name, {}).items()}
         return {**back, **there}
 
-    def tell(self, to: int, message: messages.Message) -> None:
+    def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
         """Send a message to whoever is still there to take it."""
         try:
-            self.post(to, message)
+            self.post(to, message, body)
         except NbdistError:
             return  # it is gone, and with it what it had of the context
 
-    # -- watching -----------------------------------------------------------------------------
-
-    def watch(self, context: Context, *, paused: bool, norms: bool) -> Watch:
-        """See from here the passes of a context, wherever they begin."""
-        if context.watch is not None and not context.watch.closed:
-            raise UsageError(f"the context {context.id} is watched already: close() that watch first")
-        context.watch = Watch(self, context.id, paused=paused, norms=norms)
-        self._have_watched(context, context.watch.watching, over=False)
-        return context.watch
-
-    def unwatch(self, context_id: int, watching: Watching) -> None:
-        """A watch of this worker's is over."""
-        context = self.contexts.find(context_id)
-        if context is not None:
-            self._have_watched(context, watching, over=True)
-
-    def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
-        message = messages.Watch(context.id, context.maker, watching, over)
-        if context.maker != self.me:
-            self.tell(context.maker, message)
-        else:
-            self._on_watch(message, self.me)
-
-    def _on_watch(self, message: messages.Watch, sender: int) -> None:
-        context = self.contexts.enter(message.context, message.maker)
-        if context is None:
-            return
-        known, new = context.watching, message.watching
-        if message.over:
-            context.watches_over.add((new.watcher, new.watch))
-            if known is not None and (known.watcher, known.watch) == (new.watcher, new.watch):
-                context.watching = None
-        elif (new.watcher, new.watch) not in context.watches_over:
-            context.watching = new
-        if context.maker == self.me:
-            for worker in context.workers - {self.me}:
-                self.tell(worker, message)
-
-    def _joins(self, context: Context, worker: int) -> None:
-        """A worker has come to a context."""
-        if context.watching is not None and context.maker == self.me and worker not in context.workers:
-            self.tell(worker, messages.Watch(context.id, context.maker, context.watching, False))
-        context.workers.add(worker)
+    # -- what watches ask ---------------------------------------------------------------------
 
     def freeze(self, context_id: int, frozen: bool) -> None:
         """Have nobody's time run as long as a pass of some context is paused from here."""
@@ -348,10 +312,9 @@ class Recorder:
     def _on_lost(self, record: Record, why: str) -> None:
         for context in self.contexts.all():
             context.workers.discard(record.incarnation)
-            if context.watch is not None:
-                context.watch.on_lost(record.incarnation)
         self._frozen.pop(record.incarnation, None)
         self._thaw(record.incarnation)
+        self.passes.observing.on_lost(record.incarnation)
         self.passes.on_lost(record.incarnation, record.name, why)
         for context in self.contexts.made_by(record.incarnation):
             self._agent.pool.submit(partial(self._release, context.id))

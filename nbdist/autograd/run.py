@@ -46,3 +46,7 @@ class Run:
         # On the root only:
         self.ledger: Ledger | None = None
         self.outcome: Future[None] | None = None
+        self.leader: int | None = None
+        """Who was asked for the pass's turn to reduce."""
+        self.its_turn = False
+        self.waiting_for_turn: set[int] = set()

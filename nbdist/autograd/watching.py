@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.autograd import messages
 from nbdist.autograd.messages import Control, Happening, PassId, Watching
+from nbdist.autograd.seen import Event, Key, Pass, Share
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
 
@@ -39,117 +40,31 @@ if TYPE_CHECKING:
         def name_of(self, worker: int) -> str:
             """A worker's name."""
 
-        def tell(self, to: int, message: messages.Message) -> None:
+        def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
             """Send, if it is there."""
 
         def freeze(self, context_id: int, frozen: bool) -> None:
             """Have nobody's time run, or run again, on all workers."""
 
-        def unwatch(self, context_id: int, watching: Watching) -> None:
-            """Passes that begin from now on are not watched."""
 
-
-__all__ = ["Event", "Pass", "Watch"]
+__all__ = ["Until", "Watch"]
 
 _ids = itertools.count(1)
 
-Key = tuple[str, int]
 Until = Literal["nan", "message"] | Key | None
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened in a pass.
-
-    ``began``, ``ended``
-        a worker takes part; the pass is over (on the worker where it began).
-    ``marked``, ``arrived``, ``sent``
-        a message's tensors are going to get gradients, have got them, and have sent them on.
-    ``waiting``
-        nothing more can run on a worker before a message's gradients have come.
-    ``running``, ``done``
-        a node, with the norm of the gradients it was given where norms are asked for, and the time it took.
-    ``halted``, ``nan``
-        a node before which the pass was paused; a NaN or Inf that was looked for was given to it or made by it.
-    """
-
-    time: float
-    """Seconds since 1970, by the worker's clock."""
-    worker: str
-    what: str
-    node: int | None = None
-    """Its number in the context's `trace`."""
-    message: int | None = None
-    seconds: float | None = None
-    norm: float | None = None
-
-    @property
-    def key(self) -> Key | None:
-        """The node, as `run` takes it."""
-        return None if self.node is None else (self.worker, self.node)
-
-
-@dataclass
-class _Worker:
-    """What is known of one worker's share of a pass."""
-
-    taken: int = 0
-    overtaken: dict[int, messages.Observed] = field(default_factory=dict)
-    version: int = 0
-    halt: int = 0
-    """The halt at which it is, or was last."""
-    gone: int = 0
-    """The halts that it was allowed to leave."""
-    at: Event | None = None
-    """Where it is halted."""
-    resting: bool = True
-
-
-@dataclass
-class Pass:
-    """One backward pass, as it was seen."""
-
-    root: str
-    """The worker that began it."""
-    number: int
-    mode: str
-    events: list[Event] = field(default_factory=list)
-    over: bool = False
-    error: str = ""
-    _workers: dict[int, _Worker] = field(default_factory=dict, repr=False)
-    _observed: dict[int, int] = field(default_factory=dict, repr=False)
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is over, and all is here that was seen of it."""
-        return self.over and all(
-            worker in self._workers and self._workers[worker].taken >= count for worker, count in self._observed.items()
-        )
-
-    @property
-    def seconds(self) -> float:
-        """From its first event to its last."""
-        times = [event.time for event in self.events]
-        return max(times) - min(times) if times else 0.0
-
-    def __repr__(self) -> str:
-        ran = [event for event in self.events if event.what == "done"]
-        workers = {event.worker for event in ran}
-        how = self.error.partition("\n")[0] if self.error else "over" if self.over else "under way"
-        return (
-            f"<Pass {self.number} of {self.root}, {self.mode}: {len(ran)} nodes on {len(workers)} workers in "
-            f"{self.seconds * 1000:.1f} ms, {how}>"
-        )
 
 
 class Watch:
     """What is seen of the backward passes of one context, and the way to pause them."""
 
-    def __init__(self, transport: Transport, context: int, *, paused: bool, norms: bool) -> None:
+    def __init__(
+        self, transport: Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
+    ) -> None:
         self.id = next(_ids)
         self.context_id = context
         self._transport = transport
         self._norms = norms
+        self._ended = ended
         self._control = Control(1, paused)
         self._passes: dict[PassId, Pass] = {}
         self._reached: Event | None = None
@@ -185,7 +100,7 @@ class Watch:
     def halted(self) -> list[Event]:
         """Where passes are halted now, the longest wait first."""
         with self._changed:
-            found = [worker.at for seen in self._open() for worker in seen._workers.values() if worker.at is not None]
+            found = [worker.at for seen in self._open() for worker in seen.shares.values() if worker.at is not None]
         return sorted(found, key=lambda event: event.time)
 
     def __repr__(self) -> str:
@@ -251,7 +166,7 @@ class Watch:
         halts = [
             (worker.at.time, id, number)
             for id, seen in self._passes.items()
-            for number, worker in seen._workers.items()
+            for number, worker in seen.shares.items()
             if not seen.over and worker.at is not None and name in (None, worker.at.worker)
         ]
         return min(halts)[1:] if halts else None
@@ -261,7 +176,7 @@ class Watch:
         if name is None:
             return bool(self._open())
         for seen in self._open():
-            known = [worker for number, worker in seen._workers.items() if self._transport.name_of(number) == name]
+            known = [worker for number, worker in seen.shares.items() if self._transport.name_of(number) == name]
             if not all(worker.resting for worker in known) or (seen.root == name and not known):
                 return True
         return False
@@ -269,7 +184,7 @@ class Watch:
     def _let_go(self, id: PassId, number: int) -> list[Event]:
         """Let one halted node run; its end, if it comes to that."""
         seen = self._passes[id]
-        worker = seen._workers[number]
+        worker = seen.shares[number]
         halt, node = worker.halt, worker.at.node if worker.at is not None else None
         worker.gone, worker.at = halt, None
         known = len(seen.events)
@@ -291,15 +206,15 @@ class Watch:
             if not paused:
                 # Who is known to be halted goes on from there, also where what it is to run to is there again.
                 for seen in self._passes.values():
-                    for each in seen._workers.values():
+                    for each in seen.shares.values():
                         each.gone, each.at = each.halt, None
-            for number in {number for seen in self._passes.values() for number in seen._workers}:
+            for number in {number for seen in self._passes.values() for number in seen.shares}:
                 self._tell(number)
             self._freeze()
 
     def _tell(self, number: int) -> None:
         """Have one worker know how it is to go on; with the lock held."""
-        over = [(id, seen._workers[number].gone) for id, seen in self._passes.items() if number in seen._workers]
+        over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
         self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
 
     def _freeze(self) -> None:
@@ -319,7 +234,7 @@ class Watch:
             self._closed = True
             self._freeze()
             self._changed.notify_all()
-        self._transport.unwatch(self.context_id, self.watching)
+        self._ended(self)
 
     def __enter__(self) -> Watch:
         return self
@@ -341,7 +256,7 @@ class Watch:
         """News from a worker."""
         with self._changed:
             seen = self._of(message.id)
-            worker = seen._workers.setdefault(sender, _Worker())
+            worker = seen.shares.setdefault(sender, Share())
             worker.overtaken[message.number] = message
             while (following := worker.overtaken.pop(worker.taken + 1, None)) is not None:
                 worker.taken += 1
@@ -360,7 +275,7 @@ class Watch:
         with self._changed:
             seen = self._of(message.id)
             seen.over, seen.error = True, message.error
-            seen._observed = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
+            seen.told = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
             self._freeze()
             self._changed.notify_all()
 
@@ -369,8 +284,8 @@ class Watch:
         with self._changed:
             self._lost.add(worker)
             for seen in self._passes.values():
-                seen._observed.pop(worker, None)
-                known = seen._workers.get(worker)
+                seen.told.pop(worker, None)
+                known = seen.shares.get(worker)
                 if known is not None:
                     known.at = None
             self._changed.notify_all()
@@ -381,7 +296,7 @@ class Watch:
             seen = self._passes[id] = Pass(self._transport.name_of(id.root), id.number, "smart")
         return seen
 
-    def _enter(self, seen: Pass, worker: _Worker, name: str, happening: Happening) -> None:
+    def _enter(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
         event = Event(
             happening.time,
             name,

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from autograd_functions import first_and_second, gradients, make, run
+from autograd_functions import first_and_second, gradients, gradients_of, make, make_two, run, run_delayed
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,3 +121,47 @@ def test_leaves_that_could_run_wait_for_those_of_their_module_that_cannot(group,
                 torch.testing.assert_close(found[theirs], mine.grad)
                 assert theirs.grad is None
                 assert ran[name] == times
+
+
+# --- several passes at a time ---------------------------------------------------------------------
+
+
+FACTORS = {"a": 1.0, "b": 10.0}
+
+
+@pytest.mark.timeout(120)
+def test_passes_over_several_workers_reduce_in_one_order(cluster):
+    """Each worker would come to the module of another pass first, and average what does not belong together."""
+    for future in [rpc.rpc_async(name, make_two) for name in cluster.names]:
+        future.wait()
+    found, errors = {}, []
+    one_forward = threading.Lock()
+
+    def train(name, delays):
+        try:
+            with dist_autograd.context() as context_id:
+                with one_forward:  # which may be collective
+                    futures = [
+                        rpc.rpc_async(worker, run_delayed, args=(name, x, delay))
+                        for worker, x, delay in zip(cluster.names, INPUTS, delays, strict=True)
+                    ]
+                    loss = sum(FACTORS[name] * future.wait().sum() for future in futures)
+                ready.wait()
+                context_id.backward(loss)
+                found[name] = [rpc.rpc_sync(n, gradients_of, args=(name, context_id)) for n in cluster.names]
+        except BaseException as error:
+            errors.append(error)
+
+    for _ in range(3):
+        ready = threading.Barrier(2)
+        threads = [threading.Thread(target=train, args=args) for args in (("a", (0.0, 0.2)), ("b", (0.2, 0.0)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        mean = torch.stack([x.sum(0) for x in INPUTS]).mean(0)
+        for name, each in found.items():
+            for weight, bias in each:
+                torch.testing.assert_close(weight[0], FACTORS[name] * mean)
+                torch.testing.assert_close(bias, torch.full((1,), FACTORS[name] * 2.0).double())

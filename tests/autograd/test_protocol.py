@@ -18,6 +18,7 @@ from nbdist.autograd.ledger import Ledger
 from nbdist.autograd.messages import PassId, Report, Token
 from nbdist.autograd.part import Roots
 from nbdist.autograd.passes import Passes
+from nbdist.autograd.turns import Turns
 
 WORKERS = 3
 
@@ -43,6 +44,9 @@ class Worker:
     def post(self, to, message, body=None):
         message = messages.decode(messages.encode(message))
         self.net.flying.append(lambda: self.net.workers[to].take(message, body, self.me))
+
+    def tell(self, to, message, body=None):
+        self.post(to, message, body)
 
     def name_of(self, worker):
         return f"worker{worker}"
@@ -207,3 +211,20 @@ def test_what_waits_does_not_keep_the_marking_from_its_end():
     assert ledger.marked
     assert ledger.waiting == {OTHER}
     assert not ledger.over
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def test_passes_have_their_turns_in_the_order_in_which_they_asked():
+    first, second, third = (PassId(root, 1) for root in (ROOT, OTHER, THIRD))
+    turns = Turns()
+    assert turns.ask(first) == first
+    assert turns.ask(second) is None
+    assert turns.ask(third) is None
+    assert turns.end(second) is None, "it was given up while it waited"
+    assert turns.end(first) == third
+    assert turns.ask(first) is None
+    assert turns.lose(THIRD) == first
+    assert turns.lose(OTHER) is None
+    assert turns.end(first) is None

@@ -356,8 +356,8 @@ def test_a_pass_goes_on_when_its_watcher_is_gone():
             loss = (rpc.rpc_sync("worker0", weigh, args=(x,)) * x).sum()
         with world[2].activate():
             recorder = world[2].recorder
-            context = recorder.contexts.enter(int(context_id), world[1].me.incarnation, lambda: None)
-            watch = recorder.watch(context, paused=True, norms=False)
+            context = recorder.contexts.enter(int(context_id), world[1].me.incarnation)
+            watch = recorder.passes.observing.watch(context, paused=True, norms=False)
         wait_until(lambda: world[1].recorder.contexts.get(int(context_id)).watching is not None)
         with world[1].activate():
             handle = dist_autograd.backward_async(int(context_id), loss)

@@ -1,0 +1,166 @@
+"""Brings together who watches the passes of a context, and the workers that run them.
+
+A context is watched from one worker. All that it touches are told so by its maker, which knows them; and every message
+of a pass says who watches it, so that whoever comes to a pass observes it, however it came there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.autograd import messages
+from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.messages import Head, Watching
+from nbdist.autograd.observer import Observer
+from nbdist.autograd.watching import Watch
+from nbdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from nbdist.autograd import watching
+    from nbdist.autograd.run import Run
+
+    class Transport(watching.Transport, Protocol):
+        """What observing needs of an agent."""
+
+        @property
+        def name(self) -> str:
+            """This worker's name."""
+
+
+__all__ = ["Observing"]
+
+
+class Observing:
+    """The watches and observers of one worker."""
+
+    def __init__(self, transport: Transport, contexts: Contexts) -> None:
+        self._transport = transport
+        self._contexts = contexts
+
+    # -- for whoever watches ------------------------------------------------------------------
+
+    def watch(self, context: Context, *, paused: bool, norms: bool) -> Watch:
+        """See from here the passes of a context, wherever they begin."""
+        if context.watch is not None and not context.watch.closed:
+            raise UsageError(f"the context {context.id} is watched already: close() that watch first")
+        watch = context.watch = Watch(self._transport, context.id, paused=paused, norms=norms, ended=self._unwatch)
+        self._have_watched(context, watch.watching, over=False)
+        return watch
+
+    def _unwatch(self, watch: Watch) -> None:
+        context = self._contexts.find(watch.context_id)
+        if context is not None:
+            self._have_watched(context, watch.watching, over=True)
+
+    def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
+        message = messages.Watch(context.id, context.maker, watching, over)
+        if context.maker != self._transport.me:
+            self._transport.tell(context.maker, message)
+        else:
+            self.on_watch(message)
+
+    def on_observed(self, message: messages.Observed, sender: int) -> None:
+        """To the watcher: what was seen."""
+        watch = self._find(message.context, message.watch)
+        if watch is not None:
+            watch.on_observed(message, sender)
+
+    def on_over(self, message: messages.Over) -> None:
+        """To the watcher: a pass has ended."""
+        watch = self._find(message.context, message.watch)
+        if watch is not None:
+            watch.on_over(message)
+
+    def _find(self, context_id: int, id: int) -> Watch | None:
+        context = self._contexts.find(context_id)
+        if context is None or context.watch is None or context.watch.id != id:
+            return None  # it is over
+        return context.watch
+
+    # -- for all that a context touches -------------------------------------------------------
+
+    def on_watch(self, message: messages.Watch) -> None:
+        """The passes that begin here are watched, or not any more."""
+        context = self._contexts.enter(message.context, message.maker)
+        if context is None:
+            return
+        known, new = context.watching, message.watching
+        if message.over:
+            context.watches_over.add((new.watcher, new.watch))
+            if known is not None and (known.watcher, known.watch) == (new.watcher, new.watch):
+                context.watching = None
+        elif (new.watcher, new.watch) not in context.watches_over:
+            context.watching = new
+        if context.maker == self._transport.me:
+            for worker in context.workers - {self._transport.me}:
+                self._transport.tell(worker, message)
+
+    def on_join(self, context: Context, worker: int) -> None:
+        """A worker comes to a context."""
+        if context.watching is not None and context.maker == self._transport.me:
+            self._transport.tell(worker, messages.Watch(context.id, context.maker, context.watching, False))
+
+    # -- for the workers that run a pass ------------------------------------------------------
+
+    def observer(self, head: Head, context: Context) -> Observer | None:
+        """Who sees a pass here; None where nobody wants to know."""
+        watching, me = head.watching, self._transport.me
+        if watching is None:
+            return None
+        watcher, watch = watching.watcher, watching.watch
+
+        def send(number: int, happened: list[messages.Happening], version: int) -> None:
+            message = messages.Observed(head.id, context.id, watch, number, happened, version)
+            if watcher != me:
+                self._transport.tell(watcher, message)
+            else:
+                self.on_observed(message, me)
+
+        context.number_all()
+        observer = Observer(self._transport.name, context.numbers, watching, send)
+        observer.note("began")
+        observer.flush()  # so that the watcher knows of whom to ask what it wants
+        return observer
+
+    def end(self, run: Run, error: str = "") -> None:
+        """A pass is over; its root tells that to whoever watches it."""
+        ledger, watching = run.ledger, run.head.watching
+        if ledger is None or watching is None:
+            return
+        over = messages.Over(run.head.id, run.context.id, watching.watch, error, {} if error else ledger.observed)
+        if watching.watcher != self._transport.me:
+            self._transport.tell(watching.watcher, over)
+        else:
+            self.on_over(over)
+
+    def on_steer(self, message: messages.Steer) -> None:
+        """The watcher says how a context's passes are to go on."""
+        context = self._contexts.find(message.context)
+        if context is None:
+            return
+        known = context.watching
+        if known is not None and known.watch == message.watch and known.control.version < message.control.version:
+            context.watching = known._replace(control=message.control)
+        over = dict(message.over)
+        for run in list(context.runs.values()):
+            if run.observer is not None and run.observer.watch == message.watch:
+                run.observer.steer(message.control, over.get(run.head.id, 0))
+
+    def on_go(self, message: messages.Go) -> None:
+        """The watcher lets a halted node run."""
+        context = self._contexts.find(message.context)
+        run = context.runs.get(message.id) if context is not None else None
+        if run is not None and run.observer is not None:
+            run.observer.steer(None, message.halts)
+
+    def on_lost(self, worker: int) -> None:
+        """A worker is gone: what it watched goes on, and what it has not told will not come."""
+        for context in self._contexts.all():
+            if context.watch is not None:
+                context.watch.on_lost(worker)
+            for run in list(context.runs.values()):
+                watching = run.head.watching
+                if run.observer is not None and watching is not None and watching.watcher == worker:
+                    run.observer.leave()
