@@ -17,12 +17,15 @@ from nbdist.autograd.contexts import Context
 from nbdist.autograd.drawing import as_svg, as_text
 from nbdist.autograd.edges import RECEIVE, Node, Slot
 from nbdist.autograd.graph import ACCUMULATE
-from nbdist.autograd.origins import origin_of
+from nbdist.autograd.origins import Origin, origin_of
 from nbdist.autograd.seen import Key, Pass
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 
 __all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "trace"]
+
+
+_NOWHERE = Origin()
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,18 @@ class NodeInfo:
     """Of a receive: the edge whose end it is."""
     tensors: tuple[int, ...] = ()
     """Of a receive: which of the edge's tensors it made."""
-    module: str | None = None
-    """The module whose forward made it, in a context whose lines are noted."""
-    line: str | None = None
-    """The line of the user's code that made it, likewise."""
+    origin: Origin = _NOWHERE
+    """Where it was made, in a context whose lines are noted."""
+
+    @property
+    def module(self) -> str | None:
+        """The module whose forward made it."""
+        return self.origin.module
+
+    @property
+    def line(self) -> str | None:
+        """The line of the user's code that made it."""
+        return self.origin.line
 
 
 @dataclass(frozen=True)
@@ -214,8 +225,7 @@ def _describe(node: Node, number: int, numbers: dict[Node, int]) -> NodeInfo:
     if kind is RECEIVE:
         return NodeInfo(number, node.name(), "receive", shape, dtype, (), node.end.message, _tensors_of(node))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
-    module, line = origin_of(node)
-    return NodeInfo(number, node.name(), "operation", shape, dtype, inputs, module=module, line=line)
+    return NodeInfo(number, node.name(), "operation", shape, dtype, inputs, origin=origin_of(node))
 
 
 def _tensors_of(node: Node) -> tuple[int, ...]:

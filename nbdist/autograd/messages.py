@@ -89,6 +89,7 @@ class Happening(NamedTuple):
     what: str
     node: int = -1
     message: int = -1
+    name: str = ""
     seconds: float = -1.0
     norm: float = -1.0
     halt: int = -1

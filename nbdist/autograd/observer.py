@@ -130,27 +130,28 @@ class Observer:
     def _hooks(self, part: Any, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
         kind: Any = type(node)
         sends = kind is RECEIVE
+        name = node.name()
         began = [0.0]
 
         def before(gradients: Gradients) -> None:
             if current_part() is part:  # the node may be in another pass as well
-                self._come_to(number, gradients, sends=sends)
+                self._come_to(number, name, gradients, sends=sends)
                 began[0] = time.perf_counter()
 
         def after(new: Gradients, given: Gradients) -> None:
             if current_part() is part:
-                self._ran(number, time.perf_counter() - began[0], new)
+                self._ran(number, name, time.perf_counter() - began[0], new)
 
         return before, after
 
-    def _come_to(self, number: int, gradients: Gradients, *, sends: bool) -> None:
+    def _come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
         norm = -1.0
         if self._norms or self._control.until == "nan":
             norm = _norm(gradients)
-        self._check(number, gradients)
+        self._check(number, name, gradients)
         if self._halts_before(self._control, number, sends=sends):
-            self._halt(number, norm, sends=sends)
-        self.note("running", node=number, norm=norm)
+            self._halt(number, name, norm, sends=sends)
+        self.note("running", node=number, name=name, norm=norm)
 
     def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
         return (
@@ -159,17 +160,17 @@ class Observer:
             or (control.until == "node" and (control.worker, control.node) == (self._worker, number))
         )
 
-    def _ran(self, number: int, seconds: float, new: Gradients) -> None:
-        self.note("done", node=number, seconds=seconds)
-        self._check(number, new)
+    def _ran(self, number: int, name: str, seconds: float, new: Gradients) -> None:
+        self.note("done", node=number, name=name, seconds=seconds)
+        self._check(number, name, new)
         if self._control.paused:
             self.flush()
 
-    def _check(self, number: int, gradients: Gradients) -> None:
+    def _check(self, number: int, name: str, gradients: Gradients) -> None:
         """Where a NaN is looked for and found, the next node is halted before."""
         control = self._control
         if control.until == "nan" and not all(_finite(gradient) for gradient in gradients):
-            self.note("nan", node=number, version=control.version)
+            self.note("nan", node=number, name=name, version=control.version)
             self._pause(control)
 
     def _pause(self, control: Control) -> None:
@@ -178,7 +179,7 @@ class Observer:
             if self._control is control:
                 self._control = control._replace(paused=True, until="")
 
-    def _halt(self, number: int, norm: float, *, sends: bool) -> None:
+    def _halt(self, number: int, name: str, norm: float, *, sends: bool) -> None:
         """Wait before a node until the watcher lets it go, or has it otherwise."""
         with self._halting:
             self._halts += 1
@@ -186,7 +187,7 @@ class Observer:
             while self._halts_before(control := self._control, number, sends=sends) and self._over < self._halts:
                 if announced is None or control.until:
                     # Also once more, where it has been told meanwhile to run to here.
-                    self.note("halted", node=number, halt=self._halts, norm=norm, version=control.version)
+                    self.note("halted", node=number, name=name, halt=self._halts, norm=norm, version=control.version)
                     self.flush()
                     announced = control
                     self._pause(control)

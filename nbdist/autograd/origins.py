@@ -8,7 +8,6 @@ what its anomaly mode notes; so it lives as long as the node does.
 from __future__ import annotations
 
 import contextlib
-import functools
 import linecache
 import os
 import sys
@@ -33,8 +32,20 @@ _INNER = tuple(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (
 class Origin(NamedTuple):
     """Where a node comes from."""
 
-    module: str | None
-    line: str | None
+    module: str | None = None
+    file: str = ""
+    number: int = 0
+    text: str = ""
+    """The line, where its source is known on that worker."""
+
+    @property
+    def line(self) -> str | None:
+        """Where in the user's code that is, and what stands there if that is known there or here."""
+        if not self.file:
+            return None
+        where = f"{'cell' if 'ipykernel' in self.file else Path(self.file).name}:{self.number}"
+        text = self.text or linecache.getline(self.file, self.number).strip()
+        return f"{where}: {text}" if text else where
 
 
 class _PerThread(threading.local):
@@ -51,7 +62,7 @@ _hooks: list[Any] = []
 def origin_of(node: Node) -> Origin:
     """What has been noted of a node."""
     found: Origin | None = node.metadata.get(_KEY)
-    return found or Origin(None, None)
+    return found or Origin()
 
 
 @contextlib.contextmanager
@@ -138,7 +149,7 @@ def _note(nodes: list[Node]) -> None:
         if node is None or not node.next_functions or _KEY in node.metadata:
             continue
         if origin is None:
-            origin = Origin(_module(), _line())
+            origin = Origin(_module(), *_line())
         node.metadata[_KEY] = origin
         stack.extend(behind for behind, _ in node.next_functions)
 
@@ -151,18 +162,12 @@ def _module() -> str | None:
     return f"{type(root).__name__}.{path}" if path else type(root).__name__
 
 
-def _line() -> str | None:
+def _line() -> tuple[str, int, str]:
     """Where in the user's code the calling thread is."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_INNER):
         if frame.f_back is None:
-            return None
+            return "", 0, ""
         frame = frame.f_back
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(name, number, frame.f_globals).strip()
-    return f"{_short(name)}:{number}: {text}" if text else f"{_short(name)}:{number}"
-
-
-@functools.cache
-def _short(name: str) -> str:
-    return Path(name).name if Path(name).exists() else "cell"
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return file, number, linecache.getline(file, number, frame.f_globals).strip()

@@ -34,6 +34,7 @@ class Event:
     what: str
     node: int | None = None
     """Its number in the context's `trace`."""
+    name: str | None = None
     message: int | None = None
     seconds: float | None = None
     norm: float | None = None

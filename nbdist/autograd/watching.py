@@ -108,7 +108,7 @@ class Watch:
         lines = [f"<Watch of context {self.context_id}, {how}>"]
         with self._changed:
             lines += [f"  {seen!r}" for seen in self._passes.values()]
-        lines += [f"  {event.worker} is halted before node {event.node}" for event in self.halted]
+        lines += [f"  {event.worker} is halted before {event.name} (node {event.node})" for event in self.halted]
         return "\n".join(lines)
 
     def _open(self) -> list[Pass]:
@@ -301,8 +301,11 @@ class Watch:
             happening.time,
             name,
             happening.what,
-            *(None if value < 0 else value for value in (happening.node, happening.message)),
-            *(None if value < 0 else value for value in (happening.seconds, happening.norm)),
+            happening.node if happening.node >= 0 else None,
+            happening.name or None,
+            happening.message if happening.message >= 0 else None,
+            happening.seconds if happening.seconds >= 0 else None,
+            None if happening.norm < 0 else happening.norm,
         )
         if event.what == "resting":
             worker.resting = True

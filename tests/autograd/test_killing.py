@@ -56,3 +56,24 @@ def test_no_pass_hangs_and_the_error_names_the_worker(kills):
             assert cluster.restart(victim) == [victim]
     assert all(victim in text for victim, text in said), said
     assert outcomes["lost"] > kills // 10, outcomes
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_is_killed_while_a_pass_is_paused_there():
+    with nbdist.Cluster(3, backend="none") as cluster:
+        x = torch.ones(4, requires_grad=True)
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker0", relay, args=(5, x)).sum()
+            watch = context_id.watch(paused=True)
+            handle = context_id.backward_async(loss)
+            while not any(event.worker == "worker1" for event in watch.halted):
+                assert watch.step()
+            (pid,) = [worker.pid for worker in cluster.workers if worker.name == "worker1"]
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(nbdist.WorkerLost, match="worker1"):
+                handle.wait()
+            assert watch.step() == []
+            (seen,) = watch.passes
+            assert "worker1" in seen.error
+        for survivor in ("worker0", "worker2", "notebook"):
+            assert soon_no_context(survivor)
