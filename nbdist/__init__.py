@@ -8,7 +8,7 @@ layer  modules                      what is there
 ====== ============================ ====================================================================
 0      errors ids trace             words that all layers share
 1      wire                         messages, the codec, the protocol of one peer: all pure
-2      channel                      moving frames: the contract, in-process, ZeroMQ, faulty
+2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty
 3      rpc                          agents, calls, remote references, membership
 4      autograd optim nn            backward passes over workers; optimizers and modules elsewhere
 5      cluster                      worker kernels: launching, cells, output, interrupts, restarts

@@ -26,6 +26,7 @@ from nbdist.channel.contract import Channel
 from nbdist.channel.faulty import Faults, FaultyChannel
 from nbdist.channel.inprocess import InProcessChannel, Network
 from nbdist.channel.liveness import started_at
+from nbdist.channel.local import LocalChannel
 from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel, host_identity
 from nbdist.errors import UsageError
@@ -63,7 +64,7 @@ class World:
     """Several agents in this process, ``worker0`` and so on, that have joined one world.
 
     ``channel``
-        ``"inprocess"``, or ``"zeromq"`` for the real one (over ``ipc://``).
+        ``"inprocess"``, or a real one: ``"local"`` (unix sockets), ``"zeromq"`` (over ``ipc://``).
     ``faults``
         what goes wrong on every agent's channel, from the handshake on. The object stays ``world.faults``
         and may be changed while the world runs.
@@ -83,15 +84,15 @@ class World:
         self,
         size: int,
         *,
-        channel: Literal["inprocess", "zeromq"] = "inprocess",
+        channel: Literal["inprocess", "local", "zeromq"] = "inprocess",
         faults: Faults | None = None,
         options: RpcBackendOptions | None = None,
         dynamic: bool = False,
         apart: bool = False,
         timeout: float = 30.0,
     ) -> None:
-        if channel not in ("inprocess", "zeromq"):
-            raise UsageError(f'channel must be "inprocess" or "zeromq", not {channel!r}')
+        if channel not in ("inprocess", "local", "zeromq"):
+            raise UsageError(f'channel must be "inprocess", "local" or "zeromq", not {channel!r}')
         if size < 1 and not dynamic:
             raise UsageError(f"a world has at least one agent, not {size}")
         self.faults = faults
@@ -147,7 +148,12 @@ class World:
 
     def _open(self, label: str) -> Channel:
         channel: Channel
-        channel = self._network.open() if self._channel == "inprocess" else ZmqChannel(label, self._secret)
+        if self._channel == "inprocess":
+            channel = self._network.open()
+        else:
+            channel = zeromq = ZmqChannel(label, self._secret)
+            if self._channel == "local":
+                channel = LocalChannel(zeromq, max_message=self._options.max_message)
         return channel if self.faults is None else FaultyChannel(channel, self.faults)
 
     def add(self, name: str | None = None, id: int | None = None) -> Agent:

@@ -1,7 +1,7 @@
 """What an agent asks of a channel.
 
-It is little: frames to an address, from any thread, without blocking; frames from anybody, to one
-reader at a time. No promise of order, of arrival or of arriving once: `nbdist.wire.peer` makes those. A
+It is little: frames to an address, from any thread, without blocking; frames from anybody, to whoever
+waits for them. No promise of order, of arrival or of arriving once: `nbdist.wire.peer` makes those. A
 channel does promise that what it delivers came from a member (G6), and that one message's frames arrive
 together or not at all.
 """
@@ -51,8 +51,17 @@ class Channel(Protocol):
         """The way to a channel with one of these addresses."""
         ...
 
+    @property
+    def readers(self) -> int:
+        """How many threads should wait in `receive`: 2 where one is woken for a message and the other sleeps on."""
+        ...
+
     def receive(self, timeout: float | None) -> list[bytes] | None:
         """The next message's frames; None after ``timeout`` seconds, on `wake`, and once closed."""
+        ...
+
+    def has_more(self) -> bool:
+        """Whether something has come for which no thread that waits in `receive` will be woken."""
         ...
 
     def wake(self) -> None:

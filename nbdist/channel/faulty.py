@@ -63,6 +63,13 @@ class FaultyChannel:
     def connect(self, addresses: Sequence[str]) -> FaultyLink:
         return FaultyLink(self, self.inner.connect(addresses))
 
+    @property
+    def readers(self) -> int:
+        return self.inner.readers
+
+    def has_more(self) -> bool:
+        return self.inner.has_more()
+
     def receive(self, timeout: float | None) -> list[bytes] | None:
         return self.inner.receive(timeout)
 

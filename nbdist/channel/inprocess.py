@@ -61,6 +61,13 @@ class InProcessChannel:
         if not self._closed:
             self._queue.put(frames)
 
+    @property
+    def readers(self) -> int:
+        return 1
+
+    def has_more(self) -> bool:
+        return False
+
     def receive(self, timeout: float | None) -> list[bytes] | None:
         if self._closed:
             return None

@@ -140,11 +140,13 @@ class ZmqChannel:
             self._inbox = self._context.socket(zmq.PULL)
             self._prepare(self._inbox)
             self._addresses: list[str] = []
+            self.directory: Path | None = None
             if local:
                 if directory is None:
                     sweep()
                 own = _Directory(directory or runtime_directory(), f"agent-{label}")
                 undo.callback(own.remove)
+                self.directory = own.path
                 self._bind(f"ipc://{own.path}/in")
             if host is not None:
                 undo.enter_context(self._authenticator())
@@ -229,20 +231,23 @@ class ZmqChannel:
             self._links.add(link)
             return link
 
+    @property
+    def readers(self) -> int:
+        return 1
+
+    def has_more(self) -> bool:
+        return False
+
     def receive(self, timeout: float | None) -> list[bytes] | None:
         with self._receiving:
             return self._receive(timeout)
 
     def _receive(self, timeout: float | None) -> list[bytes] | None:
         try:
-            return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
-        except zmq.ZMQError:
-            return None
-        if self._closed:
-            return None
-        try:
+            if self._has_message():  # asked, because an Again would cost as much as the message
+                return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
+            if self._closed:
+                return None
             ready = self._poller.poll(None if timeout is None else max(0, round(timeout * 1000 + 0.5)))
             for which, _ in ready:
                 if which == self._wake_out:
@@ -255,6 +260,25 @@ class ZmqChannel:
             return None
         except zmq.ZMQError:
             return None
+
+    @property
+    def file(self) -> int:
+        """Readable once when something may have come; then `take` has to be called until it has nothing."""
+        return int(self._inbox.get(zmq.FD))
+
+    def take(self) -> list[bytes] | None:
+        """A message that has come, without waiting; for who waits for `file` instead of in `receive`."""
+        try:
+            while self._has_message():
+                frames = _split(self._inbox.recv_multipart(zmq.NOBLOCK))
+                if frames is not None:
+                    return frames
+        except zmq.ZMQError:
+            pass  # closed
+        return None
+
+    def _has_message(self) -> bool:
+        return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from nbdist import trace
@@ -48,6 +48,22 @@ _thread = _PerThread()
 def active_agent() -> Agent | None:
     """The agent for which the calling thread runs, if it is one of an agent's threads."""
     return _thread.agent
+
+
+class _Active:
+    """The time in which an agent is the calling thread's."""
+
+    __slots__ = ("_agent", "_before")
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def __enter__(self) -> Agent:
+        self._before, _thread.agent = _thread.agent, self._agent
+        return self._agent
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.agent = self._before
 
 
 class Agent:
@@ -86,7 +102,15 @@ class Agent:
         self._on_lost: list[Callable[[Record, str], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self.processes = ProcessWatch(self._on_process_end)
-        self.pool = Pool(options.num_worker_threads, self._read, channel.wake, f"nbdist-{me.name}")
+        self._turn = threading.Lock()
+        self.pool = Pool(
+            options.num_worker_threads,
+            self._read,
+            channel.wake,
+            f"nbdist-{me.name}",
+            readers=channel.readers,
+            has_more=channel.has_more,
+        )
         self.links = Links(self)
         self.post = self.links.post
         self.handle(Goodbye, self._on_goodbye)
@@ -138,14 +162,9 @@ class Agent:
         """Have ``action`` called at the end of `close`."""
         self._at_close.append(action)
 
-    @contextlib.contextmanager
-    def activate(self) -> Iterator[Agent]:
+    def activate(self) -> contextlib.AbstractContextManager[Agent]:
         """Make this the agent of the calling thread, for as long as the block lasts."""
-        before, _thread.agent = _thread.agent, self
-        try:
-            yield self
-        finally:
-            _thread.agent = before
+        return _Active(self)
 
     def close(self, why: str) -> None:
         """End at once: tell the others, fail what is pending, stop all threads."""
@@ -172,9 +191,13 @@ class Agent:
         now = time.monotonic()
         self.references.reap()
         if now >= self.links.due:
-            self._run_due(now)
+            with self._turn:
+                self._run_due(now)
         frames = self.links.receive(now, timeout)
-        return self._take(frames) if frames else None
+        if not frames:
+            return None
+        with self._turn:
+            return self._take(frames)
 
     def _run_due(self, now: float) -> None:
         for incarnation, why in self.links.tick(now):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -206,11 +207,10 @@ class Caller:
             agent.references.check_alive(target)
         context = agent.recorder.current() if agent.recorder is not None else None
 
-        def encode(*, by_value: bool) -> _Encoded:
-            return self._encode(call, to, mode, builtin, body, target, context, by_value=by_value)
-
-        first = encode(by_value=False)
-        self._prepare_repeat(call, to, lambda: encode(by_value=True))
+        first = self._encode(call, to, mode, builtin, body, target, context)
+        if call.definitions:
+            again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
+            self._prepare_repeat(call, to, again)
         agent.pending.add(call)
         try:
             self._post(call, first)
@@ -220,7 +220,7 @@ class Caller:
             if call.recording is not None and agent.recorder is not None:
                 agent.recorder.withdraw(call.recording)
             raise
-        if call.deadline != float("inf"):
+        if call.timeout > 0:
             agent.links.hurry(call.started + call.timeout * 0.5)
         trace.emit("call.sent", agent=agent.me.name, to=to.name, function=label, id=call.id)
         return call
@@ -235,13 +235,13 @@ class Caller:
         target: RRef[Any] | None,
         context: Any,
         *,
-        by_value: bool,
+        by_value: bool = False,
     ) -> _Encoded:
         agent = self._agent
         recorder = agent.recorder
         forker = MessageForker(agent.references, to.incarnation)
         peer = agent.links.peer(to.incarnation)
-        devices = {str(ours): str(theirs) for ours, theirs in agent.options.device_maps.get(to.name, {}).items()}
+        device_map = agent.options.device_maps.get(to.name)
         # A call that is encoded once more is so by another thread.
         grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
@@ -254,7 +254,7 @@ class Caller:
                     lacking=peer.lacking if peer is not None else (),
                     known=peer.definitions if peer is not None and not by_value else (),
                     forker=forker,
-                    devices=devices,
+                    devices={str(ours): str(theirs) for ours, theirs in device_map.items()} if device_map else None,
                     receiver=to.name,
                     record=context is not None and grad,
                 )
@@ -300,8 +300,6 @@ class Caller:
         encoded by value right away, before the caller can change an argument; it costs that once for each
         definition and callee.
         """
-        if not call.definitions:
-            return
         peer = self._agent.links.peer(to.incarnation)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
             if call.is_waited_for:  # the caller cannot touch its arguments meanwhile

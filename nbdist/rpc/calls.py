@@ -17,7 +17,7 @@ from nbdist.wire.messages import Fork, Recording
 __all__ = ["Pending", "PendingCalls"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
     """One call that has not been answered."""
 

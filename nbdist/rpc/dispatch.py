@@ -1,10 +1,12 @@
 """The threads of an agent: they take turns at reading, and whoever read a request runs it.
 
-So a request is executed without being handed from one thread to another; what is handed over is the
-turn at reading. Up to ``size`` threads may run user code. One that blocks in a wait for another call
-does not count, so nested and recursive calls cannot use the pool up; and when nothing has finished for a
-while although work is queued (a handler sleeping in a lock that another call must release), the pool
-grows as well.
+So a request is executed without being handed from one thread to another. What is handed over is the turn at
+reading; or not even that, where two threads may wait for messages at once, of which one is woken for each: then the
+other one is there already for what comes while the first is busy.
+
+Up to ``size`` threads may run user code. One that blocks in a wait for another call does not count, so nested and
+recursive calls cannot use the pool up; and when nothing has finished for a while although work is queued (a handler
+sleeping in a lock that another call must release), the pool grows as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from nbdist.rpc.futures import set_blocking_hook
 
 __all__ = ["Job", "Pool"]
 
-Job = Callable[[], None]
+Job = Callable[[], object]
+
+BRISK = 0.005
+"""Seconds within which jobs must end for the other reader to leave what is at hand to the thread that runs them; as
+long as Python lets a thread keep the GIL, so that one which had to wait for it is not taken for a slow one."""
 
 STUCK_AFTER = 0.1
 """Seconds without a finished job, with jobs queued, after which one more thread starts."""
@@ -31,12 +37,19 @@ _log = logging.getLogger("nbdist.rpc")
 class Pool:
     """An elastic pool of threads around one reader.
 
-    ``read(timeout)`` is called by one thread at a time, and returns a job, or None. It must return when
-    ``wake()`` is called.
+    ``read(timeout)`` is called by up to ``readers`` threads at a time, and returns a job, or None. One must return
+    when ``wake()`` is called; that is done where ``has_more()`` says that those who wait will not be woken otherwise.
     """
 
     def __init__(
-        self, size: int, read: Callable[[float | None], Job | None], wake: Callable[[], None], name: str
+        self,
+        size: int,
+        read: Callable[[float | None], Job | None],
+        wake: Callable[[], None],
+        name: str,
+        *,
+        readers: int = 1,
+        has_more: Callable[[], bool] = lambda: False,
     ) -> None:
         self._size = max(1, size)
         self._read = read
@@ -44,13 +57,18 @@ class Pool:
         self._name = name
         self._condition = threading.Condition(threading.Lock())
         self._queue: deque[Job] = deque()
-        self._reading = False
+        self._readers = readers
+        self._has_more = has_more
+        self._reading = 0
         self._idle = 0
         self._threads: set[threading.Thread] = set()
         self._running = 0
         self._blocked = 0
         self._extra = 0
         self._finished_at = time.monotonic()
+        self._brisk = False
+        self._watching = False
+        self._needed = threading.Event()
         self._closed = False
         self._count = 0
 
@@ -111,6 +129,7 @@ class Pool:
         thread = threading.current_thread()
         try:
             while (job := self._next()) is not None:
+                started = time.monotonic()
                 try:
                     job()
                 except BaseException:
@@ -119,6 +138,7 @@ class Pool:
                 with self._condition:
                     self._running -= 1
                     self._finished_at = time.monotonic()
+                    self._brisk = self._finished_at - started < BRISK
         finally:
             with self._condition:
                 self._threads.discard(thread)
@@ -132,15 +152,14 @@ class Pool:
                         return None
                     if self._queue and self._capacity():
                         self._running += 1
-                        if not self._reading:
-                            self._provide_reader()
+                        self._provide_reader()
                         queued = self._queue.popleft()
                         if self._queue:
                             self._provide()  # two jobs may have been announced to one sleeper
                         return queued
                     self._extra = 0 if not self._queue else self._extra
-                    if not self._reading:
-                        self._reading = True
+                    if self._reading < self._readers:
+                        self._reading += 1
                         break
                     if self._idle > self._size:
                         return None
@@ -152,7 +171,11 @@ class Pool:
                 return job
 
     def _provide_reader(self) -> None:
-        if self._idle:
+        """With the lock held: see that somebody reads on."""
+        if self._reading:
+            if self._has_more() and not self._watching:
+                self._wake()
+        elif self._idle:
             self._condition.notify()
         else:
             self._spawn()
@@ -160,6 +183,7 @@ class Pool:
     def _lead(self) -> Job | None:
         """Read until there is a job for this thread; somebody else reads on."""
         while True:
+            self._leave_to_the_other()
             timeout = STUCK_AFTER if self._queue else None
             try:
                 job = self._read(timeout)
@@ -168,7 +192,8 @@ class Pool:
                 job = None
             with self._condition:
                 if self._closed:
-                    self._reading = False
+                    self._reading -= 1
+                    self._wake()  # it has woken one of those who read, and that was this one
                     return None
                 if job is None:
                     if self._queue:
@@ -181,9 +206,24 @@ class Pool:
                     self._queue.append(job)
                     job = self._queue.popleft()
                 self._running += 1
-                self._reading = False
+                self._reading -= 1
                 self._provide_reader()
                 return job
+
+    def _leave_to_the_other(self) -> None:
+        """While jobs end briskly, let the thread that runs them take what is at hand: waking others costs more.
+
+        Many small calls that come at once then run one after the other, on one thread; a longer one is noticed here,
+        and the rest goes on beside it.
+        """
+        while self._brisk and self._reading < self._readers and self._has_more() and not self._closed:
+            finished = self._finished_at
+            self._watching = True
+            self._needed.wait(BRISK)
+            self._needed.clear()
+            self._watching = False
+            if self._finished_at == finished:
+                self._brisk = False
 
     def _unstick(self) -> None:
         if time.monotonic() - self._finished_at >= STUCK_AFTER:
@@ -196,6 +236,9 @@ class Pool:
     def _blocking(self) -> Iterator[None]:
         with self._condition:
             self._blocked += 1
+            self._brisk = False
+            if self._watching:
+                self._needed.set()
             if self._queue:
                 self._provide()
         try:

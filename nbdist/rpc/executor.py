@@ -87,7 +87,7 @@ class Request:
         self._call = call
         self._sender = sender
         self._frames = frames
-        self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks)
+        self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks) if call.payload.forks else []
         self._target: Future[Any] | None = None
         self._decoded: Any = None
         self._context: Any = None
@@ -101,7 +101,7 @@ class Request:
         references, call = self._agent.references, self._call
         if call.result is not None:
             references.create(call.result, self._sender)
-        pending = references.unconfirmed(self._references)
+        pending = references.unconfirmed(self._references) if self._references else None
         if pending:
             references.when_confirmed(pending, self._later)
             return None
@@ -243,13 +243,12 @@ class Request:
         agent, sender = self._agent, self._agent.links.connected(self._sender)
         peer = agent.links.peer(self._sender)
         known = peer.definitions if peer is not None else set[str]()
-        devices = {theirs: ours for ours, theirs in sender.device_maps.get(agent.me.name, {}).items()} if sender else {}
-        receiver = sender.name if sender else ""
+        device_map = sender.device_maps.get(agent.me.name) if sender is not None else None
         recording = self._call.recording
         options: Any = {
             "forker": forker,
-            "devices": devices,
-            "receiver": receiver,
+            "devices": {theirs: ours for ours, theirs in device_map.items()} if device_map else None,
+            "receiver": sender.name if sender is not None else "",
             "record": self._context is not None and recording is not None and recording.grad,
         }
         try:

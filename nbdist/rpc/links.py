@@ -33,7 +33,7 @@ from nbdist.wire.messages import (
     encode_envelope,
     kind,
 )
-from nbdist.wire.peer import Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
+from nbdist.wire.peer import PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -42,6 +42,9 @@ __all__ = ["Connection", "Links"]
 
 _SLEEP = 0.2
 """The reader looks at the clock that often even if nothing comes, so that most senders need not wake it."""
+
+_FILES = ("unix://", "ipc://")
+"""How addresses begin that are files, which on another host are not there, or are somebody else's."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -81,7 +84,7 @@ class Links:
                 return
             local = record.host == me.host
             peer = Peer(me.incarnation, record.incarnation, self._limits, time.monotonic(), watch_silence=not local)
-            addresses = [a for a in record.addresses if local or not a.startswith("ipc://")]  # files of another host
+            addresses = [a for a in record.addresses if local or not a.startswith(_FILES)]
             self.connections[record.incarnation] = Connection(record, peer, self._channel.connect(addresses))
         if local and record.pid != os.getpid():
             self._agent.processes.watch(record.pid, record.started)
@@ -131,7 +134,6 @@ class Links:
             if connection is None or self.closed:
                 raise self._no_connection(to)
             outgoing = connection.peer.send(message, frames, now, holds)
-            due = connection.peer.next_tick()
         try:
             connection.link.send(outgoing.frames, kind(message))
         except ChannelError:
@@ -140,8 +142,8 @@ class Links:
                     connection.peer.withdraw(outgoing.seq)
                 raise
             self.hurry(self._postpone(connection, outgoing))
-        if due < self.due:
-            self.hurry(due)
+        if now + PING_FIRST < self.due:
+            self.hurry(now + PING_FIRST)
         return outgoing.seq
 
     def _no_connection(self, to: int) -> NbdistError:
@@ -178,15 +180,13 @@ class Links:
         # Announce the nap before measuring it: who moves `due` forward then sees that it must wake us.
         self._asleep_until = now + _SLEEP
         wait = min(_SLEEP, max(self.due - now, 0.0), timeout if timeout is not None else _SLEEP)
-        frames = self._channel.receive(wait)
-        self._asleep_until = 0.0
-        return frames
+        return self._channel.receive(wait)
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
         """Take note of an envelope; whether its message is new and to be acted upon."""
         with self._lock:
             fresh = connection.peer.receive(envelope, size, time.monotonic())
-            due = connection.peer.next_tick()
+            due = connection.peer.ack_due
         if due < self.due:
             self.due = due  # this is the reader, which need not be woken
         return fresh
@@ -217,6 +217,7 @@ class Links:
         with self._lock:
             due = min((connection.peer.next_tick() for connection in self.connections.values()), default=math.inf)
             self.due = min(due, self._agent.pending.next_due())
+        self.hurry(self.due)  # this thread may get something to run, and another be asleep
 
     def hurry(self, due: float) -> None:
         """Have the clock looked at by then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,9 @@ class RpcBackendOptions:
         how often a control message is sent again before it is given up.
     ``max_message``
         bytes; a longer message from another member ends its connection.
+    ``channel``
+        ``"auto"`` takes the shortest way to each member; ``"zeromq"`` takes ZeroMQ also where there is a shorter one.
+        Else ``NBDIST_CHANNEL`` says it.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class RpcBackendOptions:
         lost_after: float = 12.0,
         retries: int = 20,
         max_message: int = 1 << 40,
+        channel: str | None = None,
         **ignored: Any,
     ) -> None:
         unknown = set(ignored) - {"_transports", "_channels"}
@@ -75,6 +80,9 @@ class RpcBackendOptions:
             raise UsageError(f"rpc_timeout must be 0 (never) or more, not {rpc_timeout!r}")
         if not 0 < suspect_after <= lost_after:
             raise UsageError(f"0 < suspect_after <= lost_after must hold, not {suspect_after!r} and {lost_after!r}")
+        channel = channel or os.environ.get("NBDIST_CHANNEL") or "auto"
+        if channel not in ("auto", "zeromq"):
+            raise UsageError(f'channel must be "auto" or "zeromq", not {channel!r}')
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
@@ -86,6 +94,7 @@ class RpcBackendOptions:
         self.lost_after = lost_after
         self.retries = retries
         self.max_message = max_message
+        self.channel = channel
         for to, device_map in (device_maps or {}).items():
             self.set_device_map(to, device_map)
 

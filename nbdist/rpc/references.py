@@ -258,15 +258,16 @@ class References:
     # -- letting go ---------------------------------------------------------------------------
 
     def release_later(self, rref: GlobalId, fork: GlobalId | None) -> None:
-        """From a finaliser: note that a handle is gone, and no more."""
+        """From a finaliser: note that a handle is gone, and no more; the reader, who looks up often, is not woken."""
         self._released.append((rref, fork))
-        if len(self._released) == 1:
-            self._agent.channel.wake()
 
     def reap(self) -> None:
         """Act on what finalisers noted."""
         while self._released:
-            rref, fork = self._released.popleft()
+            try:
+                rref, fork = self._released.popleft()
+            except IndexError:  # another thread does the same
+                return
             with self._lock:
                 instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
             self.perform(instructions)
@@ -278,11 +279,11 @@ class References:
             instructions = [action for fork in self.forks.held() for action in self.forks.release(fork)]
         self.perform(instructions)
 
-    def on_lost(self, incarnation: int) -> list[Callable[[], None]]:
+    def on_lost(self, incarnation: int) -> list[Job]:
         """An agent is gone; what waited for it and can now go on."""
         with self._lock:
             instructions = self.forks.on_lost(incarnation)
-            going_on = [
+            going_on: list[Job] = [
                 then
                 for fork in list(self._waiting)
                 if self.forks.standing(fork) is not Standing.PENDING

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nbdist.channel import local
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import started_at
 from nbdist.channel.security import Secret
@@ -55,10 +56,14 @@ def start_agent(
         rendezvous.require_shared_secret(meeting, secret.shared_off_host, host)
     incarnation = new_incarnation()
     with contextlib.ExitStack() as undo:
-        channel: Channel = ZmqChannel(
+        zeromq = ZmqChannel(
             f"{os.getpid()}-{incarnation:x}", secret, host=host, max_message=options.max_message, directory=directory
         )
-        undo.callback(channel.close)
+        undo.callback(zeromq.close)
+        channel: Channel = zeromq
+        if options.channel == "auto" and local.is_available():
+            channel = local.LocalChannel(zeromq, max_message=options.max_message)
+            undo.callback(channel.close)
         if wrap is not None:
             channel = wrap(channel)
         me = Record(

@@ -125,6 +125,42 @@ class _TakeBuffers:
         return False
 
 
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_FEW = 16
+_COMPLEX, _TENSORS, _PLAIN = range(3)
+
+
+def _simplicity(value: Any, depth: int = 4) -> int:
+    """What must be done to pickle ``value``: nothing special, only its tensors, or all that `_Pickler` does."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return _PLAIN
+    if kind is torch.Tensor:
+        return _COMPLEX if value.requires_grad or not is_packable(value) else _TENSORS
+    if kind is dict:
+        value = [*value, *value.values()]
+    elif kind is not tuple and kind is not list:
+        return _COMPLEX
+    if not depth or len(value) > _FEW:
+        return _COMPLEX
+    simplest = _PLAIN
+    for item in value:
+        if type(item) not in _ATOMS:
+            simplest = min(simplest, _simplicity(item, depth - 1))
+    return simplest
+
+
+class _TensorPickler(pickle.Pickler):
+    """For the usual arguments and results: a few tensors, and atoms."""
+
+    def __init__(self, file: io.BytesIO, packer: TensorPacker) -> None:
+        super().__init__(file, protocol=5)
+        self._packer = packer
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._packer.add(obj) if type(obj) is torch.Tensor else None
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
     def __init__(
         self,
@@ -303,6 +339,9 @@ class _Again:
         return self._first.forks[index] if index is not None else self._forker.fork(reference)
 
 
+_NO_TENSORS = Payload()
+
+
 def encode(
     value: Any,
     *,
@@ -320,13 +359,20 @@ def encode(
     ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message. With ``record``,
     tensors that require grad are marked, for `decode` to have them attached to the receiver's graph.
     """
+    simplicity = _simplicity(value)
+    if simplicity == _PLAIN:
+        return Encoded(_NO_TENSORS, [pickle.dumps(value, 5)])
     packer = TensorPacker(devices, receiver)
     body, out_of_band = io.BytesIO(), list[Buffer]()
-    pickler = _Pickler(body, out_of_band, packer, forker, by_value, record)
-    pickler.lacking, pickler.known = lacking, known
     places: list[int] = []
     odd: list[Buffer] = []
     try:
+        if simplicity == _TENSORS:
+            _TensorPickler(body, packer).dump(value)
+            tensors, where, frames = packer.pack()
+            return Encoded(Payload(where, tensors), [body.getvalue(), *frames])
+        pickler = _Pickler(body, out_of_band, packer, forker, by_value, record)
+        pickler.lacking, pickler.known = lacking, known
         pickler.dump(value)
         if pickler.recorded:
             places = _pack_recorded(pickler.recorded, packer, odd)
@@ -382,6 +428,7 @@ class _Unpickler(pickle.Unpickler):
         recorded: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
+        self.persistent_load = tensors.__getitem__  # type: ignore[method-assign]  # what the pickle module asks for
         self._tensors = tensors
         self._references = references
         self._recorded = recorded
@@ -453,8 +500,10 @@ def decode(
     """
     if not frames:
         raise DecodeError("the message has no body")
-    behind = 1 + max((frame for frame, _, _ in payload.buffers), default=-1) + 1
     try:
+        if payload.plain and not payload.tensors and len(frames) == 1:
+            return pickle.loads(frames[0])
+        behind = 1 + max((frame for frame, _, _ in payload.buffers), default=-1) + 1
         tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:behind])
         recorded: list[torch.Tensor] = []
         if payload.recorded:

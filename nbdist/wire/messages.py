@@ -51,7 +51,7 @@ __all__ = [
     "kind",
 ]
 
-VERSION = 3
+VERSION = 4
 """Raised with every change of what goes over the wire."""
 
 
@@ -305,7 +305,7 @@ Message = (
     | Stop
 )
 
-_CALL_KINDS = {
+_CALL_KINDS: dict[int, str] = {
     Mode.CALL: "call",
     Mode.REMOTE: "remote",
     Mode.FETCH: "fetch",
@@ -336,7 +336,7 @@ _KINDS: dict[type, str] = {
 def kind(message: Message) -> str:
     """The word for ``message`` in fault rules and traces."""
     if isinstance(message, Call):
-        return _CALL_KINDS[Mode(message.mode)]
+        return _CALL_KINDS[message.mode]
     if isinstance(message, Cast):
         return message.topic
     return _KINDS[type(message)]

@@ -29,6 +29,10 @@ _TORCH_HOMES = (
 
 def name_of(function: Any) -> str | None:
     """How another process finds ``function``; None where it cannot, or where ``__main__`` decides."""
+    if isinstance(function, types.BuiltinFunctionType):
+        name = function.__name__
+        if getattr(torch, name, None) is function:
+            return f"torch:{name}"
     if isinstance(function, types.MethodType) and not isinstance(function.__self__, type):
         return None
     qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)

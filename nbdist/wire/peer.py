@@ -38,6 +38,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.tensors import Buffer
 
 __all__ = [
+    "PING_FIRST",
     "Lost",
     "Outgoing",
     "Peer",
@@ -49,10 +50,11 @@ __all__ = [
     "Undelivered",
 ]
 
-_RELIABLE = (Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast, Stop)
+_RELIABLE = frozenset({Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast, Stop})
 _ACK_DELAY = 0.05
 _ACK_BYTES = 1 << 20
-_PING_FIRST = 0.5
+PING_FIRST = 0.5
+"""Seconds after which the first ping asks for a message: what was just sent wants nothing done before."""
 _PING_MOST = 5.0
 _RETRY_FIRST = 0.05
 _RETRY_MOST = 2.0
@@ -121,6 +123,9 @@ class SeqSet:
 
     def add(self, number: int) -> bool:
         """Whether ``number`` was new."""
+        if number == self.mark + 1 and not self.above:
+            self.mark = number
+            return True
         if number <= self.mark or number in self.above:
             return False
         self.above.add(number)
@@ -171,14 +176,20 @@ class Peer:
         self._watch = watch_silence
         self._heard = now
         self._next_seq = 1
+        self._first = 1  # the lowest that is kept, or the next one: a dict whose front is deleted is slow to find it
         self._kept: dict[int, _Kept] = {}
         self._arrived = SeqSet()
         self._ack_due = math.inf
         self._ack_bytes = 0
         self._pings = 0
         self._ping_sent = -math.inf
-        self._ping_wait = _PING_FIRST
+        self._ping_wait = PING_FIRST
         self._retrying = 0
+
+    @property
+    def ack_due(self) -> float:
+        """When an acknowledgement is to go out alone: all that a message which has come may want done soon."""
+        return self._ack_due
 
     @property
     def outstanding(self) -> int:
@@ -198,7 +209,7 @@ class Peer:
     def send(self, message: Message, frames: Sequence[Buffer], now: float, holds: Any = None) -> Outgoing:
         """The message as it goes to the channel; ``holds`` lives until it has arrived."""
         seq = 0
-        if isinstance(message, _RELIABLE):
+        if type(message) in _RELIABLE:
             seq = self._next_seq
             self._next_seq = seq + 1
         outgoing = Outgoing(seq, message, [b"", *frames])
@@ -209,10 +220,10 @@ class Peer:
 
     def _seal(self, outgoing: Outgoing) -> None:
         """Write the envelope, with what has arrived until now."""
-        base = next(iter(self._kept), self._next_seq)
         above = self._arrived.above
         more = sorted(above)[:_MORE] if above else []
-        envelope = Envelope(self._me, self._other, outgoing.seq, base, self._arrived.mark, more, outgoing.message)
+        mark = self._arrived.mark
+        envelope = Envelope(self._me, self._other, outgoing.seq, self._first, mark, more, outgoing.message)
         outgoing.frames[0] = encode_envelope(envelope)
         self._ack_due = math.inf
         self._ack_bytes = 0
@@ -222,6 +233,8 @@ class Peer:
         kept = self._kept.pop(seq, None)
         if kept is not None and kept.retry_at != math.inf:
             self._retrying -= 1
+        while self._first < self._next_seq and self._first not in self._kept:
+            self._first += 1
 
     def failed(self, seq: int, now: float) -> None:
         """The channel refused the message: try again after a while."""
@@ -258,22 +271,19 @@ class Peer:
         return True
 
     def _acknowledged(self, mark: int, more: Sequence[int]) -> None:
-        while self._kept:
-            seq = next(iter(self._kept))
-            if seq > mark:
-                break
-            self.withdraw(seq)
+        while self._first <= mark and self._kept:
+            self.withdraw(self._first)
         for seq in more:
             self.withdraw(seq)
         if not self._kept:
-            self._ping_wait = _PING_FIRST
+            self._ping_wait = PING_FIRST
 
     def ponged(self, pong: Pong, now: float) -> list[Action]:
         """What has not arrived although the ping behind it has, goes again."""
         self.doing, self.doing_at = pong.doing, now
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
         if late:
-            self._ping_wait = _PING_FIRST  # it listens: what was lost is not to wait for long again
+            self._ping_wait = PING_FIRST  # it listens: what was lost is not to wait for long again
         return [action for kept in late for action in self._again(kept, now)]
 
     def _again(self, kept: _Kept, now: float) -> list[Action]:
@@ -319,8 +329,7 @@ class Peer:
     def _ping_due(self) -> float:
         due = math.inf
         if self._kept:
-            oldest = next(iter(self._kept.values()))
-            due = max(oldest.sent_at, self._ping_sent) + self._ping_wait
+            due = max(self._kept[self._first].sent_at, self._ping_sent) + self._ping_wait
         if self._watch:
             due = min(due, max(self._heard, self._ping_sent) + self._limits.heartbeat)
         return due
@@ -341,5 +350,6 @@ class Peer:
         """The peer is gone: forget what was kept for it."""
         self.standing = Standing.LOST
         self._kept.clear()
+        self._first = self._next_seq
         self._retrying = 0
         self._ack_due = math.inf

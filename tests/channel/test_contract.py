@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from nbdist.channel.contract import Channel, ChannelError
+from nbdist.channel.local import LocalChannel
 from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.testing import Faults, FaultyChannel, Network
@@ -38,12 +39,20 @@ def both():
     return lambda: ZmqChannel(label(), SECRET, host="127.0.0.1")
 
 
+def local():
+    return lambda: LocalChannel(ZmqChannel(label(), SECRET), max_message=1 << 40)
+
+
+def local_and_tcp():
+    return lambda: LocalChannel(ZmqChannel(label(), SECRET, host="127.0.0.1"), max_message=1 << 40)
+
+
 def faulty():
     network = Network()
     return lambda: FaultyChannel(network.open(), Faults())
 
 
-@pytest.fixture(params=[inprocess, ipc, tcp, both, faulty])
+@pytest.fixture(params=[inprocess, ipc, tcp, both, local, local_and_tcp, faulty])
 def open_channel(request):
     """Opens channels that can reach each other; all are closed at the end."""
     make = request.param()

@@ -280,3 +280,90 @@ def test_a_job_may_close_its_own_pool():
     pool.start()
     assert call(inbox.put, lambda: pool.close(SOON)).wait(SOON)
     assert pool.close(SOON)
+
+
+# --- two that read --------------------------------------------------------------------------------
+
+
+class Pile(Inbox):
+    """Messages of which more than one may be at hand: who reads one leaves the rest to be asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.news = threading.Semaphore(0)
+
+    def read(self, timeout):
+        self.readers += 1
+        self.most_readers = max(self.most_readers, self.readers)
+        try:
+            if self.messages.empty():
+                self.news.acquire(timeout=self.patience)
+            return self.messages.get_nowait()
+        except queue.Empty:
+            return None
+        finally:
+            self.readers -= 1
+
+    def put_all(self, jobs):
+        for job in jobs:
+            self.messages.put(job)
+        self.wake()
+
+    def wake(self):
+        self.news.release()
+
+
+@contextlib.contextmanager
+def pool_of_two_readers(size):
+    pile = Pile()
+    pile.patience = SOON  # who reads is woken, or never
+    pool = Pool(size, pile.read, pile.wake, "test", readers=2, has_more=lambda: not pile.messages.empty())
+    pool.start()
+    try:
+        yield pool, pile
+    finally:
+        assert pool.close(SOON)
+        assert pool.threads == 0
+
+
+def test_many_quick_jobs_at_once_all_run():
+    with pool_of_two_readers(4) as (_, pile):
+        for count in (1, 2, 3, 500):
+            done = threading.Semaphore(0)
+            pile.put_all([done.release] * count)
+            for _ in range(count):
+                assert done.acquire(timeout=SOON)
+        assert pile.most_readers <= 2
+
+
+def test_slow_jobs_among_quick_ones_hold_up_nobody():
+    with pool_of_two_readers(4) as (_, pile):
+        held, done = threading.Event(), threading.Semaphore(0)
+
+        def slow():
+            held.wait(SOON)
+            done.release()
+
+        for _ in range(3):
+            pile.put_all([*[done.release] * 50, slow])
+        pile.put_all([done.release] * 50)
+        for _ in range(200):
+            assert done.acquire(timeout=SOON)
+        assert not done.acquire(blocking=False)
+        held.set()
+        for _ in range(3):
+            assert done.acquire(timeout=SOON)
+
+
+def test_jobs_that_wait_for_jobs_at_hand_do_not_wait_long():
+    with pool_of_two_readers(2) as (_, pile):
+        answers = [Future() for _ in range(40)]
+        done = [Future() for _ in range(40)]
+
+        def ask(number):
+            answers[number].wait()
+            done[number].set_result(number)
+
+        jobs = [lambda n=n: ask(n) for n in range(40)] + [lambda n=n: answers[n].set_result(n) for n in range(40)]
+        pile.put_all(jobs)
+        assert wait_all(done, SOON) == list(range(40))

@@ -311,6 +311,9 @@ def test_a_body_that_refers_to_tensors_or_references_that_are_not_there():
 
 def test_the_frames_of_a_message_are_read_by_nothing_else():
     _, frames = frames_of([torch.ones(2)])
+    with pytest.raises(pickle.UnpicklingError, match="persistent"):
+        pickle.Unpickler(io.BytesIO(frames[0])).load()
+    _, frames = frames_of([torch.ones(2), 1j])
     with pytest.raises(DecodeError, match="nbdist"):
         pickle.Unpickler(io.BytesIO(frames[0])).load()
 

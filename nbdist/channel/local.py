@@ -1,0 +1,278 @@
+"""The short way between two processes of one host, beside ZeroMQ: unix sockets that agents read themselves.
+
+ZeroMQ hands every message to a thread of its own and back, on either side; that is most of what a small call costs
+with it. Here the thread that sends writes to the socket, and the thread that reads is woken by the kernel. The
+agent stays reachable by ZeroMQ, for members on other hosts and those that have no unix sockets; both ways end in one
+`receive`, which waits for all of them at once.
+
+Only processes of this user get in: the socket is in the agent's own directory (0700), and the kernel says who is at
+the other end (G6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from nbdist.channel.contract import ChannelError, Link
+from nbdist.channel.framing import Cutter
+from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
+from nbdist.channel.zeromq import ZmqChannel
+from nbdist.errors import ProtocolError
+
+__all__ = ["LocalChannel", "is_available"]
+
+_SCHEME = "unix://"
+_AT_ONCE = 64 * 1024
+_LINGER = 0.5
+_EVENTS = 16
+_NEWS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
+
+_log = logging.getLogger("nbdist.channel")
+
+
+def is_available() -> bool:
+    """Whether this system has what the channel needs."""
+    return hasattr(socket, "AF_UNIX") and hasattr(socket, "SO_PEERCRED") and hasattr(select, "epoll")
+
+
+_channels: weakref.WeakSet[LocalChannel] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for channel in list(_channels):
+        channel.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class LocalChannel:
+    """Unix sockets to the agents of this host, and a ZeroMQ channel to all others."""
+
+    def __init__(self, beside: ZmqChannel, *, max_message: int) -> None:
+        """``beside`` is this channel's from now on: its directory holds the socket, and it is closed with it."""
+        if beside.directory is None:
+            raise ChannelError("a channel that is not for this host has no directory for a unix socket")
+        self._beside = beside
+        self._max_message = max_message
+        self._closed = False
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._waiting: set[int] = set()
+        self._arrived: deque[list[bytes]] = deque()
+        self._more_beside = True  # its file tells of news, not of what was there before
+        self._links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
+        self._incoming: dict[int, _Incoming] = {}
+        self._ready: set[int] = set()
+        path = str(beside.directory / "un")
+        self._address = _SCHEME + path
+        with contextlib.ExitStack() as undo:
+            self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.setblocking(False)
+            try:
+                self._listener.bind(path)
+            except OSError as error:
+                raise ChannelError(f"cannot listen at {path}: {error}") from error
+            self._listener.listen(1024)
+            self._epoll = undo.enter_context(select.epoll())
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
+            self._beside_file = beside.file
+            for file in (self._listener.fileno(), self._wake, self._beside_file):
+                self._epoll.register(file, _NEWS)
+            self._outbox = Outbox()
+            self._resources = undo.pop_all()
+        _channels.add(self)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [self._address, *self._beside.addresses]
+
+    def connect(self, addresses: Sequence[str]) -> Link:
+        with self._lock:
+            if self._closed:
+                raise ChannelError("the channel is closed")
+            for address in addresses:
+                if address.startswith(_SCHEME):
+                    # Its file may be another host's, or of one that has died: then the other addresses count.
+                    with contextlib.suppress(ChannelError):
+                        link = LocalLink(address.removeprefix(_SCHEME), self._outbox)
+                        self._links.add(link)
+                        return link
+        return self._beside.connect(addresses)
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    @property
+    def readers(self) -> int:
+        return 2
+
+    def receive(self, timeout: float | None) -> list[bytes] | None:
+        end = None
+        while True:
+            has_part = self.has_more()
+            events = () if self._arrived else self._wait(0 if has_part else timeout)
+            with self._turn:
+                woken = False
+                for number, what in events:
+                    woken |= self._note(number, what)
+                if not self._arrived:
+                    self._gather()
+                if self._arrived:
+                    return self._arrived.popleft()
+            if woken or self._closed or not (events or has_part):
+                return None
+            if timeout is not None:  # a part of a message has come
+                end = end or time.monotonic() + timeout
+                timeout = end - time.monotonic()
+                if timeout < 0:
+                    return None
+
+    def _wait(self, timeout: float | None) -> Sequence[tuple[int, int]]:
+        """The files that have news. Of all threads that wait here, the kernel wakes one for each, and says it once."""
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            return () if self._closed else self._epoll.poll(timeout, _EVENTS)
+        finally:
+            self._waiting.discard(me)
+
+    def has_more(self) -> bool:
+        return bool(self._arrived or self._ready or self._more_beside)
+
+    def _note(self, number: int, what: int) -> bool:
+        """The file of that number has news; whether they are that somebody called `wake`."""
+        incoming = self._incoming.get(number)
+        if incoming is not None:
+            self._ready.add(number)
+            if what != select.EPOLLIN:
+                incoming.has_ended = True
+        elif number == self._wake:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            return True
+        elif number == self._beside_file:
+            self._more_beside = True
+        elif not self._closed:
+            self._accept()
+        return False
+
+    def _gather(self) -> None:
+        """Take of every way that has something a part, so that none has to wait for another."""
+        for number in list(self._ready):
+            self._read(number, self._incoming[number])
+        if self._more_beside:
+            frames = self._beside.take()
+            if frames is not None:
+                self._arrived.append(frames)
+            else:
+                self._more_beside = False
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                _log.warning("cannot let another agent in: %s", error)
+                return
+            if is_own_user(sock):
+                sock.setblocking(False)
+                self._incoming[sock.fileno()] = _Incoming(sock, Cutter(self._max_message))
+                self._epoll.register(sock, _NEWS)
+            else:
+                _log.warning("a process of another user was turned away")
+                sock.close()
+
+    def _read(self, number: int, incoming: _Incoming) -> None:
+        try:
+            self._arrived += incoming.read()
+        except (OSError, EOFError, ProtocolError, MemoryError) as error:
+            if not isinstance(error, EOFError):
+                _log.warning("a connection is given up: %s", error)
+            # Also by name where the number is not closed for good: a forked process may hold the same socket.
+            self._epoll.unregister(number)
+            del self._incoming[number]
+            self._ready.discard(number)
+            incoming.socket.close()
+        else:
+            if incoming.is_empty:
+                self._ready.discard(number)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            os.eventfd_write(self._wake, 1)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._outbox.close(_LINGER)
+        while self._waiting:  # what they wait for must not be closed under them
+            self.wake()
+            time.sleep(0.0005)
+        with self._turn:
+            self._arrived.clear()
+            self._ready.clear()
+            self._more_beside = False
+            for link in list(self._links):
+                link.close(at_once=True)
+            self._release()
+            self._beside.close()
+
+    def _release(self) -> None:
+        for incoming in self._incoming.values():
+            incoming.socket.close()
+        self._incoming.clear()
+        self._wake = -1  # the number may soon be another file's
+        self._resources.close()
+
+    def forked(self) -> None:
+        """In a child process: what is open must not outlive the parent."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in list(self._links):
+            link.forked()
+        self._outbox.release()
+        self._release()
+
+
+class _Incoming:
+    """A connection that another agent has made, to send to this one."""
+
+    def __init__(self, sock: socket.socket, cutter: Cutter) -> None:
+        self.socket = sock
+        self.is_empty = False
+        self.has_ended = False
+        self._cutter = cutter
+
+    def read(self) -> list[list[bytes]]:
+        """Take a part of what has come; the messages that are whole. At the end, EOFError."""
+        room = self._cutter.room
+        try:
+            if room is None:
+                data = self.socket.recv(_AT_ONCE)
+                count, asked = len(data), _AT_ONCE
+            else:
+                count, asked = self.socket.recv_into(room), len(room)
+        except BlockingIOError:
+            self.is_empty = True
+            return []
+        if not count:
+            raise EOFError
+        self.is_empty = count < asked and not self.has_ended  # of an end, too, the kernel tells but once
+        return self._cutter.feed(data) if room is None else self._cutter.wrote(count)

@@ -1,0 +1,65 @@
+"""Which way the members of one host take to each other, and that every way, and a mixture of them, does the same."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import workers
+
+import nbdist
+from nbdist import rpc
+from nbdist.channel.outbox import LocalLink
+from nbdist.channel.zeromq import ZmqLink
+from nbdist.rpc import api
+
+
+def links():
+    agent = api.current_agent()
+    return {connection.record.name: type(connection.link) for connection in agent.links.connections.values()}
+
+
+def call_back_and_forth():
+    assert rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
+    assert rpc.rpc_sync("worker1", workers.call_there, args=("worker0", workers.name)) == "worker0"
+    assert rpc.remote("worker1", torch.ones, args=(1 << 20,)).to_here().sum() == 1 << 20
+    futures = [rpc.rpc_async("worker1", workers.identity, args=(number,)) for number in range(2000)]
+    assert torch.futures.wait_all(futures) == list(range(2000))
+    bodies = [rpc.rpc_async("worker1", workers.identity, args=(torch.full((1 << 20,), n),)) for n in range(8)]
+    assert [body.wait().unique().tolist() for body in bodies] == [[n] for n in range(8)]
+
+
+@pytest.mark.parametrize(("channel", "link"), [("auto", LocalLink), ("zeromq", ZmqLink)])
+def test_a_world_of_one_kind(channel, link, monkeypatch):
+    monkeypatch.delenv("NBDIST_CHANNEL", raising=False)
+    with workers.world(2, options={"channel": channel}):
+        assert set(links().values()) == {link}
+        call_back_and_forth()
+
+
+def test_the_environment_says_it_too(monkeypatch):
+    monkeypatch.setenv("NBDIST_CHANNEL", "zeromq")
+    assert rpc.RpcBackendOptions().channel == "zeromq"
+    assert rpc.RpcBackendOptions(channel="auto").channel == "auto"
+    with pytest.raises(nbdist.UsageError, match="carrier pigeon"):
+        rpc.RpcBackendOptions(channel="carrier pigeon")
+
+
+def test_a_mixed_world():
+    """One member that has no unix sockets: it is reached by ZeroMQ, and reaches the other by ZeroMQ."""
+    store = tempfile.mktemp(prefix="nbdist-test-")
+    others = workers.Workers()
+    try:
+        others.start("worker1", workers.member("worker1", 1, 2, store, "channel='zeromq'"))
+        options = rpc.RpcBackendOptions(init_method=f"file://{store}", channel="auto")
+        rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+        assert links() == {"worker0": LocalLink, "worker1": ZmqLink}
+        call_back_and_forth()
+        rpc.shutdown()
+        _, errors = others.output("worker1")
+        assert others.processes["worker1"].returncode == 0, errors
+    finally:
+        if workers.is_running():
+            rpc.shutdown(graceful=False)
+        others.end()
+        Path(store).unlink(missing_ok=True)
