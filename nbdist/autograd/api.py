@@ -130,7 +130,8 @@ def backward(*arguments: Any, **options: Any) -> None:
 def backward_async(*arguments: Any, **options: Any) -> Handle:
     """As `backward`, but return a handle at once: ``wait()``, ``await``, ``done()``, ``cancel()``."""
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
-    handle = Handle(here, here.begin(context, roots, gradients, **chosen))
+    ended: Future[None] = Future()
+    handle = Handle(here, here.begin(context, roots, gradients, ended, **chosen), ended)
     here.submit(handle.go)
     return handle
 
@@ -167,13 +168,12 @@ for _function in (backward, backward_async):
 class Handle:
     """A pass that runs in the background."""
 
-    def __init__(self, here: Recorder, run: Run) -> None:
+    def __init__(self, here: Recorder, run: Run, ended: Future[None]) -> None:
         self._passes = here.passes
         self._run = run
         self._outcome: Future[None] = Future()
-        assert run.outcome is not None  # it begins here
-        self._cancel = run.outcome.try_settle
-        run.outcome.add_done_callback(self._end)
+        self._ended = ended
+        ended.add_done_callback(self._end)
 
     def go(self) -> None:
         """Run it, on the calling thread."""
@@ -200,7 +200,7 @@ class Handle:
 
     def cancel(self) -> None:
         """Give it up, on all workers; `wait` then raises Interrupted."""
-        self._cancel(None, Interrupted("the backward pass was cancelled"))
+        self._ended.try_settle(None, Interrupted("the backward pass was cancelled"))
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._outcome.__await__()

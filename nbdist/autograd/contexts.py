@@ -63,7 +63,7 @@ class Context:
         self.receives: dict[int, Received] = {}
         self.workers: set[int] = set()
         """Whom this worker has sent something in the context; on the maker, all who have it."""
-        self.roots: list[tuple[Node, int]] = []
+        self.roots: dict[tuple[Node, int], None] = {}
         """Where passes began on this worker."""
         self.runs: dict[PassId, Run] = {}
         self.given_up: set[PassId] = set()

@@ -18,12 +18,18 @@ from nbdist.autograd.edges import Node
 
 __all__ = ["blocked_by", "exist", "in_buckets", "own", "owned_by_any"]
 
-_modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_known: dict[int, weakref.ref[DistributedDataParallel]] = {}
+"""Those that live, by id: whether there are any is asked many times in each pass."""
 
 
 def _notice(module: Any, name: str, submodule: Any) -> None:
     if isinstance(module, DistributedDataParallel):
-        _modules.add(module)
+        key = id(module)
+        _known[key] = weakref.ref(module, lambda _: _known.pop(key, None))
+
+
+def _modules() -> list[DistributedDataParallel]:
+    return [module for reference in list(_known.values()) if (module := reference()) is not None]
 
 
 register_module_module_registration_hook(_notice)
@@ -31,7 +37,7 @@ register_module_module_registration_hook(_notice)
 
 def exist() -> bool:
     """Whether there are such modules."""
-    return bool(_modules)
+    return bool(_known)
 
 
 def _leaves(module: DistributedDataParallel) -> set[int]:
@@ -40,7 +46,7 @@ def _leaves(module: DistributedDataParallel) -> set[int]:
 
 def owned_by_any() -> set[int]:
     """The leaves of all such modules, by id."""
-    return set[int]().union(*map(_leaves, _modules))
+    return set[int]().union(*map(_leaves, _modules()))
 
 
 def own(nodes: Iterable[Node]) -> bool:
@@ -53,7 +59,7 @@ def blocked_by(held: Iterable[int]) -> set[int]:
     """All leaves of those modules some of whose leaves have to wait."""
     waiting = set(held)
     blocked = set[int]()
-    for module in _modules:
+    for module in _modules():
         leaves = _leaves(module)
         if leaves & waiting:
             blocked |= leaves
@@ -62,4 +68,4 @@ def blocked_by(held: Iterable[int]) -> set[int]:
 
 def in_buckets() -> set[int]:
     """The leaves whose gradients lie in memory that their modules will use again."""
-    return set[int]().union(*(_leaves(module) for module in _modules if module.gradient_as_bucket_view))
+    return set[int]().union(*(_leaves(module) for module in _modules() if module.gradient_as_bucket_view))

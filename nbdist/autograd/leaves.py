@@ -39,8 +39,10 @@ class Gradients:
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """One more contribution; ``gradient`` must be nobody else's."""
         known = self._sums.get(id(leaf))
-        with torch.no_grad():
-            self._sums[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
+        if known is not None:
+            with torch.no_grad():
+                gradient = known[1] + gradient
+        self._sums[id(leaf)] = (leaf, gradient)
 
     def update(self, other: Gradients) -> None:
         """Add all of another's sums."""

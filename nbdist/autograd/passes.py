@@ -36,7 +36,7 @@ from nbdist.autograd.run import Outgoing, Run
 from nbdist.autograd.turns import TurnTaking
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.failures import Failure, describe, rebuild
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import Future, Latch
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -76,33 +76,28 @@ class Passes:
 
     # -- at the root --------------------------------------------------------------------------
 
-    def start(self, context: Context, roots: Roots, **options: bool) -> Run:
-        """Begin a pass here, and run on this thread what can run at once."""
-        run = self.begin(context, roots, **options)
-        self.go(run)
-        return run
-
     def begin(
         self,
         context: Context,
         roots: Roots,
+        outcome: Future[None] | None = None,
         *,
         smart: bool = True,
         retain_graph: bool = False,
         accumulate: bool = False,
     ) -> Run:
-        """Begin a pass here, and run nothing yet."""
+        """Begin a pass here, and run nothing yet; ``outcome`` is settled with its end, else only `wait` tells of it."""
         me = self._transport.me
         id = PassId(me, next(self._numbers))
         with context.lock:
             since = min((other.number for other in context.runs if other.root == me), default=id.number)
-        context.roots += roots.edges
+        context.roots.update(dict.fromkeys(roots.edges))
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         watching = watch.watching if watch is not None else context.watching
         head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
         if watch is not None:
             watch.begin(id, "smart" if smart else "fast")
-        run = self._begin(head, context, Ledger(me), Future())
+        run = self._begin(head, context, Ledger(me), outcome if outcome is not None else Latch())
         begun = Token(me, 0, False)
         run.sent.append((begun, me))
         run.arrived.append(begun)
@@ -139,7 +134,7 @@ class Passes:
         self.observing.end(run)
 
     def _begin(
-        self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | None = None
+        self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | Latch | None = None
     ) -> Run:
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
@@ -408,6 +403,7 @@ class Passes:
                 if run.ended:
                     return
                 run.ended = True
+        run.error = error
         run.outcome.try_settle(None, error)
 
     def _fail(self, run: Run, error: BaseException) -> None:
@@ -415,6 +411,7 @@ class Passes:
         if run.ended:
             return
         if run.outcome is not None:
+            run.error = run.error or error
             run.outcome.try_settle(None, error)
             return
         failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
@@ -427,7 +424,7 @@ class Passes:
             context.given_up.add(run.head.id)
             context.runs.pop(run.head.id, None)
         workers = run.ledger.workers if run.ledger is not None else set[int]()
-        error = run.outcome.exception() if run.outcome is not None and run.outcome.done() else None
+        error = run.error
         self._end(run, tell=workers)
         self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
 

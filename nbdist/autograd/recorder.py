@@ -27,7 +27,7 @@ from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.dispatch import Job
-from nbdist.rpc.futures import Surroundings, set_carrier
+from nbdist.rpc.futures import Future, Surroundings, set_carrier
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.recording import Attach
 from nbdist.wire import codec
@@ -217,12 +217,18 @@ class Recorder:
     # -- passes -------------------------------------------------------------------------------
 
     def begin(
-        self, context: Context, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], **options: bool
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        outcome: Future[None] | None = None,
+        /,
+        **options: bool,
     ) -> Run:
         """Begin a pass from these roots; `Passes.go` runs it."""
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
-        return self.passes.begin(context, Roots(edges, gradients), **options)
+        return self.passes.begin(context, Roots(edges, gradients), outcome, **options)
 
     # -- what passes ask ----------------------------------------------------------------------
 
@@ -257,7 +263,7 @@ class Recorder:
 
     def _devices(self, to: Record | None) -> dict[str, str]:
         """Gradients go the way back of what the forward pass sent, in either direction."""
-        if to is None:
+        if to is None or not (to.device_maps or self._agent.options.device_maps):
             return {}
         back = {theirs: ours for ours, theirs in to.device_maps.get(self.name, {}).items()}
         there = {str(ours): str(theirs) for ours, theirs in self._agent.options.device_maps.get(to.name, {}).items()}

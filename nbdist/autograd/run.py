@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nbdist.autograd.ledger import Ledger
     from nbdist.autograd.observer import Observer
     from nbdist.autograd.part import Part
-    from nbdist.rpc.futures import Future
+    from nbdist.rpc.futures import Future, Latch
 
 __all__ = ["Outgoing", "Run"]
 
@@ -45,7 +45,8 @@ class Run:
         self.again = False
         # On the root only:
         self.ledger: Ledger | None = None
-        self.outcome: Future[None] | None = None
+        self.outcome: Future[None] | Latch | None = None
+        self.error: BaseException | None = None
         self.leader: int | None = None
         """Who was asked for the pass's turn to reduce."""
         self.its_turn = False

@@ -126,17 +126,17 @@ class _TakeBuffers:
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-_FEW = 16
+_FEW = 64
 _COMPLEX, _TENSORS, _PLAIN = range(3)
 
 
-def _simplicity(value: Any, depth: int = 4) -> int:
+def _simplicity(value: Any, record: bool, depth: int = 4) -> int:
     """What must be done to pickle ``value``: nothing special, only its tensors, or all that `_Pickler` does."""
     kind = type(value)
     if kind in _ATOMS:
         return _PLAIN
     if kind is torch.Tensor:
-        return _COMPLEX if value.requires_grad or not is_packable(value) else _TENSORS
+        return _TENSORS if is_packable(value) and (record or not value.requires_grad) else _COMPLEX
     if kind is dict:
         value = [*value, *value.values()]
     elif kind is not tuple and kind is not list:
@@ -146,19 +146,33 @@ def _simplicity(value: Any, depth: int = 4) -> int:
     simplest = _PLAIN
     for item in value:
         if type(item) not in _ATOMS:
-            simplest = min(simplest, _simplicity(item, depth - 1))
+            simplest = min(simplest, _simplicity(item, record, depth - 1))
     return simplest
 
 
 class _TensorPickler(pickle.Pickler):
     """For the usual arguments and results: a few tensors, and atoms."""
 
-    def __init__(self, file: io.BytesIO, packer: TensorPacker) -> None:
+    def __init__(self, file: io.BytesIO, packer: TensorPacker, record: bool) -> None:
         super().__init__(file, protocol=5)
+        self.recorded: list[torch.Tensor] = []
+        self.places: list[int] = []
+        self._recorded_at: dict[int, int] = {}
         self._packer = packer
+        self._record = record
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self._packer.add(obj) if type(obj) is torch.Tensor else None
+        """Where a tensor is in the message: among its tensors, or, counted downwards from -1, the recorded ones."""
+        if type(obj) is not torch.Tensor:
+            return None
+        if not self._record or not obj.requires_grad:
+            return self._packer.add(obj)
+        index = self._recorded_at.get(id(obj))
+        if index is None:
+            index = self._recorded_at[id(obj)] = len(self.recorded)
+            self.recorded.append(obj)
+            self.places.append(self._packer.add(obj.detach()))
+        return -1 - index
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
@@ -359,7 +373,7 @@ def encode(
     ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message. With ``record``,
     tensors that require grad are marked, for `decode` to have them attached to the receiver's graph.
     """
-    simplicity = _simplicity(value)
+    simplicity = _simplicity(value, record)
     if simplicity == _PLAIN:
         return Encoded(_NO_TENSORS, [pickle.dumps(value, 5)])
     packer = TensorPacker(devices, receiver)
@@ -368,9 +382,10 @@ def encode(
     odd: list[Buffer] = []
     try:
         if simplicity == _TENSORS:
-            _TensorPickler(body, packer).dump(value)
+            quick = _TensorPickler(body, packer, record)
+            quick.dump(value)
             tensors, where, frames = packer.pack()
-            return Encoded(Payload(where, tensors), [body.getvalue(), *frames])
+            return Encoded(Payload(where, tensors, recorded=quick.places), [body.getvalue(), *frames], quick.recorded)
         pickler = _Pickler(body, out_of_band, packer, forker, by_value, record)
         pickler.lacking, pickler.known = lacking, known
         pickler.dump(value)
@@ -428,12 +443,15 @@ class _Unpickler(pickle.Unpickler):
         recorded: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
-        self.persistent_load = tensors.__getitem__  # type: ignore[method-assign]  # what the pickle module asks for
         self._tensors = tensors
         self._references = references
         self._recorded = recorded
         self._globals: dict[int, tuple[Any, _Globals]] = {}
         self.missing: list[tuple[str, str]] = []
+
+    def persistent_load(self, index: int) -> torch.Tensor:
+        """What a `_TensorPickler` put in the place of a tensor."""
+        return self._tensors[index] if index >= 0 else self._recorded[-1 - index]
 
     def read(self) -> Any:
         """The value, and nothing that keeps it."""

@@ -165,8 +165,14 @@ def _pack_simple(
 ) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
     """The usual case, one small contiguous tensor, without the general one's bookkeeping."""
     length = tensor.nbytes
-    if length >= LARGE or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if length >= LARGE or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         return None
+    if not tensor.is_contiguous():
+        if any(tensor.stride()):
+            return None
+        tensor = (
+            tensor.contiguous()
+        )  # one value, expanded, as gradients of sums are: it is not there more often than once
     flags = _REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is torch.nn.Parameter:
         flags |= _PARAMETER

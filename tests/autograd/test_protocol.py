@@ -19,6 +19,7 @@ from nbdist.autograd.messages import PassId, Report, Token
 from nbdist.autograd.part import Roots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.turns import Turns
+from nbdist.rpc.futures import Future
 
 WORKERS = 3
 
@@ -153,9 +154,11 @@ def test_any_order_of_messages(seed):
         random.Random(seed), lambda *arguments: moved(net, context.id, *arguments), found_counts
     )
     passes = net.workers[0].passes
-    run = passes.start(context, Roots([(loss.grad_fn, 0)], [torch.ones_like(loss)]))
+    ended = Future()
+    run = passes.begin(context, Roots([(loss.grad_fn, 0)], [torch.ones_like(loss)]), ended)
+    passes.go(run)
     net.deliver_all()
-    assert run.outcome.done(), "the pass does not end"
+    assert ended.done(), "the pass does not end"
     passes.wait(run)
     gradients = {}
     for worker in net.workers:
