@@ -1,5 +1,6 @@
 """What tests of distributed autograd call on real workers, which must be able to import it."""
 
+import gc
 import time
 
 import torch
@@ -92,3 +93,18 @@ def run_delayed(name, x, seconds):
 def gradients_of(name, context_id):
     found = dist_autograd.get_gradients(context_id)
     return [found.get(parameter) for parameter in _kept[name].parameters()]
+
+
+# --- test_memory_of_contexts ----------------------------------------------------------------------
+
+
+def forward_and_own(other, x):
+    return rpc.rpc_sync(other, torch.mul, args=(x, 2.0)) * weight.sum()
+
+
+def kilobytes():
+    """What this process has in use that nobody else has."""
+    gc.collect()
+    with open("/proc/self/smaps_rollup") as report:
+        lines = dict(line.split(":") for line in report if line.startswith("Private"))
+    return sum(int(value.split()[0]) for value in lines.values())
