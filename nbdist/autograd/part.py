@@ -185,21 +185,27 @@ class Part:
 
     # -- running ------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Run all that can run now; by one thread at a time."""
+    def run(self) -> bool:
+        """Run all that can run now, by one thread at a time; whether something waits for the end of the marking.
+
+        That is as it was when nothing more could run. Asked for later, it might have come to an end meanwhile, and
+        what waited, though not run yet, would be taken for dealt with.
+        """
         while not self._stopped:
             with self._lock:
                 call = self._next_call()
                 marks, self._due = self._due, {}
+                waits = self.unsure
             if marks:
                 self._send_marks(marks)
             if call is None:
-                return
+                return waits
             call()
             if self.smart:
                 # What has run was not marked first, so its gradients must go before it is reported as dealt with.
                 for end in list(self._crossed):
                     self._return(end)
+        return False
 
     def _next_call(self) -> Callable[[], None] | None:
         entries = self._take_ready()

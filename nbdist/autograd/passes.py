@@ -261,14 +261,14 @@ class Passes:
                 run.again = False
                 taken, run.arrived = run.arrived, []
             try:
-                run.part.run()
+                waits = run.part.run()
             except BaseException as error:
                 self._fail(run, error)
                 if not isinstance(error, Exception):
                     raise
                 return
             with run.lock:
-                if run.part.unsure:  # it will run when the marking is over, and is not dealt with before
+                if waits:  # it will run when the marking is over, and is not dealt with before
                     run.arrived = taken + run.arrived
                     run.marked += taken
                 else:

@@ -6,6 +6,7 @@ also such as no sequence of calls would make.
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Contexts
 from nbdist.autograd.ledger import Ledger
 from nbdist.autograd.messages import PassId, Report, Token
-from nbdist.autograd.part import Roots
+from nbdist.autograd.part import Part, Roots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.turns import Turns
 from nbdist.rpc.futures import Future
@@ -42,7 +43,7 @@ class Worker:
 
     def post(self, to, message, body=None):
         message = messages.decode(messages.encode(message))
-        self.net.flying.append(lambda: self.net.workers[to].take(message, body, self.me))
+        self.net.flying.append(partial(self.net.workers[to].take, message, body, self.me))
 
     def tell(self, to, message, body=None):
         self.post(to, message, body)
@@ -174,6 +175,43 @@ def run_and_compare(seed):
         assert other.grad is None
         assert (found is None or not found.any()) if leaf.grad is None else torch.equal(found, leaf.grad)
     assert found_counts == counts
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """When a thread has run what it can, another begins to take note that the marking is over, and is held up there."""
+    flying, run = [], Part.run
+    cut_short = []
+
+    def run_and_be_told(part):
+        waits = run(part)
+        for message in flying[0]:
+            told = getattr(message, "args", None)
+            if told and type(told[0]) is messages.Marked:
+                receiver = message.func.__self__
+                theirs = getattr(receiver, "passes", receiver)._runs.get(told[0].id)
+                if theirs is not None and theirs.part is part:
+                    cut_short.append(part.unsure)
+                    part.end_marking()
+        return waits
+
+    monkeypatch.setattr(Part, "run", run_and_be_told)
+    monkeypatch.setattr(Net, "__init__", _then(Net.__init__, lambda net: flying.insert(0, net.flying)))
+    yield
+    assert any(cut_short), "it did not come to that"
+
+
+def _then(function, action):
+    def both(self, *args):
+        function(self, *args)
+        action(self)
+
+    return both
+
+
+def test_what_waits_is_not_dealt_with_because_the_marking_ends_at_that_moment(hasty):
+    for seed in range(500):
+        run_and_compare(seed)
 
 
 # --- the ledger -----------------------------------------------------------------------------------
