@@ -67,7 +67,8 @@ def origin_of(node: Node) -> Origin:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Note the origins of what the calling thread computes in the block."""
+    """Note the origins of what the calling thread computes in the block, which may end on another thread."""
+    thread = threading.get_ident()
     outer, _thread.modules = _thread.modules, []
     _use_hooks(1)
     mode: Any = _Noting()
@@ -75,9 +76,11 @@ def noted() -> Iterator[None]:
     try:
         yield
     finally:
-        _leave(mode)
+        mode.is_over = True
         _use_hooks(-1)
-        _thread.modules = outer
+        if threading.get_ident() == thread:
+            _leave(mode)
+            _thread.modules = outer
 
 
 def _leave(mode: TorchFunctionMode) -> None:
@@ -119,8 +122,12 @@ def _leave_module(module: torch.nn.Module, *_: Any) -> None:
 class _Noting(TorchFunctionMode):
     """Sees every function of torch that this thread calls."""
 
+    is_over = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_over:
+            return func(*args, **kwargs)
         for tensor in _tensors((*args, *kwargs.values())):
             if tensor.grad_fn is not None:
                 # Made where nothing was noted: what comes after must not be taken for its origin.

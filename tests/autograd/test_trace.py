@@ -1,5 +1,6 @@
 """What a context has recorded, as data, as text and as a picture."""
 
+import threading
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -9,6 +10,7 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd.drawing import as_svg
 from nbdist.autograd.inspection import Trace
+from nbdist.autograd.origins import Origin, origin_of
 from nbdist.testing import World
 
 
@@ -199,3 +201,16 @@ def test_lines_are_noted_until_the_context_is_closed_whatever_was_entered_since(
         context_id.close()
         assert torch.overrides._get_current_function_mode_stack() == [other]
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_context_that_another_thread_closes_notes_no_more(world):
+    context_id = dist_autograd.open(lines=True)
+    thread = threading.Thread(target=lambda: world[0].activate().__enter__() and context_id.close())
+    thread.start()
+    thread.join()
+    try:
+        x = torch.ones(2, requires_grad=True)
+        assert origin_of(x.cos().grad_fn) == Origin()
+        assert not torch.nn.modules.module._global_forward_hooks
+    finally:
+        torch._C._pop_torch_function_stack()
