@@ -15,7 +15,7 @@ import torch
 
 from nbdist.autograd.edges import current_part
 from nbdist.autograd.graph import walk
-from nbdist.autograd.leaves import current_claim
+from nbdist.autograd.leaves import current_claim, halted_leaves
 from nbdist.errors import UsageError
 
 __all__ = ["run_backward"]
@@ -45,6 +45,8 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
     ) -> Any:
         """As torch's."""
         __tracebackhide__ = True  # IPython leaves this frame out, in which a local pass has no part
+        if current_part() is None and not inputs:
+            _refuse_halted(tensors)
         if current_part() is None or inputs:
             return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
         region = walk([_edge(tensor) for tensor in tensors])
@@ -65,6 +67,16 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
             if gradient is not None:
                 claim.add(node.variable, gradient, elsewhere=node in taken)
         return ()
+
+
+def _refuse_halted(roots: Sequence[Any]) -> None:
+    """What a local pass would put into ``.grad`` would be taken for a paused one's, which has it set aside."""
+    halted = halted_leaves()
+    if halted and any(id(node.variable) in halted for node in walk([_edge(root) for root in roots]).leaves):
+        raise UsageError(
+            "a paused backward pass has leaves of this one in hand: let it go on first (`watch.run()`), or use "
+            "torch.autograd.grad, which leaves .grad alone"
+        )
 
 
 def _edge(root: Any) -> tuple[Any, int]:

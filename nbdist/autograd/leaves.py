@@ -24,10 +24,11 @@ from nbdist.autograd.edges import Node
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
 
-__all__ = ["Claim", "Gradients", "claimed", "current_claim", "lent"]
+__all__ = ["Claim", "Gradients", "claimed", "current_claim", "halted", "halted_leaves", "lent"]
 
 _condition = threading.Condition(threading.Lock())
 _claimed: dict[int, _Holder] = {}
+_halted: set[_Holder] = set()
 
 
 class Gradients:
@@ -106,11 +107,11 @@ class Claim:
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
         self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._holder = _Holder()
+        self.holder = _Holder()
 
     def take(self) -> None:
         """Have the leaves, and set their ``.grad`` aside."""
-        self._holder.take(set(self._leaves))
+        self.holder.take(set(self._leaves))
         if self._into is not None:
             for leaf in self._leaves.values():
                 self._before.append((leaf, leaf.grad))
@@ -125,14 +126,14 @@ class Claim:
         taken: set[Node] = set()
         for node in nodes:
             leaf = node.variable
-            if id(leaf) in self._holder.held:
+            if id(leaf) in self.holder.held:
                 continue
             with _condition:
                 if id(leaf) in _claimed:
                     taken.add(node)
                     continue
-                self._holder.held.add(id(leaf))
-                _claimed[id(leaf)] = self._holder
+                self.holder.held.add(id(leaf))
+                _claimed[id(leaf)] = self.holder
             if self._into is not None:
                 self._adopted.append((weakref.ref(leaf), leaf.grad))
                 leaf.grad = None
@@ -159,7 +160,7 @@ class Claim:
                 if new is not None and self._into is not None:
                     self._into.add(leaf, new.clone() if id(leaf) in shared else new)
         finally:
-            self._holder.give_back()
+            self.holder.give_back()
 
     def accumulate_late(self) -> None:
         """After the release, when nobody can wait for us: give leaves what they could not be given during the call."""
@@ -194,6 +195,25 @@ def current_claim() -> Claim:
     """That of the engine's call in which the calling thread is."""
     claim: Claim = torch._C._get_obj_in_tls(_KEY)
     return claim
+
+
+@contextmanager
+def halted() -> Iterator[None]:
+    """The calling thread's call of the engine stands still, for the time of the block: somebody wants to look at it."""
+    holder = current_claim().holder
+    with _condition:
+        _halted.add(holder)
+    try:
+        yield
+    finally:
+        with _condition:
+            _halted.discard(holder)
+
+
+def halted_leaves() -> set[int]:
+    """The leaves, by id, whose ``.grad`` is set aside by calls that stand still."""
+    with _condition:
+        return set[int]().union(*(holder.held for holder in _halted))
 
 
 @contextmanager

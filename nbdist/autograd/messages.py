@@ -206,6 +206,7 @@ class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
     id: PassId
     context: int
     watch: int
+    smart: bool
     number: int
     happenings: list[Happening]
     version: int

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist.autograd.edges import RECEIVE, Node, current_part
+from nbdist.autograd.leaves import halted
 from nbdist.autograd.messages import Control, Happening, Watching
 from nbdist.errors import NbdistError
 from nbdist.rpc.futures import blocking_wait
@@ -27,7 +28,7 @@ __all__ = ["Observer", "Stopped"]
 
 _AT_ONCE = 200
 _AT_LATEST = 0.05
-"""Seconds for which what was seen is kept back, to be sent together with more."""
+"""Seconds after which what is seen next is sent, and what was kept back with it."""
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -43,7 +44,7 @@ class Observer:
         self, worker: str, numbers: Numbers, watching: Watching, send: Callable[[int, list[Happening], int], None]
     ) -> None:
         """``send(number, what happened, version of the control)`` tells the watcher."""
-        self.watch = watching.watch
+        self.whose = (watching.watcher, watching.watch)
         self.sent = 0
         self._worker = worker
         self._numbers = numbers
@@ -191,7 +192,7 @@ class Observer:
                     self.flush()
                     announced = control
                     self._pause(control)
-                with blocking_wait(), self._changed:
+                with blocking_wait(), halted(), self._changed:
                     while self._control.version == control.version and self._over < self._halts and not self._stopped:
                         self._changed.wait()
                 if self._stopped:

@@ -89,6 +89,9 @@ class Observing:
         known, new = context.watching, message.watching
         if message.over:
             context.watches_over.add((new.watcher, new.watch))
+            for run in list(context.runs.values()):
+                if run.observer is not None and run.observer.whose == (new.watcher, new.watch):
+                    run.observer.leave()
             if known is not None and (known.watcher, known.watch) == (new.watcher, new.watch):
                 context.watching = None
         elif (new.watcher, new.watch) not in context.watches_over:
@@ -107,12 +110,12 @@ class Observing:
     def observer(self, head: Head, context: Context) -> Observer | None:
         """Who sees a pass here; None where nobody wants to know."""
         watching, me = head.watching, self._transport.me
-        if watching is None:
+        if watching is None or (watching.watcher, watching.watch) in context.watches_over:
             return None
         watcher, watch = watching.watcher, watching.watch
 
         def send(number: int, happened: list[messages.Happening], version: int) -> None:
-            message = messages.Observed(head.id, context.id, watch, number, happened, version)
+            message = messages.Observed(head.id, context.id, watch, head.smart, number, happened, version)
             if watcher != me:
                 self._transport.tell(watcher, message)
             else:
@@ -135,7 +138,7 @@ class Observing:
         else:
             self.on_over(over)
 
-    def on_steer(self, message: messages.Steer) -> None:
+    def on_steer(self, message: messages.Steer, sender: int) -> None:
         """The watcher says how a context's passes are to go on."""
         context = self._contexts.find(message.context)
         if context is None:
@@ -145,7 +148,7 @@ class Observing:
             context.watching = known._replace(control=message.control)
         over = dict(message.over)
         for run in list(context.runs.values()):
-            if run.observer is not None and run.observer.watch == message.watch:
+            if run.observer is not None and run.observer.whose == (sender, message.watch):
                 run.observer.steer(message.control, over.get(run.head.id, 0))
 
     def on_go(self, message: messages.Go) -> None:
@@ -158,9 +161,15 @@ class Observing:
     def on_lost(self, worker: int) -> None:
         """A worker is gone: what it watched goes on, and what it has not told will not come."""
         for context in self._contexts.all():
+            if context.watching is not None and context.watching.watcher == worker:
+                context.watching = None
             if context.watch is not None:
                 context.watch.on_lost(worker)
             for run in list(context.runs.values()):
-                watching = run.head.watching
-                if run.observer is not None and watching is not None and watching.watcher == worker:
+                if run.observer is not None and run.observer.whose[0] == worker:
                     run.observer.leave()
+
+    def begun(self, run: Run) -> None:
+        """A pass has begun here: by now, its watcher may be gone."""
+        if run.observer is not None and not self._transport.is_there(run.observer.whose[0]):
+            run.observer.leave()

@@ -1,6 +1,7 @@
 """Notes where the nodes of a graph come from: the module, and the line of the user's code, that made them.
 
-It is for looking only, and costs some 50 microseconds for each operation; so it is done where it was asked for, on the
+Functions of the user's own (`torch.autograd.Function`) are not seen by what sees torch's, and have no note. It is for
+looking only, and costs some 50 microseconds for each operation; so it is done where it was asked for, on the
 threads that run in such a context, on all workers. The note lies with the node, in the dictionary in which torch keeps
 what its anomaly mode notes; so it lives as long as the node does.
 """
@@ -49,8 +50,8 @@ class Origin(NamedTuple):
 
 
 class _PerThread(threading.local):
-    modules: list[torch.nn.Module] | None = None
-    """Those whose forward runs on this thread, the outermost first; None where nothing is to be noted."""
+    modules: list[tuple[torch.nn.Module, str]] | None = None
+    """Those whose forward runs on this thread and their paths, the outermost first; None where nothing is noted."""
 
 
 _thread = _PerThread()
@@ -71,6 +72,7 @@ def noted() -> Iterator[None]:
     thread = threading.get_ident()
     outer, _thread.modules = _thread.modules, []
     _use_hooks(1)
+    _leave(None)
     mode: Any = _Noting()
     mode.__enter__()
     try:
@@ -83,15 +85,14 @@ def noted() -> Iterator[None]:
             _thread.modules = outer
 
 
-def _leave(mode: TorchFunctionMode) -> None:
-    """End a mode, also where others have been entered since: a context need not end where it began."""
-    above = []
+def _leave(mode: TorchFunctionMode | None) -> None:
+    """End a mode, also where others were entered since, and those that other threads have ended."""
+    kept = []
     while torch._C._len_torch_function_stack():
         top = torch._C._pop_torch_function_stack()
-        if top is mode:
-            break
-        above.append(top)
-    for other in reversed(above):
+        if top is not mode and not (isinstance(top, _Noting) and top.is_over):
+            kept.append(top)
+    for other in reversed(kept):
         torch._C._push_on_torch_function_stack(other)
 
 
@@ -110,13 +111,19 @@ def _use_hooks(more: int) -> None:
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
     if _thread.modules is not None:
-        _thread.modules.append(module)
+        _thread.modules.append((module, _path(module)))
 
 
 def _leave_module(module: torch.nn.Module, *_: Any) -> None:
-    if _thread.modules is not None and module in _thread.modules:
-        while _thread.modules.pop() is not module:
+    if _thread.modules is not None and any(other is module for other, _ in _thread.modules):
+        while _thread.modules.pop()[0] is not module:
             pass
+
+
+def _path(module: torch.nn.Module) -> str:
+    root = _thread.modules[0][0] if _thread.modules else module
+    path = next((name for name, other in root.named_modules() if other is module), type(module).__name__)
+    return f"{type(root).__name__}.{path}" if path else type(root).__name__
 
 
 class _Noting(TorchFunctionMode):
@@ -162,11 +169,7 @@ def _note(nodes: list[Node]) -> None:
 
 
 def _module() -> str | None:
-    if not _thread.modules:
-        return None
-    root, module = _thread.modules[0], _thread.modules[-1]
-    path = next((name for name, other in root.named_modules() if other is module), type(module).__name__)
-    return f"{type(root).__name__}.{path}" if path else type(root).__name__
+    return _thread.modules[-1][1] if _thread.modules else None
 
 
 def _line() -> tuple[str, int, str]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from nbdist.autograd import messages
+from nbdist.autograd import ddp, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
 from nbdist.autograd.ledger import Ledger
@@ -142,6 +142,7 @@ class Passes:
         run.observer = self.observing.observer(head, context)
         run.part = Part(sends, head, partial(self._send_back, run), partial(self._send_marks, run), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
+        self.observing.begun(run)
         return run
 
     def _find(self, head: Head) -> Run | None:
@@ -198,10 +199,12 @@ class Passes:
             run.part.end_marking()
             self._advance(run)
 
-    def on_granted(self, message: messages.Granted) -> None:
+    def on_granted(self, message: messages.Granted, sender: int) -> None:
         """To the root: it is the pass's turn to reduce."""
         run = self._runs.get(message.id)
-        if run is not None:
+        if run is None or run.ended:  # that it was over may have overtaken that it asked
+            self._transport.tell(sender, messages.Turn(message.id, True))
+        else:
             self._let_go_on(run, self.turns.granted(run))
 
     def on_report(self, message: Report, sender: int) -> None:
@@ -286,7 +289,7 @@ class Passes:
         with run.lock:
             token = self._token(run, end.peer, is_mark=False)
             out: Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
-            if end.peer == run.head.id.root != self._transport.me:
+            if end.peer == run.head.id.root != self._transport.me and not _may_wait(run):
                 out, run.outbox = run.outbox, out
         if run.observer is not None:
             run.observer.note("sent", message=end.message)
@@ -396,7 +399,8 @@ class Passes:
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
-        if run.outcome is None:
+        outcome = run.outcome
+        if outcome is None:
             return
         if error is None:
             with run.lock:
@@ -404,15 +408,16 @@ class Passes:
                     return
                 run.ended = True
         run.error = error
-        run.outcome.try_settle(None, error)
+        outcome.try_settle(None, error)
 
     def _fail(self, run: Run, error: BaseException) -> None:
         """It cannot go on here."""
         if run.ended:
             return
-        if run.outcome is not None:
+        outcome = run.outcome
+        if outcome is not None:
             run.error = run.error or error
-            run.outcome.try_settle(None, error)
+            outcome.try_settle(None, error)
             return
         failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
         self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
@@ -449,3 +454,8 @@ class Passes:
         if run.ledger is not None:
             needed |= run.ledger.workers
         return needed
+
+
+def _may_wait(run: Run) -> bool:
+    """Whether the thread that runs a pass may stop on its way: then nothing must wait for the end of its call."""
+    return run.observer is not None or ddp.exist()

@@ -77,7 +77,7 @@ class Recorder:
         self._handle(messages.Gradients, lambda message, sender, body: partial(_on_gradients, passes, message, body))
         self._handle(messages.Marked, lambda message, sender, body: partial(passes.on_marked, message))
         self._handle(messages.Turn, lambda message, sender, body: passes.turns.on_turn(message))
-        self._handle(messages.Granted, lambda message, sender, body: partial(passes.on_granted, message))
+        self._handle(messages.Granted, lambda message, sender, body: partial(passes.on_granted, message, sender))
         self._handle(messages.Report, lambda message, sender, body: passes.on_report(message, sender))
         self._handle(messages.Failed, lambda message, sender, body: lambda: passes.on_failed(message, body()))
         self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
@@ -86,7 +86,7 @@ class Recorder:
         self._handle(messages.Watch, lambda message, sender, body: observing.on_watch(message))
         self._handle(messages.Observed, lambda message, sender, body: observing.on_observed(message, sender))
         self._handle(messages.Over, lambda message, sender, body: observing.on_over(message))
-        self._handle(messages.Steer, lambda message, sender, body: observing.on_steer(message))
+        self._handle(messages.Steer, lambda message, sender, body: observing.on_steer(message, sender))
         self._handle(messages.Go, lambda message, sender, body: observing.on_go(message))
         self._handle(messages.Freeze, lambda message, sender, body: self._on_freeze(message, sender))
 
@@ -112,8 +112,6 @@ class Recorder:
 
     def close(self, context: Context) -> None:
         """End a context everywhere."""
-        if context.noting is not None:
-            context.noting.__exit__(None, None, None)
         if self.contexts.current is context:
             self.contexts.set_current(None)
         for worker in context.workers - {self._agent.me.incarnation}:
@@ -124,6 +122,8 @@ class Recorder:
         context = self.contexts.release(id)
         if context is not None:
             self.passes.release(context)
+            if context.noting is not None:
+                context.noting.__exit__(None, None, None)
             if context.watch is not None:
                 context.watch.close()
 
@@ -143,8 +143,8 @@ class Recorder:
     def _join(self, context: Context, worker: int) -> None:
         """A worker comes to a context."""
         if worker not in context.workers:
+            context.workers.add(worker)  # before: whoever begins to watch now tells all that are there
             self.passes.observing.on_join(context, worker)
-            context.workers.add(worker)
 
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Make gates for the tensors of a message."""
@@ -246,6 +246,10 @@ class Recorder:
         """A worker's name."""
         return self._agent.membership.name_of(worker)
 
+    def is_there(self, worker: int) -> bool:
+        """Whether it is still a member."""
+        return self._agent.links.connected(worker) is not None
+
     def submit(self, job: Job) -> None:
         """Run a job on another thread."""
         self._agent.pool.submit(job)
@@ -296,7 +300,7 @@ class Recorder:
         self._frozen[sender] = message.number
         if message.frozen:
             self._agent.pending.freeze(sender, time.monotonic())
-        else:
+        if not message.frozen or not self.is_there(sender):  # it may have been lost just now
             self._thaw(sender)
 
     def _thaw(self, worker: int) -> None:

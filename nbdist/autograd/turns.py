@@ -28,6 +28,9 @@ if TYPE_CHECKING:
         def tell(self, to: int, message: messages.Message) -> None:
             """Send, if it is there."""
 
+        def is_there(self, worker: int) -> bool:
+            """Whether it is still a member."""
+
 
 __all__ = ["TurnTaking", "Turns"]
 
@@ -108,5 +111,7 @@ class TurnTaking:
             self._grant(self._turns.lose(worker))
 
     def _grant(self, turn: PassId | None) -> None:
+        while turn is not None and not self._transport.is_there(turn.root):
+            turn = self._turns.end(turn)
         if turn is not None:
             self._transport.tell(turn.root, messages.Granted(turn))

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
         def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
             """Send, if it is there."""
 
+        def is_there(self, worker: int) -> bool:
+            """Whether it is still a member."""
+
         def freeze(self, context_id: int, frozen: bool) -> None:
             """Have nobody's time run, or run again, on all workers."""
 
@@ -249,13 +252,13 @@ class Watch:
     def begin(self, id: PassId, mode: str) -> None:
         """A pass has begun here."""
         with self._changed:
-            self._of(id).mode = mode
+            self._of(id, mode)
             self._freeze()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """News from a worker."""
         with self._changed:
-            seen = self._of(message.id)
+            seen = self._of(message.id, "smart" if message.smart else "fast")
             worker = seen.shares.setdefault(sender, Share())
             worker.overtaken[message.number] = message
             while (following := worker.overtaken.pop(worker.taken + 1, None)) is not None:
@@ -273,7 +276,7 @@ class Watch:
     def on_over(self, message: messages.Over) -> None:
         """A pass has ended."""
         with self._changed:
-            seen = self._of(message.id)
+            seen = self._of(message.id, "")
             seen.over, seen.error = True, message.error
             seen.told = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
             self._freeze()
@@ -283,17 +286,21 @@ class Watch:
         """A worker is gone; what it has not told will not come."""
         with self._changed:
             self._lost.add(worker)
-            for seen in self._passes.values():
+            for id, seen in self._passes.items():
+                if id.root == worker and not seen.over:  # who would have said so
+                    seen.over, seen.error, seen.told = True, f"WorkerLost: {seen.root}, where it began, is gone", {}
                 seen.told.pop(worker, None)
                 known = seen.shares.get(worker)
                 if known is not None:
                     known.at = None
+            self._freeze()
             self._changed.notify_all()
 
-    def _of(self, id: PassId) -> Pass:
+    def _of(self, id: PassId, mode: str) -> Pass:
         seen = self._passes.get(id)
         if seen is None:
-            seen = self._passes[id] = Pass(self._transport.name_of(id.root), id.number, "smart")
+            seen = self._passes[id] = Pass(self._transport.name_of(id.root), id.number, mode)
+        seen.mode = seen.mode or mode
         return seen
 
     def _enter(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -33,6 +34,7 @@ __all__ = ["LocalChannel", "is_available"]
 _SCHEME = "unix://"
 _AT_ONCE = 64 * 1024
 _LINGER = 0.5
+_PAUSE = 0.1
 _EVENTS = 16
 _NEWS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
 
@@ -73,6 +75,7 @@ class LocalChannel:
         self._links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
         self._incoming: dict[int, _Incoming] = {}
         self._ready: set[int] = set()
+        self._try_again_at = math.inf
         path = str(beside.directory / "un")
         self._address = _SCHEME + path
         with contextlib.ExitStack() as undo:
@@ -118,6 +121,10 @@ class LocalChannel:
 
     def receive(self, timeout: float | None) -> list[bytes] | None:
         end = None
+        if time.monotonic() > self._try_again_at:
+            self._try_again_at = math.inf
+            with self._turn:
+                self._accept()
         while True:
             has_part = self.has_more()
             events = () if self._arrived else self._wait(0 if has_part else timeout)
@@ -185,6 +192,7 @@ class LocalChannel:
                 return
             except OSError as error:
                 _log.warning("cannot let another agent in: %s", error)
+                self._try_again_at = time.monotonic() + _PAUSE  # of who waits there, the kernel does not tell again
                 return
             if is_own_user(sock):
                 sock.setblocking(False)

@@ -1,9 +1,9 @@
 """An agent: the endpoint of one worker, which joins the parts.
 
 Here is the way of every message: `post`, which is the links', numbers it, keeps it and sends it on the
-caller's thread; `_read`, run by one thread of the pool at a time, takes what comes, lets the peer judge it,
-and passes it to the handler of its type. A handler is quick and runs nobody's code; if there is something to
-run it returns a job, and the thread that read it runs it after another has taken its turn at reading.
+caller's thread; `_read`, run by one or two threads of the pool, takes what comes, and then, one thread at a time,
+lets the peer judge it and passes it to the handler of its type. A handler is quick and runs nobody's code; if there
+is something to run it returns a job, and the thread that read it runs it while another reads.
 """
 
 from __future__ import annotations

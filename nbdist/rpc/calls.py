@@ -113,7 +113,8 @@ class PendingCalls:
 
     def next_due(self) -> float:
         """When `due` has something to say."""
-        return self._due[0][0] if self._due and not self._frozen else math.inf
+        due = self._due
+        return due[0][0] if due and not self._frozen else math.inf
 
     def freeze(self, who: int, now: float) -> None:
         """Let nobody's time run, as ``who``, an agent, wants it."""

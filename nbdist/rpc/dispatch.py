@@ -35,7 +35,7 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class Pool:
-    """An elastic pool of threads around one reader.
+    """An elastic pool of threads, of which one or two read.
 
     ``read(timeout)`` is called by up to ``readers`` threads at a time, and returns a job, or None. One must return
     when ``wake()`` is called; that is done where ``has_more()`` says that those who wait will not be woken otherwise.

@@ -85,19 +85,14 @@ class Latch:
         self._outcome: Any = None
         self._error: BaseException | None = None
 
-    def try_settle(self, outcome: Any, error: BaseException | None, *, quietly: bool = False) -> bool:
-        """Let the waiting thread go on, unless it has been let already; nobody's code runs here for that."""
+    def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
+        """Let the waiting thread go on, unless it has been let already."""
         with self._setting:
             if self._settled:
                 return False
             self._settled = True
         self._outcome, self._error = outcome, error
         self._lock.release()
-        return True
-
-    @property
-    def is_unwatched(self) -> bool:
-        """Whether nobody's code runs where it is settled."""
         return True
 
     def wait(self) -> Any:
@@ -143,24 +138,25 @@ class Future(torch.futures.Future[T]):
             raise TypeError(f"{result!r} is of type {type(result)}, not an Exception.")
         self._settle(None, result)
 
-    def try_settle(self, outcome: Any, error: BaseException | None, *, quietly: bool = False) -> bool:
-        """Complete the future unless it is complete; or, ``quietly``, if somebody's callback would run here for it."""
+    def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
+        """Complete the future unless it is complete."""
         with self._setting:
-            if self._settled or (quietly and self._callbacks):
+            if self._settled:
                 return False
             self._settled = True
-            self._outcome, self._error = outcome, error
-            callbacks, self._callbacks = self._callbacks, []
-            self._done = True
-            self._latch.release()
-        self._tell(outcome, error, callbacks)
+        self._publish(outcome, error)
         return True
 
     def _settle(self, outcome: Any, error: BaseException | None) -> None:
         if not self.try_settle(outcome, error):
             raise RuntimeError("Future can only be marked completed once")
 
-    def _tell(self, outcome: Any, error: BaseException | None, callbacks: list[Callable[[Future[T]], Any]]) -> None:
+    def _publish(self, outcome: Any, error: BaseException | None) -> None:
+        self._outcome, self._error = outcome, error
+        with self._setting:
+            callbacks, self._callbacks = self._callbacks, []
+            self._done = True
+            self._latch.release()
         # torch's own waiters see the same, and not before us: whoever its `wait_all` wakes may ask `done` of us.
         # Its ``set_exception`` would call our ``set_result``.
         if error is not None:
@@ -182,11 +178,6 @@ class Future(torch.futures.Future[T]):
     def done(self) -> bool:
         """Whether the outcome is there."""
         return self._done
-
-    @property
-    def is_unwatched(self) -> bool:
-        """Whether, as yet, nobody's code runs where it is completed."""
-        return not self._callbacks
 
     def value(self) -> T:
         """The value of a completed future; raises its error."""

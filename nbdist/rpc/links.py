@@ -241,7 +241,9 @@ class Links:
             self.post(sender, Pong(message.number, self._agent.executor.doing()))
 
     def _on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
-        connection = self.connections[sender]
+        connection = self.connections.get(sender)
+        if connection is None:
+            return  # it is gone
         with self._lock:
             actions = connection.peer.ponged(message, time.monotonic())
         for action in actions:

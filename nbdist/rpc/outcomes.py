@@ -50,10 +50,10 @@ class Outcomes:
                 peer.definitions.difference_update(lacking)
             if call.again is None:
                 names = ", ".join(name for name, _ in reply.missing)
-                missing = MissingDefinition(
+                error = MissingDefinition(
                     f"{call.worker} no longer has the definition of {names} that it had; call again"
                 )
-                return partial(self._fail, call, missing, may_exist=False)
+                return partial(self._fail, call, error, may_exist=False)
             return call.again
         if call.definitions:
             peer = self._agent.links.peer(sender)
@@ -61,18 +61,12 @@ class Outcomes:
                 peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
         if call.result is not None:
             self._agent.references.confirm(call.result.fork, reply.state)
-        if reply.ok and codec.decodes_quickly(reply.payload, frames) and call.outcome.is_unwatched:
-            outcome, error = self._read(call, reply, frames, references)
-            quiet = self.end(call, outcome, error, quietly=True)
-            return None if quiet else partial(call.outcome.try_settle, outcome, error)
+        if call.is_waited_for and reply.ok and codec.decodes_quickly(reply.payload, frames):
+            self._settle(call, reply, frames, references)
+            return None
         return partial(self._settle, call, reply, frames, references)
 
     def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
-        self.end(call, *self._read(call, reply, frames, references))
-
-    def _read(
-        self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]
-    ) -> tuple[Any, BaseException | None]:
         outcome: Any = None
         error: BaseException | None = None
         try:
@@ -84,7 +78,7 @@ class Outcomes:
             outcome, error = None, failed
             if reply.ok and isinstance(failed, NbdistError):
                 error.add_note(f"while the result of {call.function} on {call.worker} was read")
-        return outcome, error
+        self.end(call, outcome, error)
 
     def _attach(self, call: Pending, reply: Reply) -> Attach | None:
         recorder = self._agent.recorder
@@ -93,11 +87,11 @@ class Outcomes:
         context = recorder.enter(reply.recording, call.to)
         return recorder.incoming(context, reply.recording, call.to, call.function) if context is not None else None
 
-    def end(self, call: Pending, outcome: Any, error: BaseException | None, *, quietly: bool = False) -> bool:
-        """Settle a call, which will not be sent again; ``quietly``, only if that runs nobody's code."""
+    def end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
+        """Settle a call, which will not be sent again."""
         call.drop_repeat()
         trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
-        return call.outcome.try_settle(outcome, error, quietly=quietly)
+        call.outcome.try_settle(outcome, error)
 
     # -- without one --------------------------------------------------------------------------
 

@@ -167,15 +167,13 @@ def _pack_simple(
     length = tensor.nbytes
     if length >= LARGE or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         return None
-    if not tensor.is_contiguous():
-        if any(tensor.stride()):
-            return None
-        tensor = (
-            tensor.contiguous()
-        )  # one value, expanded, as gradients of sums are: it is not there more often than once
     flags = _REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is torch.nn.Parameter:
         flags |= _PARAMETER
+    if not tensor.is_contiguous():
+        if any(tensor.stride()):
+            return None
+        tensor = tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
     data = ctypes.string_at(tensor.data_ptr(), length) if length else b""
     meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
     return [meta], [(0, 0, length)], [data]

@@ -66,8 +66,8 @@ def test_a_worker_is_killed_while_a_pass_is_paused_there():
             loss = rpc.rpc_sync("worker0", relay, args=(5, x)).sum()
             watch = context_id.watch(paused=True)
             handle = context_id.backward_async(loss)
-            while not any(event.worker == "worker1" for event in watch.halted):
-                assert watch.step()
+            theirs = dist_autograd.trace(context_id).nodes["worker1"]
+            assert watch.run(until=("worker1", next(node.number for node in theirs if node.kind == "operation")))
             (pid,) = [worker.pid for worker in cluster.workers if worker.name == "worker1"]
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(nbdist.WorkerLost, match="worker1"):

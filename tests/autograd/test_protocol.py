@@ -51,6 +51,9 @@ class Worker:
     def name_of(self, worker):
         return f"worker{worker}"
 
+    def is_there(self, worker):
+        return True
+
     def submit(self, job):
         self.net.flying.append(job)
 

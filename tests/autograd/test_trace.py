@@ -208,9 +208,9 @@ def test_a_context_that_another_thread_closes_notes_no_more(world):
     thread = threading.Thread(target=lambda: world[0].activate().__enter__() and context_id.close())
     thread.start()
     thread.join()
-    try:
-        x = torch.ones(2, requires_grad=True)
-        assert origin_of(x.cos().grad_fn) == Origin()
-        assert not torch.nn.modules.module._global_forward_hooks
-    finally:
-        torch._C._pop_torch_function_stack()
+    x = torch.ones(2, requires_grad=True)
+    assert origin_of(x.cos().grad_fn) == Origin()
+    assert not torch.nn.modules.module._global_forward_hooks
+    with dist_autograd.context(lines=True):  # takes the other's remains away
+        assert len(torch.overrides._get_current_function_mode_stack()) == 1
+    assert torch._C._len_torch_function_stack() == 0

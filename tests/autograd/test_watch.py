@@ -369,6 +369,64 @@ def test_a_pass_goes_on_when_its_watcher_is_gone():
             context_id.close()
 
 
+def watch_it(context_id):
+    dist_autograd.watch(context_id, paused=True)
+
+
+def test_passes_that_begin_when_the_watcher_is_gone_do_not_halt():
+    with World(3) as world, world[0].activate(), dist_autograd.context() as context_id:
+        rpc.rpc_sync("worker1", watch_it, args=(context_id,))
+        loss = rpc.rpc_sync("worker2", weigh, args=(leaf(),)).sum()
+        wait_until(lambda: world[0].recorder.contexts.get(int(context_id)).watching is not None)
+        world.kill(1)
+        context_id.backward(loss)
+
+
+def begin_elsewhere(context_id, x):
+    dist_autograd.backward(context_id, [(x * x).sum()])
+
+
+def test_the_watch_of_a_pass_whose_root_is_gone_ends_its_waits():
+    with World(3) as world, world[0].activate(), dist_autograd.context() as context_id:
+        x = leaf()
+        rpc.rpc_sync("worker1", torch.sum, args=(x,))
+        watch = context_id.watch(paused=True)
+        wait_until(lambda: world[1].recorder.contexts.get(int(context_id)).watching is not None)
+        rpc.rpc_async("worker1", begin_elsewhere, args=(context_id, x))
+        wait_until(lambda: watch.halted)
+        world.kill(1)
+        assert watch.step() == []
+        assert "WorkerLost" in watch.passes[0].error
+        wait_until(lambda: not any(agent.pending._frozen for agent in (world[0], world[2])))
+
+
+def test_a_worker_that_begins_after_its_watch_was_replaced_does_not_halt(world):
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", weigh, args=(leaf(),)).sum()
+        first = context_id.watch(paused=True)
+        handle = context_id.backward_async(loss, mode="fast")
+        wait_until(lambda: first.halted)
+        first.close()
+        context_id.watch()
+        handle.wait()
+
+
+def test_a_local_pass_does_not_mix_with_a_paused_one(world):
+    p = leaf()
+    with dist_autograd.context() as context_id:
+        watch = context_id.watch(paused=True)
+        handle = context_id.backward_async([(p * p).sum()])
+        wait_until(lambda: watch.halted)
+        with pytest.raises(UsageError, match="paused backward pass"):
+            (p * 10).sum().backward()
+        assert torch.equal(*torch.autograd.grad((p * 10).sum(), [p]), torch.full((2,), 10.0).double())
+        watch.run()
+        handle.wait()
+        assert torch.equal(context_id.gradients()[p], 2 * p)
+        (p * 10).sum().backward()
+        assert torch.equal(p.grad, torch.full((2,), 10.0).double())
+
+
 def test_a_watch_is_the_only_one(world):
     with dist_autograd.context() as context_id:
         with context_id.watch(), pytest.raises(UsageError, match="watched already"):

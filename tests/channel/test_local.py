@@ -430,3 +430,25 @@ def test_channels_come_and_go_without_leaving_files():
 @pytest.mark.skipif(not hasattr(select, "epoll"), reason="Linux")
 def test_it_is_available_here():
     assert local.is_available()
+
+
+def test_who_could_not_be_let_in_at_once_is_let_in_later(monkeypatch):
+    with channels("a", "b") as (a, b):
+        failed = threading.Event()
+        listener = b._listener
+
+        class Full:
+            """The listener of a process that has no room for another file."""
+
+            def accept(self):
+                monkeypatch.setattr(b, "_listener", listener)
+                failed.set()
+                raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(b, "_listener", Full())
+        a.connect(b.addresses).send([b"hello"], "test")
+        deadline = time.monotonic() + SOON
+        while (frames := b.receive(0.05)) is None:
+            assert time.monotonic() < deadline
+        assert failed.is_set()
+        assert frames == [b"hello"]

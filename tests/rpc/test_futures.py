@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import gc
 import threading
+import time
 import weakref
 
 import pytest
 import torch
 
-from nbdist import RpcTimeout
+from nbdist import RpcTimeout, rpc
 from nbdist.rpc import wait_all
 from nbdist.rpc.futures import Future, blocking_wait, set_blocking_hook
+from nbdist.testing import World
 
 SOON = 20.0
 
@@ -366,3 +368,19 @@ def test_a_settled_future_is_freed(settle):
     del future
     gc.collect()
     assert gone() is None
+
+
+def test_what_torch_calls_back_may_make_calls_itself():
+    """`collect_all` hangs itself on torch's side of a future, where ours cannot see it."""
+    for channel in ("inprocess", "local"):
+        with World(2, channel=channel) as world, world[0].activate():
+            made = threading.Event()
+
+            def call(_, world=world, made=made):
+                with world[0].activate():
+                    assert rpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+                made.set()
+
+            futures = [rpc.rpc_async("worker1", time.sleep, args=(0.1,)) for _ in range(2)]
+            torch.futures.collect_all(futures).then(call)
+            assert made.wait(20)

@@ -500,3 +500,11 @@ def test_a_damaged_payload_is_a_named_error_or_a_value(data):
     for value in values:
         storage = value.untyped_storage()
         assert storage.nbytes() <= max(map(len, frames)), "bytes that did not come were made up"
+
+
+@pytest.mark.parametrize("record_grad", [True, False])
+def test_one_value_expanded(record_grad):
+    sent = torch.nn.Parameter(torch.ones(1).expand(3))
+    with torch.set_grad_enabled(record_grad):
+        received = travel(sent)
+    assert_same(received, sent)
