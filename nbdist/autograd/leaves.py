@@ -6,7 +6,7 @@ tensor, on the node, after accumulation, those of other libraries' C++. For the 
 
 So two calls at a time must not reach the same leaf. A call *claims* all of its leaves at once before it begins,
 and none while it waits: no two calls can wait for each other. A claim lasts as long as the engine computes, never
-while a gradient from another worker is awaited.
+while a gradient from another worker is awaited; and longer only where somebody has paused the pass.
 """
 
 from __future__ import annotations
@@ -212,6 +212,8 @@ def halted() -> Iterator[None]:
 
 def halted_leaves() -> set[int]:
     """The leaves, by id, whose ``.grad`` is set aside by calls that stand still."""
+    if not _halted:  # as nearly always; every local pass asks
+        return set()
     with _condition:
         return set[int]().union(*(holder.held for holder in _halted))
 

@@ -16,8 +16,8 @@ Key = tuple[str, int]
 class Event:
     """Something that happened in a pass.
 
-    ``began``, ``ended``
-        a worker takes part; the pass is over (on the worker where it began).
+    ``began``
+        a worker takes part.
     ``marked``, ``arrived``, ``sent``
         a message's tensors are going to get gradients, have got them, and have sent them on.
     ``waiting``

@@ -122,9 +122,10 @@ class LocalChannel:
     def receive(self, timeout: float | None) -> list[bytes] | None:
         end = None
         if time.monotonic() > self._try_again_at:
-            self._try_again_at = math.inf
             with self._turn:
-                self._accept()
+                self._try_again_at = math.inf
+                if not self._closed:
+                    self._accept()
         while True:
             has_part = self.has_more()
             events = () if self._arrived else self._wait(0 if has_part else timeout)
@@ -186,21 +187,24 @@ class LocalChannel:
 
     def _accept(self) -> None:
         while True:
+            sock = None
             try:
                 sock, _ = self._listener.accept()
+                if not is_own_user(sock):
+                    _log.warning("a process of another user was turned away")
+                    sock.close()
+                    continue
+                sock.setblocking(False)
+                self._epoll.register(sock, _NEWS)
             except BlockingIOError:
                 return
             except OSError as error:
                 _log.warning("cannot let another agent in: %s", error)
+                if sock is not None:
+                    sock.close()  # it will connect again
                 self._try_again_at = time.monotonic() + _PAUSE  # of who waits there, the kernel does not tell again
                 return
-            if is_own_user(sock):
-                sock.setblocking(False)
-                self._incoming[sock.fileno()] = _Incoming(sock, Cutter(self._max_message))
-                self._epoll.register(sock, _NEWS)
-            else:
-                _log.warning("a process of another user was turned away")
-                sock.close()
+            self._incoming[sock.fileno()] = _Incoming(sock, Cutter(self._max_message))
 
     def _read(self, number: int, incoming: _Incoming) -> None:
         try:

@@ -5,7 +5,9 @@ import time
 
 import pytest
 import torch
+from autograd_functions import begin_pass
 
+import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.errors import Interrupted, RpcTimeout, UsageError
@@ -487,3 +489,20 @@ def test_timeouts_run_again_after_a_pause(world):
         slow.wait()
     _release.set()
     future.wait()
+
+
+@pytest.mark.timeout(120)
+def test_worker_kernels_are_paused_and_their_callers_time_stands_still():
+    with nbdist.Cluster(2, backend="none"), dist_autograd.context() as context_id:
+        x = torch.ones(4, requires_grad=True)
+        rpc.rpc_sync("worker1", torch.sum, args=(x,))  # so that it is in the context, and hears of the watch
+        watch = context_id.watch(paused=True)
+        future = rpc.rpc_async("worker1", begin_pass, args=(context_id, x), timeout=0.5)
+        wait_until(lambda: watch.halted)
+        time.sleep(0.8)  # more than the call has
+        assert not future.done()
+        (event,) = watch.step()
+        assert (event.worker, event.name) == ("worker1", "SumBackward0")
+        watch.run()
+        assert future.wait() == "worker1"
+        assert torch.equal(context_id.gradients()[x], torch.full((4,), 2.0))
