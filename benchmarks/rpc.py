@@ -33,6 +33,8 @@ LIMITS = {
     "torch.add, small tensor": 0.6,
     "remote().to_here()": 0.6,
     "5,000 outstanding, per call": 0.67,
+    "echo 1 MB": 0.6,
+    "echo 64 MB": 0.3,
 }
 PEERS = {
     "ray": "ray",

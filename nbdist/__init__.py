@@ -8,7 +8,8 @@ layer  modules                      what is there
 ====== ============================ ====================================================================
 0      errors ids trace             words that all layers share
 1      wire                         messages, the codec, the protocol of one peer: all pure
-2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty
+2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
+                                    memory that agents of one host share: blocks, arena, leases
 3      rpc                          agents, calls, remote references, membership
 4      autograd optim nn            backward passes over workers; optimizers and modules elsewhere
 5      cluster                      worker kernels: launching, cells, output, interrupts, restarts
@@ -20,7 +21,8 @@ layer  modules                      what is there
 
 The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.links.post`
 → `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `_read` → `rpc.executor`, and back to
-`rpc.outcomes`. What is recorded of it for a backward pass: `rpc.recording` asks `autograd.recorder`.
+`rpc.outcomes`. Large tensors for an agent of the same host go beside it, through shared memory: `rpc.sharing`.
+What is recorded of it for a backward pass: `rpc.recording` asks `autograd.recorder`.
 """
 
 from __future__ import annotations

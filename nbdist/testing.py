@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
+from nbdist.channel.arena import open_arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.faulty import Faults, FaultyChannel
 from nbdist.channel.inprocess import InProcessChannel, Network
@@ -124,6 +125,7 @@ class World:
         incarnation = new_incarnation()
         channel = self._open(f"{os.getpid()}-{incarnation:x}")
         host = host_identity()
+        arena = open_arena(incarnation, self._options.arena_bytes, self._options.arena_threshold)
         me = Record(
             name=name,
             id=id,
@@ -137,10 +139,13 @@ class World:
                 to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
                 for to, device_map in self._options.device_maps.items()
             },
+            arena=arena.probe if arena is not None else None,
         )
         try:
-            agent = Agent(me, channel, self._options)
+            agent = Agent(me, channel, self._options, arena)
         except BaseException:
+            if arena is not None:
+                arena.close()
             channel.close()
             raise
         agent.start()

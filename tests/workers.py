@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -330,3 +331,100 @@ def resident() -> float:
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+# -- trading tensors ------------------------------------------------------------------------------
+
+_held: list[tuple[float, torch.Tensor]] = []
+_holding = threading.Lock()
+
+
+def trade(others: list[str], rounds: int, seed: int, sizes: tuple[int, ...] = (50_000, 300_000, 1_000_000)) -> int:
+    """Exchange tensors with other workers, hold some of them for a while, and look whether they stay what they were."""
+    moments = random.Random(seed)
+    for number in range(rounds):
+        value, size = float(moments.randrange(1000)), moments.choice(sizes)
+        got = rpc.rpc_sync(moments.choice(others), traded, args=(torch.full((size,), value), value), timeout=60)
+        _hold(got, value + 1)
+        if not number % 8:
+            check_held()
+    return rounds
+
+
+def traded(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """The other side of `trade`: it writes to what it was given, and answers with another tensor."""
+    assert is_all(tensor, value), f"{value} came as {tensor}"
+    answer = tensor + 1
+    _hold(tensor.mul_(2), value * 2)
+    return answer
+
+
+def _hold(tensor: torch.Tensor, value: float) -> None:
+    assert is_all(tensor, value), f"{value} came as {tensor}"
+    with _holding:
+        _held.append((value, tensor))
+        while len(_held) > 12:
+            _held.pop(random.randrange(len(_held)))
+
+
+def is_all(tensor: torch.Tensor, value: float) -> bool:
+    return bool((tensor == value).all())
+
+
+def check_held() -> int:
+    """All that is held is what it was; how many that is."""
+    with _holding:
+        held = list(_held)
+    for value, tensor in held:
+        assert is_all(tensor, value), f"{value} has become {tensor}"
+    return len(held)
+
+
+def drop_held() -> None:
+    with _holding:
+        _held.clear()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped_segments() -> int:
+    """How many pieces of any arena this process has mapped, or open."""
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count("/memfd:nbdist-")
+
+
+def nothing_out() -> bool:
+    """Whether all blocks of this agent's arena are at home, and it holds none of others."""
+    now = statistics()
+    return not now["arena_bytes_used"] and not now["arena_blocks_held"]
+
+
+def footprint() -> dict[str, float]:
+    """What this process takes up."""
+    return {"resident": resident(), "segments": mapped_segments(), "files": open_files()}
+
+
+def plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def slow_identity(value: Any, seconds: float) -> Any:
+    time.sleep(seconds)
+    return value
+
+
+def fail_with(tensor: torch.Tensor) -> None:
+    raise ValueError("no")
+
+
+class Unreadable:
+    """What cannot be rebuilt where it arrives."""
+
+    def __reduce__(self) -> Any:
+        return _cannot, ()
+
+
+def _cannot() -> None:
+    raise RuntimeError("never")

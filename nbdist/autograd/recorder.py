@@ -22,7 +22,6 @@ from nbdist.autograd.origins import noted
 from nbdist.autograd.part import Roots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.run import Run
-from nbdist.channel.contract import Buffer
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
@@ -256,14 +255,18 @@ class Recorder:
 
     def post(self, to: int, message: messages.Message, body: Any = None) -> None:
         """Send a message to another worker, or to this one."""
-        payload, frames = _NO_PAYLOAD, list[Buffer]()
+        encoded = codec.Encoded(_NO_PAYLOAD, [])
         if body is not None:
             record = self._agent.links.connected(to)
             encoded = codec.encode(
-                body, by_value=True, devices=self._devices(record), receiver=record.name if record else ""
+                body,
+                by_value=True,
+                devices=self._devices(record),
+                receiver=record.name if record else "",
+                space=self._agent.sharing.space(to),
             )
-            payload, frames = encoded.payload, encoded.frames
-        self._agent.post(to, Cast(_topic(type(message)), messages.encode(message), payload), frames)
+        cast = Cast(_topic(type(message)), messages.encode(message), encoded.payload)
+        self._agent.post(to, cast, encoded.frames, slots=encoded.slots)
 
     def _devices(self, to: Record | None) -> dict[str, str]:
         """Gradients go the way back of what the forward pass sent, in either direction."""

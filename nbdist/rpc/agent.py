@@ -17,13 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 from nbdist import trace
+from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
 from nbdist.errors import NbdistError, ProtocolError, UnknownWorker, WorkerLost
 from nbdist.ids import IdSource
 from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.dispatch import Job, Pool
-from nbdist.rpc.links import Links
+from nbdist.rpc.links import CARRIERS, Links
 from nbdist.rpc.membership import Membership, WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.recording import Recorder, extend
@@ -69,13 +70,14 @@ class _Active:
 class Agent:
     """One member of an RPC world."""
 
-    def __init__(self, me: Record, channel: Channel, options: RpcBackendOptions) -> None:
+    def __init__(self, me: Record, channel: Channel, options: RpcBackendOptions, arena: Arena | None = None) -> None:
         from nbdist.rpc.caller import Caller
         from nbdist.rpc.ending import Ending
         from nbdist.rpc.executor import Executor
         from nbdist.rpc.handshake import Handshake
         from nbdist.rpc.outcomes import Outcomes
         from nbdist.rpc.references import References
+        from nbdist.rpc.sharing import Sharing
         from nbdist.rpc.stopping import Stopping
 
         self.me = me
@@ -116,6 +118,7 @@ class Agent:
         self.handle(Goodbye, self._on_goodbye)
         self.handle(Cast, self._on_cast)
         self.references = References(self)
+        self.sharing = Sharing(self, arena)
         self.executor = Executor(self)
         self.caller = Caller(self)
         self.outcomes = Outcomes(self)
@@ -137,6 +140,7 @@ class Agent:
     def start(self) -> None:
         """Begin to read; the world is joined by `handshake`."""
         self.links.connect(self.me)
+        self.sharing.meet_self()
         self.pool.start()
 
     def handle(self, message_type: type, handler: Handler) -> None:
@@ -190,6 +194,7 @@ class Agent:
         _thread.agent = self
         now = time.monotonic()
         self.references.reap()
+        self.sharing.tend(now)
         if now >= self.links.due:
             with self._turn:
                 self._run_due(now)
@@ -226,10 +231,17 @@ class Agent:
             return None
         if not self.links.accept(connection, envelope, sum(map(len, frames))):
             return None
+        if envelope.back:
+            self.sharing.on_back(envelope.sender, envelope.back)
         handler = self._handlers.get(type(message))
         if handler is None:
             _log.warning("%s has no handler for %s", self.me.name, kind(message))
             return None
+        if isinstance(message, CARRIERS) and message.payload.places:
+            memory = self.sharing.begin(connection.record, message.payload.places)
+            if memory is None:
+                return None  # as if it had not come: its sender will be known to be lost in a moment
+            frames += memory  # type: ignore[arg-type]
         try:
             return handler(message, envelope.sender, frames[1:])
         except NbdistError as error:
@@ -316,4 +328,5 @@ class Agent:
             "duplicates_dropped": sum(peer.duplicates for peer in peers),
             "messages_resent": sum(peer.resent for peer in peers),
             "messages_refused": self.refused,
+            **self.sharing.statistics(),
         }

@@ -20,6 +20,7 @@ from nbdist.rpc.references import MessageForker
 from nbdist.rpc.rref import RRef, local_type
 from nbdist.wire import codec, names
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
+from nbdist.wire.tensors import Slot
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -36,6 +37,7 @@ class _Encoded(NamedTuple):
     frames: list[Buffer]
     forker: MessageForker
     target: RRef[Any] | None
+    slots: Sequence[Slot] = ()
 
 
 class Caller:
@@ -257,6 +259,7 @@ class Caller:
                     devices={str(ours): str(theirs) for ours, theirs in device_map.items()} if device_map else None,
                     receiver=to.name,
                     record=context is not None and grad,
+                    space=agent.sharing.space(to.incarnation),
                 )
         except BaseException as error:
             forker.take_back()
@@ -280,11 +283,11 @@ class Caller:
             agent.origin() if agent.origin is not None else "",
             call.recording,
         )
-        return _Encoded(message, encoded.frames, forker, target)
+        return _Encoded(message, encoded.frames, forker, target, encoded.slots)
 
     def _post(self, call: Pending, encoded: _Encoded) -> None:
         try:
-            call.seq = self._agent.post(call.to, encoded.message, encoded.frames, encoded)
+            call.seq = self._agent.post(call.to, encoded.message, encoded.frames, encoded, encoded.slots)
         except NbdistError:
             encoded.forker.take_back()
             raise

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from nbdist.rpc.failures import describe
 from nbdist.rpc.references import MessageForker
 from nbdist.wire import codec, names
 from nbdist.wire.messages import Call, Mode, Payload, Recording, Reply, State
+from nbdist.wire.tensors import Slot
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -229,7 +231,8 @@ class Request:
                 EncodeError(f"the result of {self._call.function} (a {what}) {error}") if _ours(error) else error
             )
             return
-        self._reply(True, encoded.payload, encoded.frames, holds=forker, recording=self._record(encoded))
+        recording = self._record(encoded)
+        self._reply(True, encoded.payload, encoded.frames, holds=forker, recording=recording, slots=encoded.slots)
         self._finish()
 
     def _record(self, encoded: codec.Encoded) -> Recording | None:
@@ -250,6 +253,7 @@ class Request:
             "devices": {theirs: ours for ours, theirs in device_map.items()} if device_map else None,
             "receiver": sender.name if sender is not None else "",
             "record": self._context is not None and recording is not None and recording.grad,
+            "space": agent.sharing.space(self._sender),
         }
         try:
             return codec.encode(result, by_value=True, known=known, **options)
@@ -295,10 +299,12 @@ class Request:
         holds: Any = None,
         missing: list[tuple[str, str]] | None = None,
         recording: Recording | None = None,
+        slots: Sequence[Slot] = (),
     ) -> None:
         agent, call = self._agent, self._call
         try:
-            agent.post(self._sender, Reply(call.id, ok, payload, state, missing or [], recording), frames, holds)
+            reply = Reply(call.id, ok, payload, state, missing or [], recording)
+            agent.post(self._sender, reply, frames, holds, slots)
         except NbdistError:
             if isinstance(holds, MessageForker):
                 holds.take_back()  # the caller is gone

@@ -105,7 +105,8 @@ class Handshake:
                     raise RendezvousError(f"no answer from {', '.join(missing)} while the RPC world formed")
                 for record in others:
                     if record.incarnation not in self._welcomed or record.incarnation not in self._ready:
-                        self._say(record.incarnation, Hello(self._agent.me))
+                        reads = self._agent.sharing.can_read(record)
+                        self._say(record.incarnation, Hello(self._agent.me, reads))
                         if self._complete:
                             self._say(record.incarnation, Ready())
                 with self._changed:
@@ -133,7 +134,8 @@ class Handshake:
             except (NotUnique, ChannelError) as error:
                 self._refuse(record, str(error))
             else:
-                self._say(record.incarnation, Welcome(self._agent.me))
+                self._agent.sharing.on_met(record.incarnation, message.reads)
+                self._welcome(record)
         elif self._complete:
             self._refuse(record, f"the world of {self._agent.me.name} is fixed and complete")
         # else: the roster with this member in it has not been read yet; it will knock again
@@ -142,11 +144,16 @@ class Handshake:
         self._agent.links.refuse(record, Refused(self._agent.me.incarnation, reason))
 
     def _on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
-        self._say(sender, Welcome(self._agent.me))
+        self._agent.sharing.on_met(sender, message.reads)
+        self._welcome(message.record)
         if self._complete:
             self._say(sender, Ready())
 
+    def _welcome(self, record: Record) -> None:
+        self._say(record.incarnation, Welcome(self._agent.me, self._agent.sharing.can_read(record)))
+
     def _on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
+        self._agent.sharing.on_met(sender, message.reads)
         if self.is_dynamic:
             with contextlib.suppress(NotUnique):
                 self._agent.membership.add(message.record)

@@ -22,7 +22,9 @@ from nbdist.channel.contract import Buffer, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
 from nbdist.wire.messages import (
     Call,
+    Cast,
     Envelope,
+    GiveBack,
     Goodbye,
     Message,
     Nothing,
@@ -30,21 +32,29 @@ from nbdist.wire.messages import (
     Pong,
     Record,
     Refused,
+    Reply,
     encode_envelope,
     kind,
 )
 from nbdist.wire.peer import PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
+from nbdist.wire.tensors import Slot
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["Connection", "Links"]
+__all__ = ["CARRIERS", "Connection", "Links"]
 
 _SLEEP = 0.2
 """The reader looks at the clock that often even if nothing comes, so that most senders need not wake it."""
 
 _FILES = ("unix://", "ipc://")
 """How addresses begin that are files, which on another host are not there, or are somebody else's."""
+
+CARRIERS = (Call, Reply, Cast)
+"""The messages that have a payload."""
+
+_GIVES_BACK = (*CARRIERS, GiveBack)
+"""The messages that take blocks back to their owner."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -122,24 +132,37 @@ class Links:
 
     # -- sending ------------------------------------------------------------------------------
 
-    def post(self, to: int, message: Message, frames: Sequence[Buffer] = (), holds: Any = None) -> int:
+    def post(
+        self,
+        to: int,
+        message: Message,
+        frames: Sequence[Buffer] = (),
+        holds: Any = None,
+        slots: Sequence[Slot] = (),
+    ) -> int:
         """Send a message; its number, by which the peer knows whether it has arrived.
 
-        ``holds`` lives until it has. A call that the channel refuses raises ChannelError; anything else that
-        must arrive is tried again.
+        ``holds`` lives until it has; ``slots`` are what it refers to in shared memory. A call that the channel
+        refuses raises ChannelError; anything else that must arrive is tried again.
         """
         now = time.monotonic()
+        back = self._agent.sharing.owed(to) if isinstance(message, _GIVES_BACK) else []
         with self._lock:
             connection = self.connections.get(to)
             if connection is None or self.closed:
                 raise self._no_connection(to)
-            outgoing = connection.peer.send(message, frames, now, holds)
+            for slot in slots:
+                slot.send()  # before it can be seen, and before the receiver can be given up
+            outgoing = connection.peer.send(message, frames, now, holds, back)
         try:
             connection.link.send(outgoing.frames, kind(message))
         except ChannelError:
             if isinstance(message, Call):
                 with self._lock:
                     connection.peer.withdraw(outgoing.seq)
+                for slot in slots:
+                    slot.take_back()
+                self._agent.sharing.owe(to, back)
                 raise
             self.hurry(self._postpone(connection, outgoing))
         if now + PING_FIRST < self.due:
@@ -233,6 +256,7 @@ class Links:
             kind(message),
             self._limits.retries,
         )
+        self._agent.sharing.undelivered(connection.record.incarnation, message)
         if isinstance(message, Call):
             self._agent.pool.submit(lambda: self._agent.outcomes.undelivered(message.id))
 

@@ -23,6 +23,7 @@ DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 UNSET_RPC_TIMEOUT = -1.0
+DEFAULT_ARENA_THRESHOLD = 128 * 1024
 
 Device = int | str | torch.device
 
@@ -52,6 +53,12 @@ class RpcBackendOptions:
     ``channel``
         ``"auto"`` takes the shortest way to each member; ``"zeromq"`` takes ZeroMQ also where there is a shorter one.
         Else ``NBDIST_CHANNEL`` says it.
+    ``arena_bytes``
+        the most memory, in bytes, in which this agent shares large tensors with others on its host; what finds no
+        room there is sent as anything else is. 0 for none; else ``NBDIST_ARENA_BYTES`` says it, or it is a quarter
+        of the memory there is.
+    ``arena_threshold``
+        bytes from which a tensor is shared. Else ``NBDIST_ARENA_THRESHOLD`` says it.
     """
 
     def __init__(
@@ -69,6 +76,8 @@ class RpcBackendOptions:
         retries: int = 20,
         max_message: int = 1 << 40,
         channel: str | None = None,
+        arena_bytes: int | None = None,
+        arena_threshold: int | None = None,
         **ignored: Any,
     ) -> None:
         unknown = set(ignored) - {"_transports", "_channels"}
@@ -95,6 +104,9 @@ class RpcBackendOptions:
         self.retries = retries
         self.max_message = max_message
         self.channel = channel
+        self.arena_bytes = _from_environment(arena_bytes, "arena_bytes")
+        threshold = _from_environment(arena_threshold, "arena_threshold")
+        self.arena_threshold = DEFAULT_ARENA_THRESHOLD if threshold is None else threshold
         for to, device_map in (device_maps or {}).items():
             self.set_device_map(to, device_map)
 
@@ -110,6 +122,18 @@ class RpcBackendOptions:
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Name the local devices that calls use; kept for torch's programs, nothing here needs it."""
         self.devices = [torch.device(device) for device in devices]
+
+
+def _from_environment(value: int | None, name: str) -> int | None:
+    """An option that is a number of bytes, from 0 on; None where nobody says it."""
+    said = os.environ.get(f"NBDIST_{name.upper()}") if value is None else value
+    try:
+        number = int(said) if said else said
+    except ValueError:
+        number = -1
+    if isinstance(number, str) or (number is not None and number < 0):
+        raise UsageError(f"{name} must be a number of bytes, from 0 on, not {said!r}")
+    return number
 
 
 TensorPipeRpcBackendOptions = RpcBackendOptions

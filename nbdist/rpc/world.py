@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.channel import local
+from nbdist.channel.arena import open_arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import started_at
 from nbdist.channel.security import Secret
@@ -66,6 +67,9 @@ def start_agent(
             undo.callback(channel.close)
         if wrap is not None:
             channel = wrap(channel)
+        arena = open_arena(incarnation, options.arena_bytes, options.arena_threshold)
+        if arena is not None:
+            undo.callback(arena.close)
         me = Record(
             name=name,
             id=rank,
@@ -79,8 +83,9 @@ def start_agent(
                 to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
                 for to, device_map in options.device_maps.items()
             },
+            arena=arena.probe if arena is not None else None,
         )
-        agent = Agent(me, channel, options)
+        agent = Agent(me, channel, options, arena)
         undo.callback(agent.close, "could not join its world")
         agent.start()
         roster = Roster(reach, secret, me.host)

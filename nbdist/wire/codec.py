@@ -25,8 +25,8 @@ import torch
 
 from nbdist.errors import DecodeError, EncodeError, MissingDefinition, NbdistError
 from nbdist.wire import definitions, names
-from nbdist.wire.messages import Fork, Payload
-from nbdist.wire.tensors import LARGE, Buffer, TensorPacker, is_packable, unpack_tensors
+from nbdist.wire.messages import Fork, Payload, Place
+from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_packable, unpack_tensors
 
 __all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reference"]
 
@@ -51,6 +51,8 @@ class Encoded(NamedTuple):
     """The tensors, in order, whose gradients are to come back."""
     requires_grad: bool = False
     """Whether there are tensors that require grad, and are not recorded."""
+    slots: Sequence[Slot] = ()
+    """What lies in shared memory: to be kept until it is sent."""
 
 
 _reference_types: set[type] = set()
@@ -366,8 +368,9 @@ def encode(
     devices: Mapping[str, str] | None = None,
     receiver: str = "",
     record: bool = False,
+    space: Space | None = None,
 ) -> Encoded:
-    """Frames for ``value``.
+    """Frames for ``value``, but for what goes into ``space``, shared memory that the receiver can read.
 
     ``by_value`` sends the definitions of ``__main__`` along with their names, but for those whose digests are
     ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message. With ``record``,
@@ -376,7 +379,7 @@ def encode(
     simplicity = _simplicity(value, record)
     if simplicity == _PLAIN:
         return Encoded(_NO_TENSORS, [pickle.dumps(value, 5)])
-    packer = TensorPacker(devices, receiver)
+    packer = TensorPacker(devices, receiver, space)
     body, out_of_band = io.BytesIO(), list[Buffer]()
     places: list[int] = []
     odd: list[Buffer] = []
@@ -385,7 +388,8 @@ def encode(
             quick = _TensorPickler(body, packer, record)
             quick.dump(value)
             tensors, where, frames = packer.pack()
-            return Encoded(Payload(where, tensors, recorded=quick.places), [body.getvalue(), *frames], quick.recorded)
+            payload = Payload(where, tensors, recorded=quick.places, places=_places(packer))
+            return Encoded(payload, [body.getvalue(), *frames], quick.recorded, slots=packer.slots)
         pickler = _Pickler(body, out_of_band, packer, forker, by_value, record)
         pickler.lacking, pickler.known = lacking, known
         pickler.dump(value)
@@ -394,14 +398,20 @@ def encode(
         tensors, where, frames = packer.pack()
     except _ValueWanted:
         again = _Again(pickler, forker) if forker is not None else None
-        return encode(value, by_value=True, forker=again, devices=devices, receiver=receiver, record=record)
+        return encode(
+            value, by_value=True, forker=again, devices=devices, receiver=receiver, record=record, space=space
+        )
     except NbdistError:
         raise
     except Exception as error:
         raise EncodeError(f"cannot be sent: {error}") from error
-    payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places)
+    payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places, _places(packer))
     all_frames = [body.getvalue(), *frames, *odd, *out_of_band]
-    return Encoded(payload, all_frames, pickler.recorded, pickler.requires_grad and not record)
+    return Encoded(payload, all_frames, pickler.recorded, pickler.requires_grad and not record, packer.slots)
+
+
+def _places(packer: TensorPacker) -> list[Place]:
+    return [slot.place for slot in packer.slots]
 
 
 def _pack_recorded(tensors: Sequence[torch.Tensor], packer: TensorPacker, frames: list[Buffer]) -> list[int]:
@@ -459,6 +469,8 @@ class _Unpickler(pickle.Unpickler):
             return self.load()
         finally:
             self.memo = {}  # it holds methods of this very object: a circle, and with it all values
+            if torch._utils._sparse_tensors_to_validate:  # torch keeps them until it is told to look at them
+                torch._utils._validate_loaded_sparse_tensors()
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__:
@@ -503,7 +515,8 @@ class _Unpickler(pickle.Unpickler):
 
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
     """Whether the thread that reads may decode this: it is small, and runs nobody's code."""
-    return payload.plain and sum(map(len, frames)) < _QUICK
+    # What lies in shared memory is not copied: be it ever so large, it is quick.
+    return payload.plain and sum(map(len, frames[: len(frames) - len(payload.places)])) < _QUICK
 
 
 def decode(
@@ -512,7 +525,7 @@ def decode(
     references: Sequence[Any] = (),
     attach: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> Any:
-    """The value in ``frames``; ``references`` are what its forks became here.
+    """The value in ``frames``, the last of which are its places in shared memory; ``references`` are its forks here.
 
     ``attach`` gives the tensors that were recorded their history here; without it they begin one of their own.
     """
@@ -521,8 +534,10 @@ def decode(
     try:
         if payload.plain and not payload.tensors and len(frames) == 1:
             return pickle.loads(frames[0])
-        behind = 1 + max((frame for frame, _, _ in payload.buffers), default=-1) + 1
-        tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:behind])
+        leased = frames[len(frames) - len(payload.places) :]
+        frames = frames[: len(frames) - len(payload.places)]
+        behind = 1 + max((-1, *(frame for frame, _, _ in payload.buffers))) + 1
+        tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:behind], leased)
         recorded: list[torch.Tensor] = []
         if payload.recorded:
             odd: list[torch.Tensor] = []

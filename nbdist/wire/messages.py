@@ -26,6 +26,7 @@ __all__ = [
     "Fork",
     "ForkConfirm",
     "ForkRequest",
+    "GiveBack",
     "Goodbye",
     "Hello",
     "Message",
@@ -33,6 +34,7 @@ __all__ = [
     "Nothing",
     "Payload",
     "Ping",
+    "Place",
     "Pong",
     "RRefState",
     "Ready",
@@ -51,7 +53,7 @@ __all__ = [
     "kind",
 ]
 
-VERSION = 4
+VERSION = 5
 """Raised with every change of what goes over the wire."""
 
 
@@ -92,6 +94,18 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
     state: State | None = None
 
 
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where in the sender's arena a storage lies: which of its segments, and where in that one."""
+
+    segment: int
+    file: int
+    """The number under which the sender has the segment's file open."""
+    size: int
+    """Of the segment."""
+    offset: int
+    length: int
+
+
 class Payload(msgspec.Struct, array_like=True, frozen=True):
     """What the frames behind the envelope hold."""
 
@@ -102,6 +116,8 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     definitions: list[tuple[str, str]] = []
     recorded: list[int] = []
     """The tensors of which autograd has made a record: by number, those in the odd frame as -1, -2, …"""
+    places: list[Place] = []
+    """The storages that are in the sender's arena rather than in frames; `buffers` has them as frames -1, -2, …"""
 
 
 class Recording(msgspec.Struct, array_like=True, frozen=True):
@@ -130,6 +146,8 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     world_size: int | None
     version: int = VERSION
     device_maps: dict[str, dict[str, str]] = {}
+    arena: int | None = None
+    """The number of an open file by which others find out whether they can read its arena; None: it has none."""
 
 
 class Mode(IntEnum):
@@ -150,12 +168,16 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1):
     """First words on a new connection; repeated until answered."""
 
     record: Record
+    reads: bool = False
+    """Whether the sender can read the receiver's arena."""
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=2):
     """The answer to a Hello."""
 
     record: Record
+    reads: bool = False
+    """Whether the sender can read the receiver's arena."""
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=3):
@@ -283,6 +305,13 @@ class Stop(msgspec.Struct, array_like=True, frozen=True, tag=18):
     id: int
 
 
+class GiveBack(msgspec.Struct, array_like=True, frozen=True, tag=19):
+    """Receiver to owner of an arena: what is in the envelope goes back, as nothing else went that way."""
+
+    shared: list[tuple[int, int]]
+    """These, too; but a forked process may still read them, and they must not be used again."""
+
+
 Message = (
     Nothing
     | Hello
@@ -303,6 +332,7 @@ Message = (
     | ShutdownState
     | Cast
     | Stop
+    | GiveBack
 )
 
 _CALL_KINDS: dict[int, str] = {
@@ -330,6 +360,7 @@ _KINDS: dict[type, str] = {
     AskShutdown: "ask_shutdown",
     ShutdownState: "shutdown_state",
     Stop: "stop",
+    GiveBack: "give_back",
 }
 
 
@@ -356,6 +387,8 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     ack: int
     more: list[int]
     message: Message
+    back: list[tuple[int, int]] = []
+    """Blocks of the receiver's arena, by segment and offset, that the sender needs no longer."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,6 +25,7 @@ from nbdist.wire.messages import (
     Envelope,
     ForkConfirm,
     ForkRequest,
+    GiveBack,
     Message,
     Nothing,
     Ping,
@@ -50,7 +51,7 @@ __all__ = [
     "Undelivered",
 ]
 
-_RELIABLE = frozenset({Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast, Stop})
+_RELIABLE = frozenset({Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast, Stop, GiveBack})
 _ACK_DELAY = 0.05
 _ACK_BYTES = 1 << 20
 PING_FIRST = 0.5
@@ -85,6 +86,8 @@ class Outgoing(NamedTuple):
     seq: int
     message: Message
     frames: list[Buffer]
+    back: list[tuple[int, int]]
+    """The blocks that it gives back."""
 
 
 class Transmit(NamedTuple):
@@ -206,13 +209,23 @@ class Peer:
 
     # -- what goes out ------------------------------------------------------------------------
 
-    def send(self, message: Message, frames: Sequence[Buffer], now: float, holds: Any = None) -> Outgoing:
-        """The message as it goes to the channel; ``holds`` lives until it has arrived."""
+    def send(
+        self,
+        message: Message,
+        frames: Sequence[Buffer],
+        now: float,
+        holds: Any = None,
+        back: list[tuple[int, int]] | None = None,
+    ) -> Outgoing:
+        """The message as it goes to the channel; ``holds`` lives until it has arrived.
+
+        ``back`` are blocks that it gives back; only a message that must arrive can.
+        """
         seq = 0
         if type(message) in _RELIABLE:
             seq = self._next_seq
             self._next_seq = seq + 1
-        outgoing = Outgoing(seq, message, [b"", *frames])
+        outgoing = Outgoing(seq, message, [b"", *frames], back or [])
         if seq:
             self._kept[seq] = _Kept(outgoing, holds, now, self._pings)
         self._seal(outgoing)
@@ -223,7 +236,8 @@ class Peer:
         above = self._arrived.above
         more = sorted(above)[:_MORE] if above else []
         mark = self._arrived.mark
-        envelope = Envelope(self._me, self._other, outgoing.seq, self._first, mark, more, outgoing.message)
+        message, back = outgoing.message, outgoing.back
+        envelope = Envelope(self._me, self._other, outgoing.seq, self._first, mark, more, message, back)
         outgoing.frames[0] = encode_envelope(envelope)
         self._ack_due = math.inf
         self._ack_bytes = 0

@@ -1,9 +1,13 @@
 """Tensors as raw bytes and a few integers, because torch's default pickle costs 300 µs each.
 
 What is kept: dtype, shape, strides, requires_grad, ``nn.Parameter``, and which tensors of one
-message share storage. Packing *copies* (the value sent is the value at the call), and every
-unpacked storage is freshly allocated by torch, so it is the receiver's own and 64-byte aligned:
-vectorised arithmetic on misaligned memory differs in the last bit.
+message share storage. Packing *copies* (the value sent is the value at the call): into frames, or, for a
+receiver that can read it, into shared memory, which a `Space` gives. What comes in frames is copied into
+memory that torch allocates, and what comes in shared memory stays there: either is the receiver's own, and
+64-byte aligned, because vectorised arithmetic on misaligned memory differs in the last bit.
+
+A storage in shared memory cannot be made larger, as none of torch's own shared memory can: ``resize_`` to
+more elements than it has raises.
 
 Tensors of other layouts (sparse, quantised, meta, subclasses) are left to torch's own reducers,
 whose inner dense parts come back here.
@@ -14,13 +18,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from nbdist.errors import DecodeError, EncodeError, ProtocolError
-from nbdist.wire.messages import TensorMeta
+from nbdist.wire.messages import Place, TensorMeta
 
-__all__ = ["Buffer", "TensorPacker", "unpack_tensors"]
+__all__ = ["Buffer", "Slot", "Space", "TensorPacker", "unpack_tensors"]
 
 Buffer = bytes | memoryview
 
@@ -44,6 +49,34 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is no
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
+
+
+class Slot(Protocol):
+    """A copy in shared memory; unless it is sent, it goes when this goes."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is, for the receiver."""
+        ...
+
+    def send(self) -> None:
+        """It is about to go out."""
+        ...
+
+    def take_back(self) -> None:
+        """It certainly has not gone out."""
+        ...
+
+
+class Space(Protocol):
+    """Shared memory that one receiver can read."""
+
+    threshold: int
+    """From how many bytes on it is worth while."""
+
+    def put(self, pointer: int, length: int) -> Slot | None:
+        """A copy of what is there; None where there is no room."""
+        ...
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
@@ -84,11 +117,15 @@ class _Storage:
 class TensorPacker:
     """Collects the tensors of one message; ``pack`` then copies their bytes."""
 
-    def __init__(self, devices: Mapping[str, str] | None = None, receiver: str = "") -> None:
+    def __init__(
+        self, devices: Mapping[str, str] | None = None, receiver: str = "", space: Space | None = None
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.slots: list[Slot] = []
         self._indices: dict[int, int] = {}
         self._devices = devices or {}
         self._receiver = receiver
+        self._space = space
 
     def add(self, tensor: torch.Tensor) -> int:
         """Take ``tensor`` along; its index in the message."""
@@ -99,10 +136,13 @@ class TensorPacker:
         return index
 
     def pack(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]]:
-        """Metas, where each storage lies as (frame, offset, length), and the frames."""
+        """Metas, where each storage lies as (frame, offset, length), and the frames.
+
+        Storages that were put into shared memory are in `slots`, and lie in frames -1, -2, …
+        """
         if not self.tensors:
             return [], [], []
-        if len(self.tensors) == 1 and (packed := _pack_simple(self.tensors[0])) is not None:
+        if len(self.tensors) == 1 and (packed := self._pack_simple(self.tensors[0])) is not None:
             return packed
         storages: dict[int, _Storage] = {}
         placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
@@ -131,8 +171,71 @@ class TensorPacker:
             self._meta(original, data, storage, device)
             for original, (data, storage, device) in zip(self.tensors, placed, strict=True)
         ]
-        where, frames = _copy_out(list(storages.values()))
+        where, frames = self._copy_out(list(storages.values()))
         return metas, where, frames
+
+    def _copy_out(self, storages: Sequence[_Storage]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
+        where: list[tuple[int, int, int]] = []
+        frames: list[Buffer] = []
+        small: list[bytes] = []
+        small_size = 0
+        shared = -1
+        for storage in storages:
+            length = storage.end - storage.start
+            if self._put(storage.pointer + storage.start, length):
+                where.append((-len(self.slots), 0, length))
+                continue
+            if length >= LARGE:
+                where.append((len(frames), 0, length))
+                frames.append(_snapshot(storage.pointer + storage.start, length))
+                continue
+            if shared < 0:
+                shared = len(frames)
+                frames.append(b"")
+            where.append((shared, small_size, length))
+            if length:
+                small.append(ctypes.string_at(storage.pointer + storage.start, length))
+                small_size += length
+                if pad := -small_size % _ALIGN:
+                    small.append(bytes(pad))
+                    small_size += pad
+        if shared >= 0:
+            frames[shared] = small[0] if len(small) == 1 else b"".join(small)
+        return where, frames
+
+    def _put(self, pointer: int, length: int) -> bool:
+        """Copy what is there into shared memory, if it is worth while and there is room."""
+        if self._space is None or length < max(self._space.threshold, 1):
+            return False
+        slot = self._space.put(pointer, length)
+        if slot is None:
+            return False
+        self.slots.append(slot)
+        return True
+
+    def _pack_simple(
+        self, tensor: torch.Tensor
+    ) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
+        """The usual case, one contiguous tensor, without the general one's bookkeeping."""
+        if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+            return None
+        length = tensor.nbytes
+        frame, frames = 0, list[Buffer]()
+        flags = _REQUIRES_GRAD if tensor.requires_grad else 0
+        if type(tensor) is torch.nn.Parameter:
+            flags |= _PARAMETER
+        if not tensor.is_contiguous():
+            if length >= LARGE or any(tensor.stride()):
+                return None
+            tensor = tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
+        if self._put(tensor.data_ptr(), length):
+            frame = -1
+        elif length >= LARGE:
+            frames.append(_snapshot(tensor.data_ptr(), length))
+        else:
+            frames.append(ctypes.string_at(tensor.data_ptr(), length) if length else b"")
+        meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
+        return [meta], [(frame, 0, length)], frames
 
     def _on_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
         plain = tensor.detach()
@@ -160,52 +263,6 @@ class TensorPacker:
         return TensorMeta(storage.number, _DTYPE_CODES[data.dtype], list(data.shape), strides, offset, flags, device)
 
 
-def _pack_simple(
-    tensor: torch.Tensor,
-) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
-    """The usual case, one small contiguous tensor, without the general one's bookkeeping."""
-    length = tensor.nbytes
-    if length >= LARGE or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
-        return None
-    flags = _REQUIRES_GRAD if tensor.requires_grad else 0
-    if type(tensor) is torch.nn.Parameter:
-        flags |= _PARAMETER
-    if not tensor.is_contiguous():
-        if any(tensor.stride()):
-            return None
-        tensor = tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
-    data = ctypes.string_at(tensor.data_ptr(), length) if length else b""
-    meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
-    return [meta], [(0, 0, length)], [data]
-
-
-def _copy_out(storages: Sequence[_Storage]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
-    where: list[tuple[int, int, int]] = []
-    frames: list[Buffer] = []
-    small: list[bytes] = []
-    small_size = 0
-    shared = -1
-    for storage in storages:
-        length = storage.end - storage.start
-        if length >= LARGE:
-            where.append((len(frames), 0, length))
-            frames.append(_snapshot(storage.pointer + storage.start, length))
-            continue
-        if shared < 0:
-            shared = len(frames)
-            frames.append(b"")
-        where.append((shared, small_size, length))
-        if length:
-            small.append(ctypes.string_at(storage.pointer + storage.start, length))
-            small_size += length
-            if pad := -small_size % _ALIGN:
-                small.append(bytes(pad))
-                small_size += pad
-    if shared >= 0:
-        frames[shared] = small[0] if len(small) == 1 else b"".join(small)
-    return where, frames
-
-
 def _snapshot(pointer: int, length: int) -> memoryview:
     """A copy made without the GIL, in memory that lives as long as the view of it."""
     copy = torch.empty(length, dtype=torch.uint8)
@@ -216,9 +273,12 @@ def _snapshot(pointer: int, length: int) -> memoryview:
 
 
 def unpack_tensors(
-    metas: Sequence[TensorMeta], where: Sequence[tuple[int, int, int]], frames: Sequence[bytes]
+    metas: Sequence[TensorMeta],
+    where: Sequence[tuple[int, int, int]],
+    frames: Sequence[bytes],
+    leased: Sequence[Buffer] = (),
 ) -> list[torch.Tensor]:
-    """The tensors of a message, in memory of their own."""
+    """The tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it."""
     if not metas:
         return []
     users: dict[int, int] = {}
@@ -233,6 +293,20 @@ def unpack_tensors(
         if dtype is None:
             raise DecodeError(f"this torch ({torch.__version__}) has no dtype number {meta.dtype}")
         frame, offset, length = where[meta.buffer]
+        if frame < 0:
+            memory = _leased(leased, -1 - frame, length)
+            if users[meta.buffer] == 1 and meta.strides is None:
+                if math.prod(meta.shape) * dtype.itemsize != length:
+                    raise ProtocolError("a tensor's bytes do not match its shape")
+                tensor = torch.frombuffer(memory, dtype=dtype, count=length // dtype.itemsize).resize_(meta.shape)
+            else:
+                storage = shared.get(meta.buffer)
+                if storage is None:
+                    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=length)
+                    storage = shared[meta.buffer] = tensor.untyped_storage()
+                tensor = _view(storage, dtype, meta)
+            tensors.append(_finished(tensor, meta))
+            continue
         if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
             raise ProtocolError("a tensor's bytes lie outside of the message")
         if users[meta.buffer] == 1 and meta.strides is None:
@@ -246,14 +320,30 @@ def unpack_tensors(
                 storage = shared[meta.buffer] = torch.UntypedStorage(length)
                 _copy_in(storage.data_ptr(), frames[frame], offset, length)
             tensor = _view(storage, dtype, meta)
-        if meta.device is not None:
-            tensor = tensor.to(meta.device)
-        if meta.flags & _PARAMETER:
-            tensor = torch.nn.Parameter(tensor, requires_grad=bool(meta.flags & _REQUIRES_GRAD))
-        elif meta.flags & _REQUIRES_GRAD:
-            tensor.requires_grad_()
-        tensors.append(tensor)
+        tensors.append(_finished(tensor, meta))
     return tensors
+
+
+def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
+    """A piece of shared memory that came with the message; what is made of it keeps the lease."""
+    if not 0 <= index < len(leased):
+        raise ProtocolError("a tensor refers to shared memory that the message does not have")
+    if not leased[index]:
+        raise DecodeError("the sender's shared memory cannot be read here")
+    if not 0 < length <= len(leased[index]):
+        raise ProtocolError("a tensor's bytes lie outside of the message")
+    return leased[index]
+
+
+def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The tensor as it was sent, but for its data."""
+    if meta.device is not None:
+        tensor = tensor.to(meta.device)
+    if meta.flags & _PARAMETER:
+        tensor = torch.nn.Parameter(tensor, requires_grad=bool(meta.flags & _REQUIRES_GRAD))
+    elif meta.flags & _REQUIRES_GRAD:
+        tensor.requires_grad_()
+    return tensor
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:

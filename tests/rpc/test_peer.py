@@ -301,6 +301,24 @@ def test_a_duplicate_is_acknowledged_again():
     assert ends.peers[A].outstanding == 0
 
 
+def test_what_a_message_gives_back_is_resent_with_it_and_counts_once():
+    ends = Ends()
+    peer = ends.peers[A]
+    ends.put(A, peer.send(word("lost"), (), ends.clock.now(), None, [(1, 0), (2, 65536)]))
+    ends.flying.clear()
+    ends.say(A, "next")
+    ends.deliver()
+    ends.pass_time(1)  # a ping asks, and its answer lacks the first
+    while ends.flying and decode_envelope(ends.flying[0][1]).back == []:
+        ends.deliver()
+    ends.deliver(keep=True)
+    envelope = decode_envelope(ends.flying[0][1])
+    assert envelope.back == [(1, 0), (2, 65536)]
+    assert envelope.message.topic == "lost"
+    assert not ends.peers[B].receive(envelope, 1, ends.clock.now())  # nobody acts on it a second time
+    assert ends.heard[B] == ["next", "lost"]
+
+
 def test_messages_nobody_waits_for_have_no_number():
     peer = Peer(A, B, PeerLimits(), 0.0, watch_silence=False)
     assert peer.send(Goodbye("x"), (), 0.0).seq == 0

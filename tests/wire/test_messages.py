@@ -13,6 +13,7 @@ ID, OTHER = GlobalId(1, 2, 3), GlobalId(4, 5, 6)
 STATE = m.State("torch", "Tensor", [2, 3], "float32", "cpu", True, "AddBackward0", 24)
 FORK = m.Fork(ID, OTHER, 7, 8, STATE)
 PAYLOAD = m.Payload([(0, 0, 8)], [m.TensorMeta(0, 1, [2], None, 0, 1, "cuda:0")], [FORK], False, [("f", "digest")])
+LYING = m.Payload([(-1, 0, 8)], PAYLOAD.tensors, places=[m.Place(3, 17, 1 << 24, 65536, 8)])
 RECORD = m.Record("worker0", 0, 9, ["ipc://x"], "host", 10, 11, None, device_maps={"a": {"cuda:0": "cuda:1"}})
 
 EVERY = [
@@ -35,12 +36,14 @@ EVERY = [
     m.AskShutdown(1, True, ["worker1"]),
     m.ShutdownState(1, 2, 3, 4),
     m.Cast("topic", b"data", PAYLOAD),
+    m.Cast("another topic", b"data", LYING),
     m.Stop(1),
+    m.GiveBack([(1, 65536)]),
 ]
 
 
 def sealed(message):
-    return m.encode_envelope(m.Envelope(1, 2, 3, 4, 5, [7, 9], message))
+    return m.encode_envelope(m.Envelope(1, 2, 3, 4, 5, [7, 9], message, [(1, 0), (2, 65536)]))
 
 
 def test_every_message_is_tried():
@@ -50,7 +53,7 @@ def test_every_message_is_tried():
 @pytest.mark.parametrize("message", EVERY, ids=lambda message: m.kind(message))
 def test_a_message_comes_out_as_it_went_in(message):
     envelope = m.decode_envelope(sealed(message))
-    assert envelope == m.Envelope(1, 2, 3, 4, 5, [7, 9], message)
+    assert envelope == m.Envelope(1, 2, 3, 4, 5, [7, 9], message, [(1, 0), (2, 65536)])
     assert type(envelope.message) is type(message)
 
 

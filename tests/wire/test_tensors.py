@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import os
 import weakref
 
 import msgspec
@@ -15,8 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError
+from nbdist.channel import memory
+from nbdist.channel.arena import Arena, Space
+from nbdist.channel.leases import Leases
 from nbdist.wire import codec
-from nbdist.wire.messages import Payload, TensorMeta
+from nbdist.wire.messages import Payload, Record, TensorMeta
 from nbdist.wire.tensors import LARGE, unpack_tensors
 
 DTYPES = [
@@ -26,11 +30,51 @@ DTYPES = [
 ]
 
 
+ME = Record("worker0", 0, 0xABC, [], "host", os.getpid(), 0, None)
+
+
+class _Way:
+    """How tensors travel here: in frames, or through an arena, the smallest of them, too."""
+
+    def __init__(self):
+        self.arena = None
+        self.leases = Leases()
+
+
+WAY = _Way()
+
+
+@pytest.fixture(scope="module", params=["frames", "arena"], autouse=True)
+def _way(request):
+    if request.param == "arena":
+        if not memory.is_available():
+            pytest.skip("this system has no memfd")
+        WAY.arena = Arena(ME.incarnation, 1 << 30, 1)
+    yield
+    if WAY.arena is not None:
+        gc.collect()
+        give_back()
+        left = WAY.arena.statistics()
+        WAY.arena.close()
+        WAY.arena = None
+        assert left["arena_bytes_used"] == left["arena_blocks_out"] == left["arena_falls_back"] == 0
+
+
+def give_back():
+    WAY.arena.give_back(ME.incarnation, [(lease.segment, lease.offset) for lease in WAY.leases.take_ended()])
+
+
 def travel(value):
     """Send and receive; the header and the frames go through bytes, as on a wire."""
-    payload, frames, *_ = codec.encode(value)
-    header = msgspec.msgpack.encode(payload)
-    return codec.decode(msgspec.msgpack.decode(header, type=Payload), [bytes(frame) for frame in frames])
+    space = Space(WAY.arena, ME.incarnation) if WAY.arena is not None else None
+    encoded = codec.encode(value, space=space)
+    for slot in encoded.slots:
+        slot.send()
+    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(encoded.payload), type=Payload)
+    leased = WAY.leases.begin(ME, payload.places, 0.0)
+    if WAY.arena is not None:
+        give_back()
+    return codec.decode(payload, [*map(bytes, encoded.frames), *leased])
 
 
 def raw(tensor):

@@ -1,0 +1,151 @@
+"""What an agent has of the arenas of others: their blocks, mapped where they lie, each until its last tensor dies.
+
+A lease begins when a message is accepted, whatever becomes of the message then, and ends when nothing refers to the
+memory any more. Anything may make it end, a collection in the midst of some other lock too: so its end is only noted
+here, for the agent to tell the block's owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nbdist.channel.arena import PROBE, PROBE_SIZE, file_name
+from nbdist.channel.memory import Mapping, MemoryFailure, open_of
+from nbdist.wire.messages import Place, Record
+
+__all__ = ["Ended", "Leases"]
+
+_UNUSED = 30.0
+"""Seconds after which a segment that nothing refers to is unmapped; it may be one that its owner has closed."""
+
+_forks = 0
+
+
+def _on_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+# On both sides of it: what other threads begin meanwhile is the child's as well.
+os.register_at_fork(before=_on_fork, after_in_parent=_on_fork)
+
+
+class Ended(NamedTuple):
+    """A lease that has ended."""
+
+    owner: int
+    segment: int
+    offset: int
+    length: int
+    is_shared: bool
+    """Whether a forked process may still read the block."""
+
+
+class _Lease:
+    """Ends when it dies."""
+
+    __slots__ = ("_ended", "_forks", "_mapping", "_what")
+
+    def __init__(self, ended: deque[Ended], what: Ended, mapping: Mapping) -> None:
+        self._ended = ended
+        self._what = what
+        self._forks = _forks
+        self._mapping = mapping
+
+    def __del__(self) -> None:
+        what = self._what
+        self._ended.append(what if self._forks == _forks else what._replace(is_shared=True))
+
+
+class _Segment:
+    """Another agent's segment, mapped here."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+        self.used_at = 0.0
+
+
+class Leases:
+    """An agent's leases."""
+
+    def __init__(self) -> None:
+        self.ended: deque[Ended] = deque()
+        self.begun = 0
+        self.over = 0
+        self._segments: dict[tuple[int, int], _Segment] = {}
+        self._lock = threading.Lock()
+
+    def can_read(self, owner: Record) -> bool:
+        """Whether this process can read an agent's arena, if it has one."""
+        if owner.arena is None:
+            return False
+        try:
+            open_of(owner.pid, owner.arena, file_name(owner.incarnation, PROBE), PROBE_SIZE)
+        except MemoryFailure:
+            return False
+        return True
+
+    def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[memoryview]:
+        """The memory at those places, each until nothing refers to it; empty where it cannot be read."""
+        return [self._begin(owner, place, now) for place in places]
+
+    def _begin(self, owner: Record, place: Place, now: float) -> memoryview:
+        what = Ended(owner.incarnation, place.segment, place.offset, place.length, False)
+        self.begun += 1
+        if not 0 <= place.offset <= place.offset + place.length <= place.size:
+            self.ended.append(what)
+            return memoryview(b"")
+        try:
+            mapping = self._segment(owner, place, now)
+        except MemoryFailure:
+            self.ended.append(what)
+            return memoryview(b"")
+        block = (ctypes.c_char * place.length).from_address(mapping.address + place.offset)
+        block.lease = _Lease(self.ended, what, mapping)  # type: ignore[attr-defined]
+        return memoryview(block).cast("B")
+
+    def _segment(self, owner: Record, place: Place, now: float) -> Mapping:
+        with self._lock:
+            segment = self._segments.get((owner.incarnation, place.segment))
+            if segment is None or segment.mapping.size != place.size:
+                name = file_name(owner.incarnation, place.segment)
+                segment = _Segment(open_of(owner.pid, place.file, name, place.size))
+                self._segments[owner.incarnation, place.segment] = segment
+            segment.used_at = now
+            return segment.mapping
+
+    def take_ended(self) -> list[Ended]:
+        """The leases that have ended since this was last asked."""
+        taken: list[Ended] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self.ended.popleft())
+        self.over += len(taken)
+        return taken
+
+    def forget(self, owner: int) -> None:
+        """An agent is gone; what there is of its memory stays for as long as its tensors do."""
+        with self._lock:
+            for key in [key for key in self._segments if key[0] == owner]:
+                del self._segments[key]
+
+    def trim(self, now: float) -> None:
+        """Unmap what has not been used for a while."""
+        with self._lock:
+            for key in [key for key, segment in self._segments.items() if now - segment.used_at > _UNUSED]:
+                del self._segments[key]
+
+    def close(self) -> None:
+        """Map nothing any more but what tensors hold."""
+        with self._lock:
+            self._segments.clear()
+
+    def statistics(self) -> dict[str, int]:
+        """Counters; leases that have ended and of which no owner has been told count."""
+        return {"arena_blocks_held": self.begun - self.over, "arena_segments_mapped": len(self._segments)}
