@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +112,12 @@ class Passes:
             self.give_up(run)
             raise
 
-    def wait(self, run: Run) -> None:
-        """Wait for the end of a pass that began here."""
+    def wait(self, run: Run, read: Callable[[Latch], None] | None = None) -> None:
+        """Wait for the end of a pass that began here, without an outcome of its own; ``read`` as for `Latch.wait`."""
         outcome = run.outcome
-        assert outcome is not None  # it began here
+        assert isinstance(outcome, Latch)
         try:
-            outcome.wait()
+            outcome.wait(read)
         except BaseException:
             self.give_up(run)
             raise

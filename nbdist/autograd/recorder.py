@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,21 +181,15 @@ class Recorder:
 
         return attach
 
-    @contextmanager
-    def running(self, context: Context, recording: Recording) -> Iterator[None]:
+    def running(self, context: Context, recording: Recording) -> AbstractContextManager[None]:
         """A function runs for a call that was made in a context: it is in it, and in the caller's grad mode."""
-        before = self.contexts.set_current(context)
-        try:
-            with torch.set_grad_enabled(recording.grad), noted() if context.lines else nullcontext():
-                yield
-        finally:
-            self.contexts.set_current(before)
+        return _Running(self.contexts, context, recording.grad)
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a pass from one tensor."""
         run = self.begin(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
         self.passes.go(run)
-        self.passes.wait(run)
+        self.wait(run)
 
     def warn(self, function: str, worker: str) -> None:
         """Tensors that require grad go out of reach: say so, once at each place in the user's code."""
@@ -228,6 +222,10 @@ class Recorder:
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
         return self.passes.begin(context, Roots(edges, gradients), outcome, **options)
+
+    def wait(self, run: Run) -> None:
+        """Wait for the end of a pass."""
+        self.passes.wait(run, self._agent.read_as_guest)
 
     # -- what passes ask ----------------------------------------------------------------------
 
@@ -339,6 +337,34 @@ class Recorder:
 
 def _on_gradients(passes: Passes, message: messages.Gradients, body: Callable[[], Any]) -> None:
     passes.on_gradients(message, body())
+
+
+class _Running:
+    """The time in which a function runs in a context."""
+
+    __slots__ = ("_before", "_context", "_contexts", "_grad", "_grad_before", "_noting")
+
+    def __init__(self, contexts: Contexts, context: Context, grad: bool) -> None:
+        self._contexts = contexts
+        self._context = context
+        self._grad = grad
+
+    def __enter__(self) -> None:
+        self._before = self._contexts.set_current(self._context)
+        self._grad_before = torch.is_grad_enabled()
+        if self._grad_before is not self._grad:
+            torch._C._set_grad_enabled(self._grad)
+        self._noting = noted() if self._context.lines else None
+        if self._noting is not None:
+            self._noting.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            if self._noting is not None:
+                self._noting.__exit__(*exception)
+        finally:
+            torch._C._set_grad_enabled(self._grad_before)
+            self._contexts.set_current(self._before)
 
 
 def _topic(kind: type) -> str:

@@ -68,6 +68,14 @@ class Channel(Protocol):
         """Make a `receive` that waits return None; from any thread."""
         ...
 
+    def call(self) -> None:
+        """Make every `receive` that waits return None, until `called`; where several threads may wait there."""
+        ...
+
+    def called(self) -> None:
+        """Who was called has come."""
+        ...
+
     def close(self) -> None:
         """Stop receiving, and leave nothing behind."""
         ...

@@ -76,6 +76,12 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
+    def call(self) -> None:
+        self.inner.call()
+
+    def called(self) -> None:
+        self.inner.called()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True

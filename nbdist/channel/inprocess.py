@@ -76,6 +76,12 @@ class InProcessChannel:
         except queue.Empty:
             return None
 
+    def call(self) -> None:
+        self.wake()
+
+    def called(self) -> None:
+        pass
+
     def wake(self) -> None:
         self._queue.put(None)
 

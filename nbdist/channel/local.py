@@ -29,7 +29,7 @@ from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.errors import ProtocolError
 
-__all__ = ["LocalChannel", "is_available"]
+__all__ = ["SLEEPS", "LocalChannel", "is_available"]
 
 _SCHEME = "unix://"
 _AT_ONCE = 64 * 1024
@@ -89,9 +89,12 @@ class LocalChannel:
             self._epoll = undo.enter_context(select.epoll())
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake)
+            self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._call)
             self._beside_file = beside.file
             for file in (self._listener.fileno(), self._wake, self._beside_file):
                 self._epoll.register(file, _NEWS)
+            self._epoll.register(self._call, select.EPOLLIN)  # whoever waits is told, and again, until it is read
             self._outbox = Outbox()
             self._resources = undo.pop_all()
         _channels.add(self)
@@ -148,11 +151,22 @@ class LocalChannel:
     def _wait(self, timeout: float | None) -> Sequence[tuple[int, int]]:
         """The files that have news. Of all threads that wait here, the kernel wakes one for each, and says it once."""
         me = threading.get_ident()
-        self._waiting.add(me)
         try:
-            return () if self._closed else self._epoll.poll(timeout, _EVENTS)
-        finally:
+            self._waiting.add(me)
+            events = () if self._closed else self._epoll.poll(timeout, _EVENTS)
             self._waiting.discard(me)
+            return events
+        except BaseException:  # Ctrl-C, in a main thread that reads
+            self._waiting.discard(me)
+            self._look_everywhere()
+            raise
+
+    def _look_everywhere(self) -> None:
+        """News may have been lost, and are not told twice: have another thread look what there is."""
+        self._ready.update(list(self._incoming))
+        self._more_beside = True
+        self._try_again_at = 0.0
+        self.wake()
 
     def has_more(self) -> bool:
         return bool(self._arrived or self._ready or self._more_beside)
@@ -170,6 +184,8 @@ class LocalChannel:
             return True
         elif number == self._beside_file:
             self._more_beside = True
+        elif number == self._call:
+            return True
         elif not self._closed:
             self._accept()
         return False
@@ -221,6 +237,14 @@ class LocalChannel:
             if incoming.is_empty:
                 self._ready.discard(number)
 
+    def call(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            os.eventfd_write(self._call, 1)
+
+    def called(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # read already, or closed
+            os.eventfd_read(self._call)
+
     def wake(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
             os.eventfd_write(self._wake, 1)
@@ -249,7 +273,7 @@ class LocalChannel:
         for incoming in self._incoming.values():
             incoming.socket.close()
         self._incoming.clear()
-        self._wake = -1  # the number may soon be another file's
+        self._wake = self._call = -1  # their numbers may soon be other files'
         self._resources.close()
 
     def forked(self) -> None:
@@ -261,6 +285,10 @@ class LocalChannel:
             link.forked()
         self._outbox.release()
         self._release()
+
+
+SLEEPS = LocalChannel._wait.__code__
+"""Where a thread sleeps until there is a message."""
 
 
 class _Incoming:

@@ -280,6 +280,12 @@ class ZmqChannel:
     def _has_message(self) -> bool:
         return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
 
+    def call(self) -> None:
+        self.wake()
+
+    def called(self) -> None:
+        pass
+
     def wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")

@@ -60,10 +60,11 @@ def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: boo
 
 def _get_future(self: RRef[Any]) -> Future[Any]:
     """Done when the call that makes the value has been answered; at once if there was none."""
-    if self._creation is not None:
-        return self._creation
     made: Future[Any] = Future()
-    made.set_result(None)
+    if self._creation is not None:
+        self._creation.add_done_callback(lambda created: made.try_settle(None, created.exception()))
+    else:
+        made.set_result(None)
     return made
 
 

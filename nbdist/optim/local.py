@@ -11,7 +11,6 @@ from nbdist.autograd.api import recorder
 from nbdist.autograd.leaves import lent
 from nbdist.errors import NbdistError
 from nbdist.rpc import api
-from nbdist.rpc.futures import Future
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.rref import RRef
 
@@ -73,12 +72,13 @@ def ask_all(calls: Sequence[tuple[WorkerInfo, Any, tuple[Any, ...]]]) -> list[An
 
     One error is raised as it is, several as one that tells of each.
     """
-    futures: list[Future[Any]] = [api.rpc_async(to, function, args=args) for to, function, args in calls]
+    agent = api.current_agent()
+    outcomes = [agent.caller.begin(to, function, args) for to, function, args in calls]
     results: list[Any] = []
     errors: list[tuple[str, Exception]] = []
-    for future, (to, _, _) in zip(futures, calls, strict=True):
+    for outcome, (to, _, _) in zip(outcomes, calls, strict=True):
         try:
-            results.append(future.wait())
+            results.append(outcome.wait(agent.read_as_guest))
         except Exception as error:
             errors.append((to.name, error))
     if len(errors) > 1:

@@ -1,7 +1,7 @@
 """An agent: the endpoint of one worker, which joins the parts.
 
 Here is the way of every message: `post`, which is the links', numbers it, keeps it and sends it on the
-caller's thread; `_read`, run by one or two threads of the pool, takes what comes, and then, one thread at a time,
+caller's thread; `read`, run by one or two threads of the pool, takes what comes, and then, one thread at a time,
 lets the peer judge it and passes it to the handler of its type. A handler is quick and runs nobody's code; if there
 is something to run it returns a job, and the thread that read it runs it while another reads.
 """
@@ -74,6 +74,7 @@ class Agent:
         from nbdist.rpc.caller import Caller
         from nbdist.rpc.ending import Ending
         from nbdist.rpc.executor import Executor
+        from nbdist.rpc.guest import Guest
         from nbdist.rpc.handshake import Handshake
         from nbdist.rpc.outcomes import Outcomes
         from nbdist.rpc.references import References
@@ -105,13 +106,15 @@ class Agent:
         self._at_close: list[Callable[[], None]] = []
         self.processes = ProcessWatch(self._on_process_end)
         self._turn = threading.Lock()
+        self.read_as_guest = Guest(self).read if channel.readers > 1 else None
         self.pool = Pool(
             options.num_worker_threads,
-            self._read,
+            self.read,
             channel.wake,
             f"nbdist-{me.name}",
             readers=channel.readers,
             has_more=channel.has_more,
+            begin=self._adopt,
         )
         self.links = Links(self)
         self.post = self.links.post
@@ -190,10 +193,15 @@ class Agent:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _read(self, timeout: float | None) -> Job | None:
+    def _adopt(self) -> None:
+        """The calling thread is one of the pool's."""
         _thread.agent = self
+
+    def read(self, timeout: float | None) -> Job | None:
+        """Wait for a message and deal with it, and with what is due; a job if there is something to run."""
         now = time.monotonic()
-        self.references.reap()
+        if self.references.released:
+            self.references.reap()
         self.sharing.tend(now)
         if now >= self.links.due:
             with self._turn:

@@ -14,7 +14,7 @@ from nbdist import trace
 from nbdist.channel.contract import Buffer, ChannelError
 from nbdist.errors import EncodeError, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls import Pending
-from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.references import MessageForker
 from nbdist.rpc.rref import RRef, local_type
@@ -59,7 +59,18 @@ class Caller:
         timeout: float,
     ) -> Any:
         """Call and wait."""
-        return self._call(to, function, args, kwargs, timeout, Latch()).outcome.wait()
+        outcome = Latch()
+        self._call(to, function, args, kwargs, timeout, outcome)
+        return outcome.wait(self._agent.read_as_guest)
+
+    def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
+        """Call, and have what `sync` waits for."""
+        outcome = Latch()
+        try:
+            self._call(to, function, args, None, timeout, outcome)
+        except WorkerLost as error:
+            outcome.try_settle(None, error)
+        return outcome
 
     def asynchronous(
         self,
@@ -88,17 +99,22 @@ class Caller:
         """Call, and have an RRef to the outcome, which stays there."""
         _check(function, args, kwargs)
         owner = self._agent.find(to)
-        body = (names.name_of(function) or function, tuple(args or ()), dict(kwargs or {}))
-        return self._create(owner, Mode.REMOTE, function, names.display_name(function), body, timeout)
+        named = names.describe(function)
+        body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
+        return self._create(owner, Mode.REMOTE, named.label, body, timeout, builtin=named.builtin)
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """A copy of a referenced value."""
         owner = self._owner(rref)
-        return self._send(owner, Mode.FETCH, None, "to_here", None, timeout, Latch(), target=rref).outcome.wait()
+        outcome = Latch()
+        self._send(owner, Mode.FETCH, "to_here", None, timeout, outcome, target=rref)
+        return outcome.wait(self._agent.read_as_guest)
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a referenced value and wait."""
-        return self._method(rref, name, timeout, args, kwargs, Latch()).outcome.wait()
+        outcome = Latch()
+        self._method(rref, name, timeout, args, kwargs, outcome)
+        return outcome.wait(self._agent.read_as_guest)
 
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of a referenced value, and have a Future."""
@@ -113,7 +129,7 @@ class Caller:
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         owner = self._owner(rref)
         label = f"{cls.__name__}.{name}" if cls is not None else name
-        return self._create(owner, Mode.METHOD_REMOTE, None, label, (name, args, kwargs), timeout, target=rref)
+        return self._create(owner, Mode.METHOD_REMOTE, label, (name, args, kwargs), timeout, target=rref)
 
     # -- making a call ------------------------------------------------------------------------
 
@@ -124,22 +140,22 @@ class Caller:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float,
-        outcome: Future[Any] | Latch,
+        outcome: Promise[Any] | Latch,
     ) -> Pending:
         _check(function, args, kwargs)
         callee = self._agent.find(to)
-        body = (names.name_of(function) or function, tuple(args or ()), dict(kwargs or {}))
-        label = names.display_name(function)
-        return self._send(callee, Mode.CALL, function, label, body, timeout, outcome)
+        named = names.describe(function)
+        body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
+        return self._send(callee, Mode.CALL, named.label, body, timeout, outcome, builtin=named.builtin)
 
     def _method(
-        self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Future[Any] | Latch
+        self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
     ) -> Pending:
         self._agent.references.check_alive(rref)
         state = rref.state
         label = f"{state.qualname}.{name}" if state is not None else name
         body = (name, args, kwargs)
-        return self._send(self._owner(rref), Mode.METHOD, None, label, body, timeout, outcome, target=rref)
+        return self._send(self._owner(rref), Mode.METHOD, label, body, timeout, outcome, target=rref)
 
     def _owner(self, rref: RRef[Any]) -> Record:
         record = self._agent.membership.get(rref._owner)
@@ -151,16 +167,17 @@ class Caller:
         self,
         owner: Record,
         mode: Mode,
-        function: Any,
         label: str,
         body: Any,
         timeout: float,
+        *,
+        builtin: bool = False,
         target: RRef[Any] | None = None,
     ) -> RRef[Any]:
         agent = self._agent
         rref_id, fork_id = agent.ids.next(), agent.ids.next()
         mine = owner.incarnation == agent.me.incarnation
-        creation: Future[Any] = Future()
+        creation: Promise[Any] = Promise()
         if mine:
             agent.references.own(rref_id)
         else:
@@ -168,7 +185,7 @@ class Caller:
         rref: RRef[Any] = RRef._refer(agent, rref_id, None if mine else fork_id, owner.incarnation, creation)
         result = Fork(rref_id, fork_id, owner.incarnation, agent.me.incarnation)
         try:
-            self._send(owner, mode, function, label, body, timeout, creation, target=target, result=result)
+            self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
         except ChannelError as error:
             agent.outcomes.creation_failed(result, error, may_exist=False)
             creation.try_settle(None, error)
@@ -182,12 +199,12 @@ class Caller:
         self,
         to: Record,
         mode: Mode,
-        function: Any,
         label: str,
         body: Any,
         timeout: float,
-        outcome: Future[Any] | Latch,
+        outcome: Promise[Any] | Latch,
         *,
+        builtin: bool = False,
         target: RRef[Any] | None = None,
         result: Fork | None = None,
     ) -> Pending:
@@ -204,7 +221,6 @@ class Caller:
             result=result,
             target=target._id if target is not None else None,
         )
-        builtin = mode in (Mode.CALL, Mode.REMOTE) and names.is_builtin(function)
         if target is not None:
             agent.references.check_alive(target)
         context = agent.recorder.current() if agent.recorder is not None else None

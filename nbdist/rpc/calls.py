@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.ids import GlobalId
-from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.wire.messages import Fork, Recording
 
 __all__ = ["Pending", "PendingCalls"]
@@ -25,7 +25,7 @@ class Pending:
     to: int
     worker: str
     function: str
-    outcome: Future[Any] | Latch
+    outcome: Promise[Any] | Latch
     started: float
     timeout: float
     thread: int
@@ -49,7 +49,7 @@ class Pending:
     @property
     def is_waited_for(self) -> bool:
         """Whether one thread waits for the outcome, and nobody else can see it."""
-        return isinstance(self.outcome, Latch)
+        return type(self.outcome) is Latch
 
     @property
     def deadline(self) -> float:

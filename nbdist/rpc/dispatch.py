@@ -39,6 +39,7 @@ class Pool:
 
     ``read(timeout)`` is called by up to ``readers`` threads at a time, and returns a job, or None. One must return
     when ``wake()`` is called; that is done where ``has_more()`` says that those who wait will not be woken otherwise.
+    Each thread calls ``begin()`` first.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Pool:
         *,
         readers: int = 1,
         has_more: Callable[[], bool] = lambda: False,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._size = max(1, size)
         self._read = read
@@ -59,6 +61,7 @@ class Pool:
         self._queue: deque[Job] = deque()
         self._readers = readers
         self._has_more = has_more
+        self._begin = begin
         self._reading = 0
         self._idle = 0
         self._threads: set[threading.Thread] = set()
@@ -126,6 +129,7 @@ class Pool:
 
     def _run(self) -> None:
         set_blocking_hook(self._blocking)
+        self._begin()
         thread = threading.current_thread()
         try:
             while (job := self._next()) is not None:

@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,14 @@ from nbdist.wire.tensors import Slot
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.rpc.dispatch import Job
-    from nbdist.rpc.futures import Future
+    from nbdist.rpc.futures import Promise
     from nbdist.rpc.recording import Attach
     from nbdist.rpc.rref import RRef
 
 __all__ = ["ASYNC_MARK", "Executor", "Request"]
+
+_left_to_run = contextlib.suppress(NbdistError)
+"""For what `Request.run` meets again, and answers with."""
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, knows a function that returns a Future for its result."""
@@ -90,7 +94,7 @@ class Request:
         self._sender = sender
         self._frames = frames
         self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks) if call.payload.forks else []
-        self._target: Future[Any] | None = None
+        self._target: Promise[Any] | None = None
         self._decoded: Any = None
         self._context: Any = None
         if call.recording is not None and agent.recorder is not None:
@@ -132,8 +136,9 @@ class Request:
         Making tensors lets go of the GIL, which the woken thread would take: a hand-over in the midst of a call.
         """
         if codec.decodes_quickly(self._call.payload, self._frames):
-            with contextlib.suppress(NbdistError):  # `run` meets it again, and answers with it
-                self._decoded = codec.decode(self._call.payload, self._frames, attach=self._attach())
+            attach = self._attach() if self._context is not None else None
+            with _left_to_run:
+                self._decoded = codec.decode(self._call.payload, self._frames, self._references, attach)
 
     def _attach(self) -> Attach | None:
         recorder, recording = self._agent.recorder, self._call.recording
@@ -141,30 +146,26 @@ class Request:
             return None
         return recorder.incoming(self._context, recording, self._sender, self._call.function)
 
-    def _recording(self) -> contextlib.AbstractContextManager[None]:
-        recorder, recording = self._agent.recorder, self._call.recording
-        if self._context is None or recorder is None or recording is None:
-            return contextlib.nullcontext()
-        return recorder.running(self._context, recording)
-
     # -- in a thread of the pool --------------------------------------------------------------
 
     def run(self) -> None:
-        """Run the function and answer."""
+        """Run the function and answer; in a thread for which the agent is the active one."""
         around = self._agent.around
-        with self._agent.activate():
-            try:
-                with around(self._call.origin) if around is not None else contextlib.nullcontext():
-                    result, is_async = self.invoke()
-            except MissingDefinition as error:
-                self._answer_missing(error)
-            except BaseException as error:
-                self._fail(error)
+        try:
+            if around is None:
+                result, is_async = self.invoke()
             else:
-                if is_async:
-                    self._answer_later(result)
-                else:
-                    self._answer(result)
+                with around(self._call.origin):
+                    result, is_async = self.invoke()
+        except MissingDefinition as error:
+            self._answer_missing(error)
+        except BaseException as error:
+            self._fail(error)
+        else:
+            if is_async:
+                self._answer_later(result)
+            else:
+                self._answer(result)
 
     def invoke(self) -> tuple[Any, bool]:
         """Run it; what it returned, and whether that is a future for the result."""
@@ -189,8 +190,12 @@ class Request:
                 function = names.resolve(function)
             is_async = hasattr(function, ASYNC_MARK)
         trace.emit("call.run", agent=self._agent.me.name, function=call.function, id=call.id)
-        with self._recording(), self._agent.stopping.running(self._sender, call.id):
-            return function(*args, **kwargs), is_async
+        recorder, recording = self._agent.recorder, call.recording
+        with self._agent.stopping.running(self._sender, call.id):
+            if self._context is None or recorder is None or recording is None:
+                return function(*args, **kwargs), is_async
+            with recorder.running(self._context, recording):
+                return function(*args, **kwargs), is_async
 
     def _answer_later(self, future: Any) -> None:
         if not isinstance(future, torch._C.Future):
@@ -248,19 +253,20 @@ class Request:
         known = peer.definitions if peer is not None else set[str]()
         device_map = sender.device_maps.get(agent.me.name) if sender is not None else None
         recording = self._call.recording
-        options: Any = {
-            "forker": forker,
-            "devices": {theirs: ours for ours, theirs in device_map.items()} if device_map else None,
-            "receiver": sender.name if sender is not None else "",
-            "record": self._context is not None and recording is not None and recording.grad,
-            "space": agent.sharing.space(self._sender),
-        }
+        encode = partial(
+            codec.encode,
+            forker=forker,
+            devices={theirs: ours for ours, theirs in device_map.items()} if device_map else None,
+            receiver=sender.name if sender is not None else "",
+            record=self._context is not None and recording is not None and recording.grad,
+            space=agent.sharing.space(self._sender),
+        )
         try:
-            return codec.encode(result, by_value=True, known=known, **options)
+            return encode(result, by_value=True, known=known)
         except EncodeError:
             # A definition of `__main__` that cannot travel by value may still be known by name.
             forker.take_back()
-            return codec.encode(result, **options)
+            return encode(result)
 
     def _fail(self, error: BaseException) -> None:
         agent, call = self._agent, self._call

@@ -14,13 +14,23 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from nbdist.errors import RpcTimeout
 
-__all__ = ["Future", "Latch", "blocking_wait", "set_blocking_hook", "set_carrier", "set_interrupt_hook", "wait_all"]
+__all__ = [
+    "Future",
+    "Latch",
+    "Promise",
+    "blocking_wait",
+    "set_blocking_hook",
+    "set_carrier",
+    "set_interrupt_hook",
+    "wait_all",
+]
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -75,47 +85,54 @@ def _interrupted(outcome: object, error: BaseException) -> None:
 class Latch:
     """An outcome that one thread waits for: what is left of a future that nobody else will see."""
 
-    __slots__ = ("_error", "_lock", "_outcome", "_setting", "_settled")
+    __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_settle")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
         self._setting = threading.Lock()
-        self._settled = False
+        self.is_settled = False
+        self.on_settle: Callable[[], None] | None = None
+        """What to call when it is settled."""
         self._outcome: Any = None
         self._error: BaseException | None = None
 
     def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
         """Let the waiting thread go on, unless it has been let already."""
         with self._setting:
-            if self._settled:
+            if self.is_settled:
                 return False
-            self._settled = True
-        self._outcome, self._error = outcome, error
+            self._outcome, self._error = outcome, error
+            self.is_settled = True
         self._lock.release()
+        on_settle = self.on_settle
+        if on_settle is not None:
+            on_settle()
         return True
 
-    def wait(self) -> Any:
-        """The outcome, once; Ctrl-C ends the wait."""
+    def wait(self, read: Callable[[Latch], None] | None = None) -> Any:
+        """The outcome, once; Ctrl-C ends the wait. ``read`` may do something for it before this thread sleeps."""
         try:
             try:
                 with blocking_wait():
+                    if read is not None:
+                        read(self)
                     self._lock.acquire()
             except KeyboardInterrupt as error:
                 _interrupted(self, error)
                 raise
-            if self._error is not None:
-                raise self._error
+            failed, self._error = self._error, None
+            if failed is not None:
+                raise failed
             return self._outcome
         finally:
-            del self  # or the error, by its traceback and this frame, would hold itself
+            failed = None  # or the error, by its traceback and this frame, would hold itself
 
 
-class Future(torch.futures.Future[T]):
-    """The outcome of a call, now or later."""
+class Promise(Generic[T]):
+    """An outcome, now or later, that several may wait for: a future without torch's side."""
 
-    def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
-        super().__init__(devices=devices)
+    def __init__(self) -> None:
         self._latch = threading.Lock()
         self._latch.acquire()
         self._setting = threading.Lock()
@@ -123,55 +140,40 @@ class Future(torch.futures.Future[T]):
         self._done = False  # the latch cannot tell: who waits takes it for a moment
         self._outcome: Any = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self._failure: _Failure | None = None
+        self._callbacks: list[Callable[[Any], Any]] = []
 
     # -- settling -----------------------------------------------------------------------------
 
-    def set_result(self, result: T) -> None:
-        """Complete the future with a value."""
-        self._settle(result, None)
-
-    def set_exception(self, result: Any) -> None:
-        """Complete the future with an exception."""
-        if not isinstance(result, BaseException):
-            raise TypeError(f"{result!r} is of type {type(result)}, not an Exception.")
-        self._settle(None, result)
-
-    def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
-        """Complete the future unless it is complete."""
+    def try_settle(
+        self,
+        outcome: Any,
+        error: BaseException | None,
+        submit: Callable[[Callable[[], None]], None] | None = None,
+    ) -> bool:
+        """Complete it unless it is complete; callbacks are called at once, or in a job that is submitted."""
         with self._setting:
             if self._settled:
                 return False
             self._settled = True
-        self._publish(outcome, error)
+        self._publish(outcome, error, submit)
         return True
 
-    def _settle(self, outcome: Any, error: BaseException | None) -> None:
-        if not self.try_settle(outcome, error):
-            raise RuntimeError("Future can only be marked completed once")
-
-    def _publish(self, outcome: Any, error: BaseException | None) -> None:
+    def _publish(
+        self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
+    ) -> None:
         self._outcome, self._error = outcome, error
         with self._setting:
             callbacks, self._callbacks = self._callbacks, []
             self._done = True
             self._latch.release()
-        # torch's own waiters see the same, and not before us: whoever its `wait_all` wakes may ask `done` of us.
-        # Its ``set_exception`` would call our ``set_result``.
-        if error is not None:
-            self._failure = _Failure(self)
-            super()._set_unwrap_func(_raise)
-            super().set_result(cast(T, self._failure))
-        else:
-            super().set_result(outcome)
-        for callback in callbacks:
-            _call(callback, self)
+        self._tell_torch(outcome, error)
+        if submit is None:
+            _call_all(callbacks, self)
+        elif callbacks:
+            submit(partial(_call_all, callbacks, self))
 
-    def __del__(self) -> None:
-        failure = getattr(self, "_failure", None)
-        if failure is not None:
-            failure.error = self._error  # torch's side may live on, in what `collect_all` made of it
+    def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
+        """For who is a future of torch's as well."""
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -218,6 +220,52 @@ class Future(torch.futures.Future[T]):
         finally:
             del self  # as in `Latch.wait`
 
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Call ``callback(self)`` once the future is done, at once if it is."""
+        with self._setting:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        _call_all([callback], self)
+
+
+class Future(Promise[T], torch.futures.Future[T]):
+    """The outcome of a call, now or later."""
+
+    def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
+        torch.futures.Future.__init__(self, devices=devices)
+        Promise.__init__(self)
+        self._failure: _Failure | None = None
+
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value."""
+        self._settle(result, None)
+
+    def set_exception(self, result: Any) -> None:
+        """Complete the future with an exception."""
+        if not isinstance(result, BaseException):
+            raise TypeError(f"{result!r} is of type {type(result)}, not an Exception.")
+        self._settle(None, result)
+
+    def _settle(self, outcome: Any, error: BaseException | None) -> None:
+        if not self.try_settle(outcome, error):
+            raise RuntimeError("Future can only be marked completed once")
+
+    def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
+        """torch's own waiters see the same, and not before us: whoever its `wait_all` wakes may ask `done` of us."""
+        # Its ``set_exception`` would call our ``set_result``.
+        if error is not None:
+            self._failure = _Failure(self)
+            torch.futures.Future._set_unwrap_func(self, _raise)
+            torch.futures.Future.set_result(self, cast(T, self._failure))
+        else:
+            torch.futures.Future.set_result(self, outcome)
+
+    def __del__(self) -> None:
+        failure = getattr(self, "_failure", None)
+        if failure is not None:
+            failure.error = self._error  # torch's side may live on, in what `collect_all` made of it
+
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
@@ -232,16 +280,6 @@ class Future(torch.futures.Future[T]):
         self.add_done_callback(arrive)
         yield from arrived
         return self._result()
-
-    # -- chaining -----------------------------------------------------------------------------
-
-    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
-        """Call ``callback(self)`` once the future is done, at once if it is."""
-        with self._setting:
-            if not self._done:
-                self._callbacks.append(callback)
-                return
-        _call(callback, self)
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future for ``callback(self)``, called once this one is done."""
@@ -284,12 +322,13 @@ def _raise(outcome: Any) -> Any:
     return outcome
 
 
-def _call(callback: Callable[[Any], Any], future: Any) -> None:
+def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
     """A user's callback must not break the thread that happens to run it."""
-    try:
-        callback(future)
-    except BaseException:
-        _log.exception("a callback of a future failed")
+    for callback in callbacks:
+        try:
+            callback(outcome)
+        except BaseException:
+            _log.exception("a callback of a future failed")
 
 
 def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:

@@ -202,8 +202,10 @@ class Links:
         """The next message; None once the clock must be looked at, or somebody has woken the reader."""
         # Announce the nap before measuring it: who moves `due` forward then sees that it must wake us.
         self._asleep_until = now + _SLEEP
-        wait = min(_SLEEP, max(self.due - now, 0.0), timeout if timeout is not None else _SLEEP)
-        return self._channel.receive(wait)
+        wait = self.due - now
+        if not 0.0 <= wait <= _SLEEP:
+            wait = _SLEEP if wait > 0.0 else 0.0
+        return self._channel.receive(wait if timeout is None or wait < timeout else timeout)
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
         """Take note of an envelope; whether its message is new and to be acted upon."""

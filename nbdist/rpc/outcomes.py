@@ -15,6 +15,7 @@ from nbdist import trace
 from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.failures import rebuild
+from nbdist.rpc.futures import Promise
 from nbdist.rpc.references import creation_error
 from nbdist.rpc.rref import RRef
 from nbdist.wire import codec
@@ -38,7 +39,7 @@ class Outcomes:
     # -- with an answer -----------------------------------------------------------------------
 
     def _on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
-        references = self._agent.references.accept(reply.payload.forks)
+        references = self._agent.references.accept(reply.payload.forks) if reply.payload.forks else []
         call = self._agent.pending.pop(reply.id)
         if call is None or call.to != sender:
             return None  # too late; the references it brought go as they came
@@ -64,6 +65,10 @@ class Outcomes:
         if call.is_waited_for and reply.ok and codec.decodes_quickly(reply.payload, frames):
             self._settle(call, reply, frames, references)
             return None
+        if type(call.outcome) is Promise and reply.ok and not frames:
+            call.drop_repeat()
+            call.outcome.try_settle(None, None, self._agent.pool.submit)
+            return None
         return partial(self._settle, call, reply, frames, references)
 
     def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
@@ -71,7 +76,8 @@ class Outcomes:
         error: BaseException | None = None
         try:
             if frames:
-                outcome = codec.decode(reply.payload, frames, references, self._attach(call, reply))
+                attach = self._attach(call, reply) if reply.recording is not None else None
+                outcome = codec.decode(reply.payload, frames, references, attach)
             if not reply.ok:
                 outcome, error = None, rebuild(outcome)
         except BaseException as failed:
@@ -89,7 +95,8 @@ class Outcomes:
 
     def end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
         """Settle a call, which will not be sent again."""
-        call.drop_repeat()
+        if call.again is not None:
+            call.drop_repeat()
         trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
         call.outcome.try_settle(outcome, error)
 

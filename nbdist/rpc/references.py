@@ -15,7 +15,7 @@ from nbdist.errors import NbdistError, RRefError, WorkerLost
 from nbdist.ids import GlobalId
 from nbdist.rpc.failures import Failure
 from nbdist.rpc.forks import Drop, Forks, Instruction, Send, Standing
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import Promise
 from nbdist.rpc.rref import RRef, describe_error, describe_value
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
@@ -31,9 +31,9 @@ def creation_error(why: object) -> RRefError:
     return RRefError(f"RRef creation via rpc.remote() failed, and the value may not exist: {why}")
 
 
-def _gone() -> Future[Any]:
-    gone: Future[Any] = Future()
-    gone.set_exception(RRefError("the value of this RRef is gone: a worker through which it came was lost"))
+def _gone() -> Promise[Any]:
+    gone: Promise[Any] = Promise()
+    gone.try_settle(None, RRefError("the value of this RRef is gone: a worker through which it came was lost"))
     return gone
 
 
@@ -66,11 +66,12 @@ class References:
         self.forks = Forks(agent.me.incarnation, agent.ids)
         self._agent = agent
         self._lock = threading.RLock()
-        self._values: dict[GlobalId, Future[Any]] = {}
+        self._values: dict[GlobalId, Promise[Any]] = {}
         self._failures: dict[GlobalId, Failure] = {}
         self._parked: dict[GlobalId, list[tuple[int, Job]]] = {}
         self._waiting: dict[GlobalId, list[Callable[[], None]]] = {}
-        self._released: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        self.released: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        """What finalisers have noted, for `reap`."""
         agent.handle(ForkRequest, lambda m, sender, _: self._perform_locked(self.forks.on_fork_request, m, sender))
         agent.handle(UserDelete, lambda m, sender, _: self._perform_locked(self.forks.on_user_delete, m, sender))
         agent.handle(ChildAccept, lambda m, sender, _: self._perform_locked(self.forks.on_child_accept, m))
@@ -79,11 +80,18 @@ class References:
 
     # -- values -------------------------------------------------------------------------------
 
-    def own(self, rref: GlobalId) -> Future[Any]:
+    def own(self, rref: GlobalId) -> Promise[Any]:
         """This agent is to have a value of that id; the caller's handle is counted."""
         with self._lock:
             self.forks.retain(rref)
-            return self._values.setdefault(rref, Future())
+            return self._value(rref)
+
+    def _value(self, rref: GlobalId) -> Promise[Any]:
+        """With the lock held: what is, or is to be, the value of that id."""
+        value = self._values.get(rref)
+        if value is None:
+            value = self._values[rref] = Promise()
+        return value
 
     def create(self, result: Fork, creator: int) -> None:
         """A remote call came whose outcome is to be ``result``; it holds a handle until `settle`."""
@@ -92,8 +100,8 @@ class References:
                 self.forks.retain(result.rref)
             else:
                 self.forks.create(result.rref, result.fork, creator)
-            self._values.setdefault(result.rref, Future())
-            jobs = self._parked.pop(result.rref, [])
+            self._value(result.rref)
+            jobs = self._parked.pop(result.rref, ())
         for _, job in jobs:
             self._agent.pool.submit(job)
 
@@ -135,7 +143,7 @@ class References:
             instructions = self.forks.release_owned(rref)
         self.perform(instructions)
 
-    def retain(self, rref: GlobalId, sender: int, job: Job) -> Future[Any] | None:
+    def retain(self, rref: GlobalId, sender: int, job: Job) -> Promise[Any] | None:
         """A handle on an owned value for a running call; where it is still to come, ``job`` waits for it."""
         with self._lock:
             gone = self.forks.is_gone(rref)
@@ -145,7 +153,7 @@ class References:
             self.forks.retain(rref)
             if gone:
                 return _gone()
-            return self._values.setdefault(rref, Future())  # the call that creates it may be on its way
+            return self._value(rref)  # the call that creates it may be on its way
 
     def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
         """The value, once it is there."""
@@ -209,7 +217,7 @@ class References:
             mine = fork.owner == self._agent.me.incarnation
             with self._lock:
                 if mine and fork.rref not in self._values:
-                    self._values[fork.rref] = _gone() if self.forks.is_gone(fork.rref) else Future()
+                    self._values[fork.rref] = _gone() if self.forks.is_gone(fork.rref) else Promise()
                 instructions = self.forks.accept(fork)
             accepted.append(RRef._refer(self._agent, fork.rref, None if mine else fork.fork, fork.owner))
             self.perform(instructions)
@@ -259,13 +267,13 @@ class References:
 
     def release_later(self, rref: GlobalId, fork: GlobalId | None) -> None:
         """From a finaliser: note that a handle is gone, and no more; the reader, who looks up often, is not woken."""
-        self._released.append((rref, fork))
+        self.released.append((rref, fork))
 
     def reap(self) -> None:
         """Act on what finalisers noted."""
-        while self._released:
+        while self.released:
             try:
-                rref, fork = self._released.popleft()
+                rref, fork = self.released.popleft()
             except IndexError:  # another thread does the same
                 return
             with self._lock:

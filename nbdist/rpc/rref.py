@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from nbdist.errors import RRefError, UsageError
 from nbdist.ids import GlobalId
 from nbdist.rpc.forks import Standing
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.wire.codec import register_reference
 from nbdist.wire.messages import State
@@ -47,7 +47,7 @@ class RRef(Generic[T]):
         self._id = agent.ids.next()
         self._fork: GlobalId | None = None
         self._owner = agent.me.incarnation
-        self._creation: Future[Any] | None = None
+        self._creation: Promise[Any] | None = None
         agent.references.own(self._id)
         agent.references.settle(self._id, value, None)
 
@@ -58,7 +58,7 @@ class RRef(Generic[T]):
         id: GlobalId,
         fork: GlobalId | None,
         owner: int,
-        creation: Future[Any] | None = None,
+        creation: Promise[Any] | None = None,
     ) -> RRef[T]:
         self = cls.__new__(cls)
         self._agent, self._id, self._fork, self._owner, self._creation = agent, id, fork, owner, creation
@@ -227,6 +227,11 @@ def describe_value(value: Any) -> State:
         return State(cls.__module__, cls.__qualname__)
 
 
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _describe(value: Any, module: str, qualname: str) -> State:
     cls = type(value)
     if isinstance(value, torch.Tensor):
@@ -235,8 +240,8 @@ def _describe(value: Any, module: str, qualname: str) -> State:
             module,
             qualname,
             shape=list(value.shape),
-            dtype=str(value.dtype).removeprefix("torch."),
-            device=str(value.device),
+            dtype=_dtype_name(value.dtype),
+            device="cpu" if value.is_cpu else str(value.device),
             requires_grad=value.requires_grad,
             grad_fn=type(function).__name__ if function is not None else None,
             nbytes=value.nbytes if value.layout is torch.strided else None,

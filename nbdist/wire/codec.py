@@ -24,14 +24,19 @@ import cloudpickle.cloudpickle as cloudpickle
 import torch
 
 from nbdist.errors import DecodeError, EncodeError, MissingDefinition, NbdistError
-from nbdist.wire import definitions, names
-from nbdist.wire.messages import Fork, Payload, Place
+from nbdist.wire import definitions, names, quick
+from nbdist.wire.messages import Fork, Hole, Payload, Place
+from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_packable, unpack_tensors
 
 __all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reference"]
 
 _BIG_GLOBAL = 1 << 20
 _QUICK = 1 << 16
+
+
+Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
+"""Gives tensors that were recorded their history; without one they begin one of their own."""
 
 
 class Forker(Protocol):
@@ -127,7 +132,6 @@ class _TakeBuffers:
         return False
 
 
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _FEW = 64
 _COMPLEX, _TENSORS, _PLAIN = range(3)
 
@@ -135,7 +139,7 @@ _COMPLEX, _TENSORS, _PLAIN = range(3)
 def _simplicity(value: Any, record: bool, depth: int = 4) -> int:
     """What must be done to pickle ``value``: nothing special, only its tensors, or all that `_Pickler` does."""
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return _PLAIN
     if kind is torch.Tensor:
         return _TENSORS if is_packable(value) and (record or not value.requires_grad) else _COMPLEX
@@ -147,7 +151,7 @@ def _simplicity(value: Any, record: bool, depth: int = 4) -> int:
         return _COMPLEX
     simplest = _PLAIN
     for item in value:
-        if type(item) not in _ATOMS:
+        if type(item) not in ATOMS:
             simplest = min(simplest, _simplicity(item, record, depth - 1))
     return simplest
 
@@ -376,20 +380,23 @@ def encode(
     ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message. With ``record``,
     tensors that require grad are marked, for `decode` to have them attached to the receiver's graph.
     """
-    simplicity = _simplicity(value, record)
-    if simplicity == _PLAIN:
+    form = quick.form_of(value, _reference_types)
+    simplicity = _simplicity(value, record) if form == quick.OTHER else _TENSORS
+    if form == quick.PLAIN or simplicity == _PLAIN:
         return Encoded(_NO_TENSORS, [pickle.dumps(value, 5)])
     packer = TensorPacker(devices, receiver, space)
     body, out_of_band = io.BytesIO(), list[Buffer]()
     places: list[int] = []
     odd: list[Buffer] = []
     try:
+        if form != quick.OTHER:
+            return _encode_quickly(value, form, forker, record, packer)
         if simplicity == _TENSORS:
-            quick = _TensorPickler(body, packer, record)
-            quick.dump(value)
+            few = _TensorPickler(body, packer, record)
+            few.dump(value)
             tensors, where, frames = packer.pack()
-            payload = Payload(where, tensors, recorded=quick.places, places=_places(packer))
-            return Encoded(payload, [body.getvalue(), *frames], quick.recorded, slots=packer.slots)
+            payload = Payload(where, tensors, recorded=few.places, places=_places(packer))
+            return Encoded(payload, [body.getvalue(), *frames], few.recorded, slots=packer.slots)
         pickler = _Pickler(body, out_of_band, packer, forker, by_value, record)
         pickler.lacking, pickler.known = lacking, known
         pickler.dump(value)
@@ -408,6 +415,37 @@ def encode(
     payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places, _places(packer))
     all_frames = [body.getvalue(), *frames, *odd, *out_of_band]
     return Encoded(payload, all_frames, pickler.recorded, pickler.requires_grad and not record, packer.slots)
+
+
+def _encode_quickly(value: Any, form: int, forker: Forker | None, record: bool, packer: TensorPacker) -> Encoded:
+    holes: list[Hole] = []
+    recorded: list[torch.Tensor] = []
+    recorded_at: list[int] = []
+    forks: list[Fork] = []
+    requires_grad = False
+    for at, item in enumerate(quick.items_of(value, form)):
+        kind = type(item)
+        if kind in ATOMS:
+            continue
+        if kind in _reference_types:
+            if forker is None:
+                raise EncodeError("a remote reference can only travel in a call")
+            holes.append((at, quick.REFERENCE, len(forks)))
+            forks.append(forker.fork(item))
+        elif record and item.requires_grad:
+            index = packer.add(item, bare=True)
+            if index not in recorded_at:
+                recorded.append(item)
+                recorded_at.append(index)
+            holes.append((at, quick.RECORDED, recorded_at.index(index)))
+        else:
+            requires_grad |= item.requires_grad
+            holes.append((at, quick.TENSOR, packer.add(item)))
+    body = quick.leave_holes(value, form, holes)
+    metas, where, frames = packer.pack()
+    places = _places(packer) if packer.slots else []
+    payload = Payload(where, metas, forks, recorded=recorded_at, places=places, form=form, holes=holes)
+    return Encoded(payload, [body, *frames], recorded, requires_grad, packer.slots)
 
 
 def _places(packer: TensorPacker) -> list[Place]:
@@ -516,26 +554,27 @@ class _Unpickler(pickle.Unpickler):
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
     """Whether the thread that reads may decode this: it is small, and runs nobody's code."""
     # What lies in shared memory is not copied: be it ever so large, it is quick.
-    return payload.plain and sum(map(len, frames[: len(frames) - len(payload.places)])) < _QUICK
+    if payload.places:
+        frames = frames[: len(frames) - len(payload.places)]
+    return payload.plain and sum(map(len, frames)) < _QUICK
 
 
 def decode(
     payload: Payload,
     frames: Sequence[bytes],
     references: Sequence[Any] = (),
-    attach: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+    attach: Attach = None,
 ) -> Any:
-    """The value in ``frames``, the last of which are its places in shared memory; ``references`` are its forks here.
-
-    ``attach`` gives the tensors that were recorded their history here; without it they begin one of their own.
-    """
+    """The value in ``frames``, the last of which are its places in shared memory; ``references`` are its forks here."""
     if not frames:
         raise DecodeError("the message has no body")
     try:
-        if payload.plain and not payload.tensors and len(frames) == 1:
+        if payload.plain and not payload.form and not payload.tensors and len(frames) == 1:
             return pickle.loads(frames[0])
         leased = frames[len(frames) - len(payload.places) :]
         frames = frames[: len(frames) - len(payload.places)]
+        if payload.form:
+            return _decode_quickly(payload, frames, leased, references, attach)
         behind = 1 + max((-1, *(frame for frame, _, _ in payload.buffers))) + 1
         tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:behind], leased)
         recorded: list[torch.Tensor] = []
@@ -545,9 +584,21 @@ def decode(
                 odd = _Unpickler(frames[behind], (), tensors, ()).read()
                 behind += 1
             recorded = [tensors[place] if place >= 0 else odd[-1 - place] for place in payload.recorded]
-            recorded = attach(recorded) if attach is not None else [tensor.requires_grad_() for tensor in recorded]
+            recorded = _with_history(recorded, attach)
         return _Unpickler(frames[0], frames[behind:], tensors, references, recorded).read()
     except NbdistError:
         raise
     except Exception as error:
         raise DecodeError(f"the value cannot be rebuilt here: {type(error).__name__}: {error}") from error
+
+
+def _decode_quickly(
+    payload: Payload, frames: Sequence[bytes], leased: Sequence[Buffer], references: Sequence[Any], attach: Attach
+) -> Any:
+    tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:], leased)
+    recorded = _with_history([tensors[place] for place in payload.recorded], attach) if payload.recorded else ()
+    return quick.fill(frames[0], payload.form, payload.holes, (tensors, recorded, references))
+
+
+def _with_history(tensors: list[torch.Tensor], attach: Attach) -> list[torch.Tensor]:
+    return attach(tensors) if attach is not None else [tensor.requires_grad_() for tensor in tensors]

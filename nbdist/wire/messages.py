@@ -29,6 +29,7 @@ __all__ = [
     "GiveBack",
     "Goodbye",
     "Hello",
+    "Hole",
     "Message",
     "Mode",
     "Nothing",
@@ -106,6 +107,10 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     length: int
 
 
+Hole = tuple[int, int, int]
+"""A place in a value, what kind of thing belongs there, and which of that kind."""
+
+
 class Payload(msgspec.Struct, array_like=True, frozen=True):
     """What the frames behind the envelope hold."""
 
@@ -118,6 +123,10 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     """The tensors of which autograd has made a record: by number, those in the odd frame as -1, -2, …"""
     places: list[Place] = []
     """The storages that are in the sender's arena rather than in frames; `buffers` has them as frames -1, -2, …"""
+    form: int = 0
+    """How `nbdist.wire.quick` has to look at the body; 0: it is a pickle."""
+    holes: list[Hole] = []
+    """What has been taken out of the body."""
 
 
 class Recording(msgspec.Struct, array_like=True, frozen=True):

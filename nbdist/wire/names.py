@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nbdist.errors import DecodeError
 
-__all__ = ["MAIN_NAMES", "display_name", "is_builtin", "name_of", "resolve"]
+__all__ = ["MAIN_NAMES", "Named", "describe", "display_name", "is_builtin", "name_of", "resolve"]
 
 MAIN_NAMES = ("__main__", "__mp_main__")
 """The modules whose definitions may differ between workers."""
@@ -25,6 +25,38 @@ _TORCH_HOMES = (
     ("torch.nn.functional", torch.nn.functional),
     ("torch", torch.Tensor),
 )
+
+
+class Named(NamedTuple):
+    """What has to be known of a function to call it elsewhere."""
+
+    name: str | None
+    """As by `name_of`."""
+    label: str
+    """As by `display_name`."""
+    builtin: bool
+    """As by `is_builtin`."""
+
+
+_MOST = 1024
+_described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
+"""By the function's id: itself, the namespace where it was found, the name it has there, and what is known of it."""
+
+
+def describe(function: Any) -> Named:
+    """What has to be known of ``function``; what was found out is remembered for as long as it is true."""
+    entry = _described.get(id(function))
+    if entry is not None and entry[0] is function and entry[1].get(entry[2]) is function:
+        return entry[3]
+    named = Named(name_of(function), display_name(function), is_builtin(function))
+    if named.name is not None:
+        module, _, qualname = named.name.partition(":")
+        namespace = getattr(sys.modules.get(module), "__dict__", {})
+        if namespace.get(qualname) is function:
+            if len(_described) >= _MOST:
+                _described.clear()
+            _described[id(function)] = (function, namespace, qualname, named)
+    return named
 
 
 def name_of(function: Any) -> str | None:
@@ -67,6 +99,9 @@ def _walk(module: Any, qualname: str) -> Any:
 def resolve(name: str) -> Any:
     """The object that ``name_of`` named, imported if need be."""
     module_name, _, qualname = name.partition(":")
+    found = getattr(sys.modules.get(module_name), qualname, None)
+    if found is not None:
+        return found
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:

@@ -80,14 +80,24 @@ class Standing(Enum):
     LOST = "lost"
 
 
-class Outgoing(NamedTuple):
-    """A message ready for the channel; ``seq`` is 0 where nobody waits for its arrival."""
+class Outgoing:
+    """A message ready for the channel; ``seq`` is 0 where nobody waits for its arrival, and else it is kept."""
 
-    seq: int
-    message: Message
-    frames: list[Buffer]
-    back: list[tuple[int, int]]
-    """The blocks that it gives back."""
+    __slots__ = ("back", "frames", "holds", "message", "pings", "retry_at", "sent_at", "seq", "tries")
+
+    def __init__(
+        self, seq: int, message: Message, frames: list[Buffer], back: list[tuple[int, int]], holds: Any, now: float
+    ) -> None:
+        self.seq = seq
+        self.message = message
+        self.frames = frames
+        self.back = back
+        """The blocks that it gives back."""
+        self.holds = holds
+        self.sent_at = now
+        self.pings = 0
+        self.tries = 1
+        self.retry_at = math.inf
 
 
 class Transmit(NamedTuple):
@@ -148,20 +158,6 @@ class SeqSet:
             self.above.discard(self.mark)
 
 
-class _Kept:
-    """A message that has not been acknowledged."""
-
-    __slots__ = ("holds", "outgoing", "pings", "retry_at", "sent_at", "tries")
-
-    def __init__(self, outgoing: Outgoing, holds: Any, now: float, pings: int) -> None:
-        self.outgoing = outgoing
-        self.holds = holds
-        self.sent_at = now
-        self.pings = pings
-        self.tries = 1
-        self.retry_at = math.inf
-
-
 class Peer:
     """What one agent knows about the exchange with another."""
 
@@ -180,19 +176,15 @@ class Peer:
         self._heard = now
         self._next_seq = 1
         self._first = 1  # the lowest that is kept, or the next one: a dict whose front is deleted is slow to find it
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Outgoing] = {}
         self._arrived = SeqSet()
-        self._ack_due = math.inf
+        self.ack_due = math.inf
+        """When an acknowledgement is to go out alone: all that a message which has come may want done soon."""
         self._ack_bytes = 0
         self._pings = 0
         self._ping_sent = -math.inf
         self._ping_wait = PING_FIRST
         self._retrying = 0
-
-    @property
-    def ack_due(self) -> float:
-        """When an acknowledgement is to go out alone: all that a message which has come may want done soon."""
-        return self._ack_due
 
     @property
     def outstanding(self) -> int:
@@ -221,13 +213,13 @@ class Peer:
 
         ``back`` are blocks that it gives back; only a message that must arrive can.
         """
-        seq = 0
         if type(message) in _RELIABLE:
             seq = self._next_seq
             self._next_seq = seq + 1
-        outgoing = Outgoing(seq, message, [b"", *frames], back or [])
-        if seq:
-            self._kept[seq] = _Kept(outgoing, holds, now, self._pings)
+            outgoing = self._kept[seq] = Outgoing(seq, message, [b"", *frames], back or [], holds, now)
+            outgoing.pings = self._pings
+        else:
+            outgoing = Outgoing(0, message, [b"", *frames], back or [], holds, now)
         self._seal(outgoing)
         return outgoing
 
@@ -236,10 +228,11 @@ class Peer:
         above = self._arrived.above
         more = sorted(above)[:_MORE] if above else []
         mark = self._arrived.mark
-        message, back = outgoing.message, outgoing.back
-        envelope = Envelope(self._me, self._other, outgoing.seq, self._first, mark, more, message, back)
+        envelope = Envelope(
+            self._me, self._other, outgoing.seq, self._first, mark, more, outgoing.message, outgoing.back
+        )
         outgoing.frames[0] = encode_envelope(envelope)
-        self._ack_due = math.inf
+        self.ack_due = math.inf
         self._ack_bytes = 0
 
     def withdraw(self, seq: int) -> None:
@@ -271,17 +264,22 @@ class Peer:
         self._heard = now
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE
-        if self._kept:
+        if self._kept and (envelope.ack >= self._first or envelope.more):
             self._acknowledged(envelope.ack, envelope.more)
-        self._arrived.advance(envelope.base - 1)
+        arrived = self._arrived
+        if envelope.base > arrived.mark + 1:
+            arrived.advance(envelope.base - 1)
         if not envelope.seq:
             return True
-        if not self._arrived.add(envelope.seq):
+        if not arrived.add(envelope.seq):
             self.duplicates += 1
-            self._ack_due = now
+            self.ack_due = now
             return False
         self._ack_bytes += size
-        self._ack_due = now if self._ack_bytes > _ACK_BYTES else min(self._ack_due, now + _ACK_DELAY)
+        if self._ack_bytes > _ACK_BYTES:
+            self.ack_due = now
+        elif self.ack_due > now + _ACK_DELAY:
+            self.ack_due = now + _ACK_DELAY
         return True
 
     def _acknowledged(self, mark: int, more: Sequence[int]) -> None:
@@ -300,19 +298,19 @@ class Peer:
             self._ping_wait = PING_FIRST  # it listens: what was lost is not to wait for long again
         return [action for kept in late for action in self._again(kept, now)]
 
-    def _again(self, kept: _Kept, now: float) -> list[Action]:
+    def _again(self, kept: Outgoing, now: float) -> list[Action]:
         if kept.retry_at != math.inf:
             kept.retry_at = math.inf
             self._retrying -= 1
         if kept.tries > self._limits.retries:
-            self.withdraw(kept.outgoing.seq)
-            return [Undelivered(kept.outgoing.message)]
+            self.withdraw(kept.seq)
+            return [Undelivered(kept.message)]
         kept.tries += 1
         kept.sent_at = now
         kept.pings = self._pings
         self.resent += 1
-        self._seal(kept.outgoing)
-        return [Transmit(kept.outgoing)]
+        self._seal(kept)
+        return [Transmit(kept)]
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -336,7 +334,7 @@ class Peer:
             if self._kept:
                 self._ping_wait = min(self._ping_wait * 2, _PING_MOST)
             actions.append(Transmit(self.ping(now)))
-        if now >= self._ack_due:
+        if now >= self.ack_due:
             actions.append(Transmit(self.send(Nothing(), (), now)))
         return actions
 
@@ -352,7 +350,7 @@ class Peer:
         """When `tick` has something to do, if nothing happens before."""
         if self.standing is Standing.LOST:
             return math.inf
-        due = min(self._ack_due, self._ping_due())
+        due = min(self.ack_due, self._ping_due())
         if self._retrying:
             due = min(due, *(kept.retry_at for kept in self._kept.values()))
         if self._watch:
@@ -366,4 +364,4 @@ class Peer:
         self._kept.clear()
         self._first = self._next_seq
         self._retrying = 0
-        self._ack_due = math.inf
+        self.ack_due = math.inf

@@ -47,6 +47,8 @@ _DTYPE_NAMES = (
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
+_COMPLEX_CODES = frozenset(code for dtype, code in _DTYPE_CODES.items() if dtype.is_complex)
+
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
 
@@ -123,16 +125,20 @@ class TensorPacker:
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
         self._indices: dict[int, int] = {}
+        self._bare: set[int] = set()
         self._devices = devices or {}
         self._receiver = receiver
         self._space = space
+        self._at_once = LARGE if space is None else min(LARGE, space.threshold)
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Take ``tensor`` along; its index in the message."""
+    def add(self, tensor: torch.Tensor, *, bare: bool = False) -> int:
+        """Take ``tensor`` along, or, if ``bare``, no more than its data; its index in the message."""
         index = self._indices.get(id(tensor))
         if index is None:
             index = self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
+            if bare:
+                self._bare.add(index)
         return index
 
     def pack(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]]:
@@ -142,8 +148,10 @@ class TensorPacker:
         """
         if not self.tensors:
             return [], [], []
-        if len(self.tensors) == 1 and (packed := self._pack_simple(self.tensors[0])) is not None:
+        if (packed := self._pack_simple()) is not None:
             return packed
+        for index in self._bare:
+            self.tensors[index] = self.tensors[index].detach()
         storages: dict[int, _Storage] = {}
         placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
         users: dict[int, int] = {}
@@ -171,30 +179,32 @@ class TensorPacker:
             self._meta(original, data, storage, device)
             for original, (data, storage, device) in zip(self.tensors, placed, strict=True)
         ]
-        where, frames = self._copy_out(list(storages.values()))
-        return metas, where, frames
+        spans = [(storage.pointer + storage.start, storage.end - storage.start) for storage in storages.values()]
+        return metas, *self._copy_out(spans)
 
-    def _copy_out(self, storages: Sequence[_Storage]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
+    def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
+        if len(spans) == 1 and 0 < spans[0][1] < self._at_once:
+            pointer, length = spans[0]
+            return [(0, 0, length)], [ctypes.string_at(pointer, length)]
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
         small: list[bytes] = []
         small_size = 0
         shared = -1
-        for storage in storages:
-            length = storage.end - storage.start
-            if self._put(storage.pointer + storage.start, length):
+        for pointer, length in spans:
+            if self._put(pointer, length):
                 where.append((-len(self.slots), 0, length))
                 continue
             if length >= LARGE:
                 where.append((len(frames), 0, length))
-                frames.append(_snapshot(storage.pointer + storage.start, length))
+                frames.append(_snapshot(pointer, length))
                 continue
             if shared < 0:
                 shared = len(frames)
                 frames.append(b"")
             where.append((shared, small_size, length))
             if length:
-                small.append(ctypes.string_at(storage.pointer + storage.start, length))
+                small.append(ctypes.string_at(pointer, length))
                 small_size += length
                 if pad := -small_size % _ALIGN:
                     small.append(bytes(pad))
@@ -213,29 +223,31 @@ class TensorPacker:
         self.slots.append(slot)
         return True
 
-    def _pack_simple(
-        self, tensor: torch.Tensor
-    ) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
-        """The usual case, one contiguous tensor, without the general one's bookkeeping."""
-        if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
-            return None
-        length = tensor.nbytes
-        frame, frames = 0, list[Buffer]()
-        flags = _REQUIRES_GRAD if tensor.requires_grad else 0
-        if type(tensor) is torch.nn.Parameter:
-            flags |= _PARAMETER
-        if not tensor.is_contiguous():
-            if length >= LARGE or any(tensor.stride()):
+    def _pack_simple(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
+        """The usual case, a few contiguous tensors of which none share storage, without the general one's books."""
+        metas: list[TensorMeta] = []
+        spans: list[tuple[int, int]] = []
+        kept: list[torch.Tensor] = []
+        for number, tensor in enumerate(self.tensors):
+            code = _DTYPE_CODES[tensor.dtype]
+            if not tensor.is_cpu or tensor.is_neg() or (code in _COMPLEX_CODES and tensor.is_conj()):
                 return None
-            tensor = tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
-        if self._put(tensor.data_ptr(), length):
-            frame = -1
-        elif length >= LARGE:
-            frames.append(_snapshot(tensor.data_ptr(), length))
-        else:
-            frames.append(ctypes.string_at(tensor.data_ptr(), length) if length else b"")
-        meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
-        return [meta], [(frame, 0, length)], frames
+            length, flags = tensor.nbytes, 0
+            if number not in self._bare:
+                if tensor.requires_grad:
+                    flags = _REQUIRES_GRAD
+                if type(tensor) is torch.nn.Parameter:
+                    flags |= _PARAMETER
+            if not tensor.is_contiguous():
+                if length >= LARGE or any(tensor.stride()):
+                    return None
+                tensor = tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
+                kept.append(tensor)
+            metas.append(TensorMeta(number, code, list(tensor.shape), None, 0, flags))
+            spans.append((tensor.data_ptr(), length))
+        if len(spans) > 1 and len({tensor.untyped_storage()._cdata for tensor in self.tensors}) < len(spans):
+            return None
+        return metas, *self._copy_out(spans)
 
     def _on_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
         plain = tensor.detach()
@@ -281,6 +293,8 @@ def unpack_tensors(
     """The tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it."""
     if not metas:
         return []
+    if len(metas) == 1 and (alone := _unpack_simple(metas[0], where, frames)) is not None:
+        return [alone]
     users: dict[int, int] = {}
     for meta in metas:
         users[meta.buffer] = users.get(meta.buffer, 0) + 1
@@ -322,6 +336,21 @@ def unpack_tensors(
             tensor = _view(storage, dtype, meta)
         tensors.append(_finished(tensor, meta))
     return tensors
+
+
+def _unpack_simple(
+    meta: TensorMeta, where: Sequence[tuple[int, int, int]], frames: Sequence[bytes]
+) -> torch.Tensor | None:
+    """The usual case, one small tensor in one frame, if this is it."""
+    if meta.strides is not None or meta.device is not None or not frames or list(where) != [(0, 0, len(frames[0]))]:
+        return None
+    dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
+    length = len(frames[0])
+    if meta.buffer or dtype is None or length >= _COPY_HELD or math.prod(meta.shape) * dtype.itemsize != length:
+        return None
+    tensor = torch.empty(meta.shape, dtype=dtype)
+    _copy_held(tensor.data_ptr(), frames[0], length)
+    return _finished(tensor, meta) if meta.flags else tensor
 
 
 def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:

@@ -16,7 +16,7 @@ from mains import Main, run, send
 
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError, RpcTimeout
 from nbdist.ids import GlobalId
-from nbdist.wire import codec, names
+from nbdist.wire import codec, names, quick
 from nbdist.wire.messages import Fork, Payload
 from nbdist.wire.tensors import LARGE
 
@@ -299,7 +299,7 @@ def test_a_garbage_body_is_a_decode_error(body):
 
 
 def test_a_body_that_refers_to_tensors_or_references_that_are_not_there():
-    payload, frames = frames_of([torch.ones(2)])
+    payload, frames = frames_of([[torch.ones(2)]])
     with pytest.raises(DecodeError):
         codec.decode(Payload(), frames)
     with pytest.raises(ProtocolError):
@@ -309,8 +309,29 @@ def test_a_body_that_refers_to_tensors_or_references_that_are_not_there():
         codec.decode(payload, frames, [])
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Payload(form=quick.LIST, holes=[(1, quick.TENSOR, 0)]),
+        Payload(form=quick.LIST, holes=[(0, quick.TENSOR, 0)]),
+        Payload(form=quick.LIST, holes=[(0, quick.RECORDED, 0)]),
+        Payload(form=quick.LIST, holes=[(0, quick.REFERENCE, 0)]),
+        Payload(form=quick.LIST, holes=[(0, 7, 0)]),
+        Payload(form=quick.LIST, recorded=[3]),
+        Payload(form=quick.CALL, holes=[(0, quick.TENSOR, 0)]),
+        Payload(form=quick.WHOLE),
+        Payload(form=quick.OTHER),
+        Payload(form=-1),
+    ],
+    ids=repr,
+)
+def test_holes_for_which_there_is_nothing(payload):
+    with pytest.raises(NbdistError):
+        codec.decode(payload, [pickle.dumps([None])])
+
+
 def test_the_frames_of_a_message_are_read_by_nothing_else():
-    _, frames = frames_of([torch.ones(2)])
+    _, frames = frames_of([[torch.ones(2)]])
     with pytest.raises(pickle.UnpicklingError, match="persistent"):
         pickle.Unpickler(io.BytesIO(frames[0])).load()
     _, frames = frames_of([torch.ones(2), 1j])

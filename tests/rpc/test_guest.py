@@ -1,0 +1,188 @@
+"""The thread that waits for an answer reads it: when it does, when others do, and what Ctrl-C may not break."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import workers
+
+from nbdist import rpc, trace
+from nbdist.errors import RpcTimeout, WorkerLost
+from nbdist.rpc.futures import Latch
+from nbdist.testing import World
+
+
+@pytest.fixture
+def pair():
+    with World(2, channel="local") as world, world[0].activate():
+        yield world
+
+
+@pytest.fixture
+def readers():
+    """The threads in which calls ended."""
+    threads = []
+    end = trace.subscribe(lambda event, fields: event == "call.ended" and threads.append(threading.get_ident()))
+    yield threads
+    end()
+
+
+def test_who_waits_reads_the_answer(pair, readers):
+    for value in range(20):
+        assert rpc.rpc_sync("worker1", workers.identity, args=(value,)) == value
+        rref = rpc.remote("worker1", workers.identity, args=(torch.ones(2) * value,))
+        assert rref.to_here().eq(value).all()
+        assert rref.rpc_sync().sum() == 2 * value
+    assert readers.count(threading.get_ident()) > len(readers) / 4
+
+
+@pytest.mark.parametrize("channel", ["inprocess", "zeromq"])
+def test_where_one_thread_reads_there_are_no_guests(channel, readers):
+    with World(2, channel=channel) as world, world[0].activate():
+        assert rpc.rpc_sync("worker1", workers.identity, args=(1,)) == 1
+        assert threading.get_ident() not in readers
+
+
+def test_what_somebody_else_settles_ends_the_wait(pair):
+    guest = pair[0].read_as_guest
+    for _ in range(3):
+        guest.__self__._rest = 0
+        outcome = Latch()
+        threading.Timer(0.05, outcome.try_settle, (7, None)).start()
+        start = time.monotonic()
+        assert outcome.wait(guest) == 7
+        assert time.monotonic() - start < 5
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.2  # nobody is called any more
+    assert rpc.rpc_sync("worker1", workers.identity, args=(1,)) == 1
+
+
+def test_what_is_settled_before_or_by_a_call_that_comes_too_late(pair):
+    guest = pair[0].read_as_guest
+    outcome = Latch()
+    outcome.try_settle(1, None)
+    assert outcome.wait(guest) == 1
+    guest.__self__._call()  # by who saw the guest before it left
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.2
+    assert not guest.__self__._rest
+
+
+def test_what_is_asked_of_a_worker_whose_main_thread_reads_runs_elsewhere(pair, readers):
+    assert rpc.rpc_sync("worker1", workers.call_there, args=("worker0", threading.get_ident)) != threading.get_ident()
+    assert rpc.rpc_sync("worker1", workers.recurse, args=(["worker0", "worker1"], 20)) == 20
+
+
+def test_many_threads_wait_and_one_of_them_is_the_guest(pair):
+    wrong = []
+
+    def work(start):
+        with pair[0].activate():
+            for value in range(start, start + 200):
+                if rpc.rpc_sync("worker1", workers.identity, args=(value,)) != value:
+                    wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(1000 * number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+    assert pair[0].statistics()["pending_calls"] == 0
+
+
+def test_a_call_that_is_never_answered_ends_in_time(pair):
+    with pytest.raises(RpcTimeout):
+        rpc.rpc_sync("worker1", workers.sleep, args=(2,), timeout=0.3)
+    pair.kill(1)
+    with pytest.raises(WorkerLost):
+        rpc.rpc_sync("worker1", workers.identity, args=(1,))
+
+
+def test_the_end_of_the_agent_ends_the_wait(pair):
+    threading.Timer(0.2, pair[0].close, ("has shut down",)).start()
+    with pytest.raises(WorkerLost, match="shut down"):
+        rpc.rpc_sync("worker1", workers.sleep, args=(2,))
+
+
+INTERRUPTED = """
+import os, random, signal, sys, threading, time
+import workers
+from nbdist import rpc
+from nbdist.testing import World
+
+with World(2, channel="local") as world, world[0].activate():
+    calls = interrupts = 0
+    over = threading.Event()
+
+    def interrupt():
+        chance = random.Random(int(sys.argv[1]))
+        while not over.wait(chance.random() * 0.004):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    # The handler is kept out of the test's own code: it only raises in a call.
+    inside = False
+
+    def handler(number, frame):
+        if inside:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    end = time.monotonic() + float(sys.argv[2])
+    while time.monotonic() < end:
+        try:
+            inside = True
+            value = rpc.rpc_sync("worker1", workers.identity, args=(calls,))
+            inside = False
+            assert value == calls
+            calls += 1
+        except KeyboardInterrupt:
+            inside = False
+            interrupts += 1
+    over.set()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    for value in range(200):
+        assert rpc.rpc_sync("worker1", workers.identity, args=(value,), timeout=10) == value
+    workers.eventually(lambda: not world[0].statistics()["pending_calls"])
+    workers.eventually(lambda: not world[0].statistics()["unacknowledged"])
+    print(calls, interrupts, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ctrl_c_at_any_time_loses_no_message(seed):
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(seed), "3"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    calls, interrupts = map(int, done.stdout.split())
+    assert calls > 50
+    assert interrupts > 50
+
+
+def test_ctrl_c_ends_the_wait_at_once(pair):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        rpc.rpc_sync("worker1", workers.sleep, args=(3,))
+    assert time.monotonic() - start < 2.5
+    assert rpc.rpc_sync("worker1", workers.identity, args=(1,)) == 1
