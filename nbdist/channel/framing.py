@@ -15,12 +15,15 @@ __all__ = ["Cutter", "head"]
 
 _HEAD = struct.Struct("<QI")
 _SIZE = 8
+_HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
+"""By the number of frames: all that goes in front of a usual message."""
 
 
 def head(sizes: Sequence[int]) -> bytes:
     """What goes in front of frames of these sizes."""
     count = len(sizes)
-    return struct.pack(f"<QI{count}Q", _SIZE * count + sum(sizes), count, *sizes)
+    layout = _HEADS[count] if count < len(_HEADS) else struct.Struct(f"<QI{count}Q")
+    return layout.pack(_SIZE * count + sum(sizes), count, *sizes)
 
 
 class Cutter:
@@ -33,9 +36,15 @@ class Cutter:
         self._filled = 0
 
     @property
-    def room(self) -> memoryview | None:
-        """Where the rest of a large message should be written; None where bytes should come by `feed`."""
-        return self._large[self._filled :] if self._large is not None else None
+    def is_between(self) -> bool:
+        """Whether bytes should come by `feed`, rather than be written to `room`."""
+        return self._large is None
+
+    @property
+    def room(self) -> memoryview:
+        """Where the rest of a large message should be written."""
+        assert self._large is not None
+        return self._large[self._filled :]
 
     def wrote(self, count: int) -> list[list[bytes]]:
         """So many bytes are in `room`; the message, if it is whole."""
@@ -75,7 +84,10 @@ class Cutter:
 
 def _frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:
     """The frames of the message that begins there."""
-    sizes = struct.unpack_from(f"<{count}Q", data, start + _HEAD.size)
+    if count < len(_HEADS):
+        _, _, *sizes = _HEADS[count].unpack_from(data, start)
+    else:
+        sizes = list(struct.unpack_from(f"<{count}Q", data, start + _HEAD.size))
     if sum(sizes) + _SIZE * count != length:
         raise ProtocolError(f"a message of {length} bytes has frames of {sum(sizes)}")
     at = start + _HEAD.size + _SIZE * count

@@ -124,18 +124,21 @@ class LocalChannel:
 
     def receive(self, timeout: float | None) -> list[bytes] | None:
         end = None
-        if time.monotonic() > self._try_again_at:
-            with self._turn:
-                self._try_again_at = math.inf
-                if not self._closed:
-                    self._accept()
+        if self._try_again_at != math.inf:
+            self._try_to_accept()
         while True:
-            has_part = self.has_more()
+            has_part = self._ready or self._more_beside
             events = () if self._arrived else self._wait(0 if has_part else timeout)
             with self._turn:
                 woken = False
                 for number, what in events:
-                    woken |= self._note(number, what)
+                    incoming = self._incoming.get(number)
+                    if incoming is None:
+                        woken |= self._note(number)
+                    else:
+                        self._ready.add(number)
+                        if what != select.EPOLLIN:
+                            incoming.has_ended = True
                 if not self._arrived:
                     self._gather()
                 if self._arrived:
@@ -171,14 +174,9 @@ class LocalChannel:
     def has_more(self) -> bool:
         return bool(self._arrived or self._ready or self._more_beside)
 
-    def _note(self, number: int, what: int) -> bool:
-        """The file of that number has news; whether they are that somebody called `wake`."""
-        incoming = self._incoming.get(number)
-        if incoming is not None:
-            self._ready.add(number)
-            if what != select.EPOLLIN:
-                incoming.has_ended = True
-        elif number == self._wake:
+    def _note(self, number: int) -> bool:
+        """One of the channel's own files has news; whether they are that somebody called `wake`."""
+        if number == self._wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             return True
@@ -200,6 +198,13 @@ class LocalChannel:
                 self._arrived.append(frames)
             else:
                 self._more_beside = False
+
+    def _try_to_accept(self) -> None:
+        with self._turn:
+            if time.monotonic() > self._try_again_at:
+                self._try_again_at = math.inf
+                if not self._closed:
+                    self._accept()
 
     def _accept(self) -> None:
         while True:
@@ -302,17 +307,20 @@ class _Incoming:
 
     def read(self) -> list[list[bytes]]:
         """Take a part of what has come; the messages that are whole. At the end, EOFError."""
-        room = self._cutter.room
+        cutter = self._cutter
         try:
-            if room is None:
+            if cutter.is_between:
                 data = self.socket.recv(_AT_ONCE)
-                count, asked = len(data), _AT_ONCE
-            else:
-                count, asked = self.socket.recv_into(room), len(room)
+                if not data:
+                    raise EOFError
+                self.is_empty = len(data) < _AT_ONCE and not self.has_ended  # of an end, too, we are told but once
+                return cutter.feed(data)
+            room = cutter.room
+            count = self.socket.recv_into(room)
+            if not count:
+                raise EOFError
+            self.is_empty = count < len(room) and not self.has_ended
+            return cutter.wrote(count)
         except BlockingIOError:
             self.is_empty = True
             return []
-        if not count:
-            raise EOFError
-        self.is_empty = count < asked and not self.has_ended  # of an end, too, the kernel tells but once
-        return self._cutter.feed(data) if room is None else self._cutter.wrote(count)

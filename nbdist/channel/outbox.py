@@ -118,7 +118,7 @@ class LocalLink:
         return sock
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        sizes = [len(frame) for frame in frames]
+        sizes = [*map(len, frames)]
         pieces: list[Buffer] = [head(sizes), *frames]
         if sum(sizes) < _JOINED:
             pieces = [b"".join(pieces)]
@@ -155,7 +155,7 @@ class LocalLink:
     def _try(self, sock: socket.socket, pieces: Sequence[Buffer]) -> int:
         """Send as much as there is room for; how many bytes that was."""
         try:
-            return sock.sendmsg(pieces)
+            return sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
         except BlockingIOError:
             return 0
         except OSError:

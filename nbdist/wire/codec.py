@@ -27,7 +27,7 @@ from nbdist.errors import DecodeError, EncodeError, MissingDefinition, NbdistErr
 from nbdist.wire import definitions, names, quick
 from nbdist.wire.messages import Fork, Hole, Payload, Place
 from nbdist.wire.quick import ATOMS
-from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_packable, unpack_tensors
+from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_packable, pack_alone, unpack_tensors
 
 __all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reference"]
 
@@ -384,13 +384,13 @@ def encode(
     simplicity = _simplicity(value, record) if form == quick.OTHER else _TENSORS
     if form == quick.PLAIN or simplicity == _PLAIN:
         return Encoded(_NO_TENSORS, [pickle.dumps(value, 5)])
-    packer = TensorPacker(devices, receiver, space)
     body, out_of_band = io.BytesIO(), list[Buffer]()
     places: list[int] = []
     odd: list[Buffer] = []
     try:
         if form != quick.OTHER:
-            return _encode_quickly(value, form, forker, record, packer)
+            return _encode_quickly(value, form, forker, record, devices, receiver, space)
+        packer = TensorPacker(devices, receiver, space)
         if simplicity == _TENSORS:
             few = _TensorPickler(body, packer, record)
             few.dump(value)
@@ -417,8 +417,18 @@ def encode(
     return Encoded(payload, all_frames, pickler.recorded, pickler.requires_grad and not record, packer.slots)
 
 
-def _encode_quickly(value: Any, form: int, forker: Forker | None, record: bool, packer: TensorPacker) -> Encoded:
+def _encode_quickly(
+    value: Any,
+    form: int,
+    forker: Forker | None,
+    record: bool,
+    devices: Mapping[str, str] | None,
+    receiver: str,
+    space: Space | None,
+) -> Encoded:
     holes: list[Hole] = []
+    taken: list[torch.Tensor] = []
+    index_of: dict[int, int] = {}
     recorded: list[torch.Tensor] = []
     recorded_at: list[int] = []
     forks: list[Fork] = []
@@ -432,16 +442,29 @@ def _encode_quickly(value: Any, form: int, forker: Forker | None, record: bool, 
                 raise EncodeError("a remote reference can only travel in a call")
             holes.append((at, quick.REFERENCE, len(forks)))
             forks.append(forker.fork(item))
-        elif record and item.requires_grad:
-            index = packer.add(item, bare=True)
-            if index not in recorded_at:
-                recorded.append(item)
-                recorded_at.append(index)
+            continue
+        index = index_of.get(id(item))
+        if index is None:
+            index = index_of[id(item)] = len(taken)
+            taken.append(item)
+            if item.requires_grad:
+                if record:
+                    recorded.append(item)
+                    recorded_at.append(index)
+                else:
+                    requires_grad = True
+        if recorded and index in recorded_at:
             holes.append((at, quick.RECORDED, recorded_at.index(index)))
         else:
-            requires_grad |= item.requires_grad
-            holes.append((at, quick.TENSOR, packer.add(item)))
+            holes.append((at, quick.TENSOR, index))
     body = quick.leave_holes(value, form, holes)
+    if len(taken) == 1 and (alone := pack_alone(taken[0], bool(recorded), space)) is not None:
+        meta, data = alone
+        payload = Payload([(0, 0, len(data))], [meta], forks, recorded=recorded_at, form=form, holes=holes)
+        return Encoded(payload, [body, data], recorded, requires_grad)
+    packer = TensorPacker(devices, receiver, space)
+    for index, tensor in enumerate(taken):
+        packer.add(tensor.detach() if index in recorded_at else tensor)
     metas, where, frames = packer.pack()
     places = _places(packer) if packer.slots else []
     payload = Payload(where, metas, forks, recorded=recorded_at, places=places, form=form, holes=holes)

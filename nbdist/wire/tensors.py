@@ -25,7 +25,7 @@ import torch
 from nbdist.errors import DecodeError, EncodeError, ProtocolError
 from nbdist.wire.messages import Place, TensorMeta
 
-__all__ = ["Buffer", "Slot", "Space", "TensorPacker", "unpack_tensors"]
+__all__ = ["Buffer", "Slot", "Space", "TensorPacker", "pack_alone", "unpack_tensors"]
 
 Buffer = bytes | memoryview
 
@@ -46,8 +46,6 @@ _DTYPE_NAMES = (
 )
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
-
-_COMPLEX_CODES = frozenset(code for dtype, code in _DTYPE_CODES.items() if dtype.is_complex)
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
@@ -104,6 +102,35 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * size
 
 
+def _flags(tensor: torch.Tensor) -> int:
+    flags = _REQUIRES_GRAD if tensor.requires_grad else 0
+    return flags | _PARAMETER if type(tensor) is torch.nn.Parameter else flags
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """``tensor`` as contiguous memory of this process, if that is all that there is to it."""
+    if not tensor.is_cpu or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
+        return None
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.nbytes >= LARGE or any(tensor.stride()):
+        return None
+    return tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
+
+
+def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
+    """Meta and bytes of a message's only tensor, if it is small; of a ``bare`` one no more than the data."""
+    length = tensor.nbytes
+    if not 0 < length < (LARGE if space is None else min(LARGE, space.threshold)):
+        return None
+    plain = _plain(tensor)
+    if plain is None:
+        return None
+    flags = 0 if bare else _flags(tensor)
+    meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
+    return meta, ctypes.string_at(plain.data_ptr(), length)
+
+
 class _Storage:
     """The part of one storage that the tensors of a message use."""
 
@@ -125,20 +152,16 @@ class TensorPacker:
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
         self._indices: dict[int, int] = {}
-        self._bare: set[int] = set()
         self._devices = devices or {}
         self._receiver = receiver
         self._space = space
-        self._at_once = LARGE if space is None else min(LARGE, space.threshold)
 
-    def add(self, tensor: torch.Tensor, *, bare: bool = False) -> int:
-        """Take ``tensor`` along, or, if ``bare``, no more than its data; its index in the message."""
+    def add(self, tensor: torch.Tensor) -> int:
+        """Take ``tensor`` along; its index in the message."""
         index = self._indices.get(id(tensor))
         if index is None:
             index = self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-            if bare:
-                self._bare.add(index)
         return index
 
     def pack(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]]:
@@ -150,8 +173,6 @@ class TensorPacker:
             return [], [], []
         if (packed := self._pack_simple()) is not None:
             return packed
-        for index in self._bare:
-            self.tensors[index] = self.tensors[index].detach()
         storages: dict[int, _Storage] = {}
         placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
         users: dict[int, int] = {}
@@ -183,9 +204,6 @@ class TensorPacker:
         return metas, *self._copy_out(spans)
 
     def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
-        if len(spans) == 1 and 0 < spans[0][1] < self._at_once:
-            pointer, length = spans[0]
-            return [(0, 0, length)], [ctypes.string_at(pointer, length)]
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
         small: list[bytes] = []
@@ -228,23 +246,13 @@ class TensorPacker:
         metas: list[TensorMeta] = []
         spans: list[tuple[int, int]] = []
         kept: list[torch.Tensor] = []
-        for number, tensor in enumerate(self.tensors):
-            code = _DTYPE_CODES[tensor.dtype]
-            if not tensor.is_cpu or tensor.is_neg() or (code in _COMPLEX_CODES and tensor.is_conj()):
+        for tensor in self.tensors:
+            plain = _plain(tensor)
+            if plain is None:
                 return None
-            length, flags = tensor.nbytes, 0
-            if number not in self._bare:
-                if tensor.requires_grad:
-                    flags = _REQUIRES_GRAD
-                if type(tensor) is torch.nn.Parameter:
-                    flags |= _PARAMETER
-            if not tensor.is_contiguous():
-                if length >= LARGE or any(tensor.stride()):
-                    return None
-                tensor = tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
-                kept.append(tensor)
-            metas.append(TensorMeta(number, code, list(tensor.shape), None, 0, flags))
-            spans.append((tensor.data_ptr(), length))
+            kept.append(plain)
+            metas.append(TensorMeta(len(metas), _DTYPE_CODES[plain.dtype], list(plain.shape), None, 0, _flags(tensor)))
+            spans.append((plain.data_ptr(), plain.nbytes))
         if len(spans) > 1 and len({tensor.untyped_storage()._cdata for tensor in self.tensors}) < len(spans):
             return None
         return metas, *self._copy_out(spans)
@@ -267,12 +275,11 @@ class TensorPacker:
 
     @staticmethod
     def _meta(original: torch.Tensor, data: torch.Tensor, storage: _Storage, device: str | None) -> TensorMeta:
-        flags = _REQUIRES_GRAD if original.requires_grad else 0
-        if isinstance(original, torch.nn.Parameter):
-            flags |= _PARAMETER
         offset = int(data.storage_offset()) - storage.start // data.element_size()
         strides = None if offset == 0 and data.is_contiguous() else list(data.stride())
-        return TensorMeta(storage.number, _DTYPE_CODES[data.dtype], list(data.shape), strides, offset, flags, device)
+        return TensorMeta(
+            storage.number, _DTYPE_CODES[data.dtype], list(data.shape), strides, offset, _flags(original), device
+        )
 
 
 def _snapshot(pointer: int, length: int) -> memoryview:
