@@ -28,6 +28,25 @@ def identity(value: Any) -> Any:
     return value
 
 
+_kept: dict[str, Any] = {"busy": False, "over": False}
+
+
+def busy(value: bool) -> None:
+    """Have the main thread of this worker run Python, or stop it."""
+    _kept["busy"] = value
+
+
+def end() -> None:
+    """The worker is no longer needed."""
+    _kept["over"] = True
+
+
+def barriers(count: int) -> None:
+    """One after the other, together with all other workers."""
+    for _ in range(count):
+        _kept["barrier"](_kept["names"])
+
+
 def torch_like(rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, version: str) -> None:
     """nbdist and torch, which have the same interface."""
     import torch
@@ -39,6 +58,7 @@ def torch_like(rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, ver
         for rank in range(1, agents)
     ]
     rpc.init_rpc("worker0", rank=0, world_size=agents, rpc_backend_options=options(path))
+    _kept["names"] = [f"worker{rank}" for rank in range(agents)]
     small, one, many = torch.ones(2), torch.ones(MEGABYTE // 4), torch.ones(64 * MEGABYTE // 4)
 
     def outstanding(count: int) -> list[float]:
@@ -46,17 +66,37 @@ def torch_like(rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, ver
         wait_all([rpc.rpc_async("worker1", nothing) for _ in range(count)])
         return [(time.perf_counter() - start) / count]
 
-    harness.serve(
-        version,
-        {
-            "empty call": each(lambda: rpc.rpc_sync("worker1", nothing)),
-            "torch.add, small tensor": each(lambda: rpc.rpc_sync("worker1", torch.add, args=(small, 1))),
-            "remote().to_here()": each(lambda: rpc.remote("worker1", torch.add, args=(small, 1)).to_here()),
-            "5,000 outstanding, per call": outstanding,
-            "echo 1 MB": each(lambda: rpc.rpc_sync("worker1", identity, args=(one,))),
-            "echo 64 MB": each(lambda: rpc.rpc_sync("worker1", identity, args=(many,))),
-        },
-    )
+    def all_together(count: int) -> list[float]:
+        start = time.perf_counter()
+        others = [rpc.rpc_async(f"worker{rank}", barriers, args=(count,), timeout=0) for rank in range(1, agents)]
+        barriers(count)
+        wait_all(others)
+        return [(time.perf_counter() - start) / count / agents]
+
+    def while_busy(case: Case) -> Case:
+        def run(count: int) -> list[float]:
+            rpc.rpc_sync("worker1", busy, args=(True,))
+            time.sleep(0.1)  # until it has seen that
+            try:
+                return case(count)
+            finally:
+                rpc.rpc_sync("worker1", busy, args=(False,))
+
+        return run
+
+    cases = {
+        "empty call": each(lambda: rpc.rpc_sync("worker1", nothing)),
+        "torch.add, small tensor": each(lambda: rpc.rpc_sync("worker1", torch.add, args=(small, 1))),
+        "remote().to_here()": each(lambda: rpc.remote("worker1", torch.add, args=(small, 1)).to_here()),
+        "5,000 outstanding, per call": outstanding,
+        "echo 1 MB": each(lambda: rpc.rpc_sync("worker1", identity, args=(one,))),
+        "echo 64 MB": each(lambda: rpc.rpc_sync("worker1", identity, args=(many,))),
+        "a barrier, per agent": all_together,
+    }
+    cases |= {f"{name}, busy": while_busy(case) for name, case in cases.items()}
+    harness.serve(version, cases)
+    for rank in range(1, agents):
+        rpc.rpc_sync(f"worker{rank}", end)
     rpc.shutdown()
     for server in servers:
         server.wait()
@@ -67,7 +107,15 @@ def serve_torch_like(rpc: Any, options: Any) -> None:
     """The other process of `torch_like`."""
     rank, path = int(sys.argv[3]), sys.argv[4]
     agents = int(os.environ.get("BENCH_AGENTS", "2"))
+    _kept["names"] = [f"worker{number}" for number in range(agents)]
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=agents, rpc_backend_options=options(path))
+    number = 0
+    while not _kept["over"]:
+        if _kept["busy"]:
+            for _ in range(1000):
+                number = (number * 5 + 3) % 1000003
+        else:
+            time.sleep(0.01)
     rpc.shutdown()
 
 
@@ -77,6 +125,9 @@ def nbdist() -> None:
 
     import nbdist
     from nbdist import rpc
+    from nbdist.compat.rpc.api import _barrier
+
+    _kept["barrier"] = _barrier
 
     def options(path: str) -> Any:
         return rpc.RpcBackendOptions(init_method=f"file://{path}", rpc_timeout=300)
@@ -91,6 +142,9 @@ def tensorpipe() -> None:
     """torch.distributed.rpc's own backend."""
     import torch
     import torch.distributed.rpc as rpc
+    from torch.distributed.rpc.api import _barrier
+
+    _kept["barrier"] = _barrier
 
     def options(path: str) -> Any:
         return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=300)

@@ -1,14 +1,14 @@
 """Calls between two processes of one host: nbdist beside torch's TensorPipe and bare ZeroMQ, in one run.
 
-``--peers`` adds Ray, Dask, ipyparallel, Monarch and RPyC where they are installed; ``--agents`` asks what a call
-costs with more agents alive; ``--memory`` what is left after 100,000 calls.
+The same once more while the callee's main thread runs Python; and what a call and a barrier cost with more agents
+alive. ``--peers`` adds Ray, Dask, ipyparallel, Monarch and RPyC where they are installed; ``--memory`` asks what is
+left after 100,000 calls.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,6 +36,16 @@ LIMITS = {
     "echo 1 MB": 0.6,
     "echo 64 MB": 0.3,
 }
+OVER_ZEROMQ = dict.fromkeys(list(CASES)[:3], 1.5)
+BUSY = {
+    "empty call, busy": 20,
+    "torch.add, small tensor, busy": 20,
+    "remote().to_here(), busy": 10,
+    "5,000 outstanding, per call, busy": 500,
+    "echo 1 MB, busy": 10,
+}
+AGENTS = (2, 4, 8, 16)
+AGENTS_LIMITS = {"empty call": 1.2, "a barrier, per agent": 2.0}
 PEERS = {
     "ray": "ray",
     "dask": "distributed",
@@ -53,7 +63,7 @@ def start(name: str, label: str | None = None, **environment: str) -> Contestant
     return Contestant(label or name, [sys.executable, SCRIPT, name], {**environment, "PYTHONPATH": path})
 
 
-def main_table(rounds: int, json_path: str | None) -> None:
+def main_table(rounds: int) -> harness.Times:
     """The comparison that counts."""
     over_zeromq = start("nbdist", "nbdist over zeromq", NBDIST_CHANNEL="zeromq")
     contestants = [start("nbdist"), over_zeromq, start("tensorpipe"), start("zeromq")]
@@ -63,7 +73,21 @@ def main_table(rounds: int, json_path: str | None) -> None:
     versions = ", ".join(f"{contestant.name} {contestant.version}" for contestant in contestants)
     print(f"{versions}; medians of {rounds} rounds\n")
     print(harness.table(times, "tensorpipe", "nbdist", LIMITS))
-    harness.write({"machine": harness.machine(), "times": times}, json_path)
+    both = {case: {name: times[case][name] for name in ("nbdist over zeromq", "tensorpipe")} for case in CASES}
+    print("\nAll over ZeroMQ, large tensors through shared memory all the same:\n")
+    print(harness.table(both, "tensorpipe", "nbdist over zeromq", OVER_ZEROMQ))
+    return times
+
+
+def busy_table(rounds: int) -> harness.Times:
+    """The callee has something else to do."""
+    contestants = [start("nbdist"), start("tensorpipe")]
+    times = harness.race(contestants, BUSY, rounds)
+    for contestant in contestants:
+        contestant.close()
+    print("\nWhile the main thread of the callee runs a Python loop:\n")
+    print(harness.table(times, "tensorpipe", "nbdist", dict.fromkeys(BUSY, 1.0)))
+    return times
 
 
 def peers_table(rounds: int) -> None:
@@ -86,19 +110,15 @@ def peers_table(rounds: int) -> None:
     print(harness.table(times, "nbdist", "nbdist", {}))
 
 
-def agents_table(rounds: int) -> None:
-    """One call's cost with more agents alive (on as many cores as there are)."""
-    print("\n| agents alive | empty call |\n| ---: | ---: |")
-    contestants = {count: start("nbdist", BENCH_AGENTS=str(count)) for count in (2, 8, 16)}
-    times: dict[int, list[float]] = {count: [] for count in contestants}
-    for number in range(rounds + 1):
-        for count, contestant in contestants.items():
-            measured = contestant.run("empty call", 300)
-            times[count] += measured if number else []
-    for count, values in times.items():
-        print(f"| {count} | {statistics.median(values) * 1e6:.0f} µs |")
-    for contestant in contestants.values():
+def agents_table(rounds: int) -> harness.Times:
+    """What a call, and a barrier, cost with more agents alive (on as many cores as there are)."""
+    contestants = [start("nbdist", str(count), BENCH_AGENTS=str(count)) for count in AGENTS]
+    times = harness.race(contestants, {"empty call": 300, "a barrier, per agent": 20}, rounds)
+    for contestant in contestants:
         contestant.close()
+    print(f"\nBy the number of agents alive; the ratio is that of {AGENTS[-1]} to {AGENTS[0]}:\n")
+    print(harness.table(times, str(AGENTS[0]), str(AGENTS[-1]), AGENTS_LIMITS))
+    return times
 
 
 def memory_table(calls: int) -> None:
@@ -146,17 +166,17 @@ def main() -> None:
     """Run what was asked for."""
     parser = harness.arguments(__doc__ or "")
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--agents", action="store_true")
     parser.add_argument("--memory", type=int, nargs="?", const=100_000, default=0, metavar="CALLS")
     options = parser.parse_args()
     print(f"{harness.machine()}\n")
-    main_table(options.rounds, options.json)
+    times = main_table(options.rounds)
+    busy = busy_table(options.rounds)
+    agents = agents_table(options.rounds)
     if options.peers:
         peers_table(options.rounds)
-    if options.agents:
-        agents_table(options.rounds)
     if options.memory:
         memory_table(options.memory)
+    harness.write({"machine": harness.machine(), "times": times, "busy": busy, "agents": agents}, options.json)
 
 
 if __name__ == "__main__":

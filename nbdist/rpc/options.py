@@ -24,6 +24,7 @@ DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 UNSET_RPC_TIMEOUT = -1.0
 DEFAULT_ARENA_THRESHOLD = 128 * 1024
+DEFAULT_SWITCH_INTERVAL = 0.0001
 
 Device = int | str | torch.device
 
@@ -59,6 +60,9 @@ class RpcBackendOptions:
         of the memory there is.
     ``arena_threshold``
         bytes from which a tensor is shared. Else ``NBDIST_ARENA_THRESHOLD`` says it.
+    ``switch_interval``
+        seconds that a thread of this process may run Python while another wants to, as by `sys.setswitchinterval`,
+        for as long as the agent lives; so that calls are answered soon though the main thread is busy. 0 leaves it.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class RpcBackendOptions:
         channel: str | None = None,
         arena_bytes: int | None = None,
         arena_threshold: int | None = None,
+        switch_interval: float = DEFAULT_SWITCH_INTERVAL,
         **ignored: Any,
     ) -> None:
         unknown = set(ignored) - {"_transports", "_channels"}
@@ -92,6 +97,8 @@ class RpcBackendOptions:
         channel = channel or os.environ.get("NBDIST_CHANNEL") or "auto"
         if channel not in ("auto", "zeromq"):
             raise UsageError(f'channel must be "auto" or "zeromq", not {channel!r}')
+        if switch_interval < 0:
+            raise UsageError(f"switch_interval must be 0 (as it is) or more, not {switch_interval!r}")
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
@@ -107,6 +114,7 @@ class RpcBackendOptions:
         self.arena_bytes = _from_environment(arena_bytes, "arena_bytes")
         threshold = _from_environment(arena_threshold, "arena_threshold")
         self.arena_threshold = DEFAULT_ARENA_THRESHOLD if threshold is None else threshold
+        self.switch_interval = float(switch_interval)
         for to, device_map in (device_maps or {}).items():
             self.set_device_map(to, device_map)
 
