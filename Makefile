@@ -2,7 +2,7 @@
 # make lab      install, open the tour in JupyterLab
 # make test     install, run every test
 # make check    format, lint, types, layers, exported names
-# make bench    measure: calls, and workers from a notebook, beside the peers that are installed
+# make bench    measure, beside the peers that are installed; writes benchmarks/README.md and the table in README.md
 # make soak     the long sweeps that `make test` leaves out
 # make notebooks  run all notebooks, put their outputs into them
 # make clean    remove everything that the above made
@@ -22,7 +22,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 PAGE ?= build/tour.html
-BENCH ?= rpc startup
+BENCH ?= report
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -64,6 +64,10 @@ bench: $(VENV)/.nbdist
 
 soak: $(VENV)/.nbdist
 	$(PYTEST) -m soak --timeout=7200 $(ARGS)
+	NBDIST_CHANNEL=zeromq NBDIST_ARENA_BYTES=0 $(PYTEST) tests/conformance
+	NBDIST_CHANNEL=zeromq NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
+	NBDIST_ARENA_BYTES=0 $(PYTEST) tests/conformance
+	NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

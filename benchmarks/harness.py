@@ -106,7 +106,7 @@ def table(times: Times, base: str, subject: str, limits: Mapping[str, float]) ->
     ]
     for case, by_name in times.items():
         medians = {name: statistics.median(values) if values else None for name, values in by_name.items()}
-        cells = [_time(medians[name]) for name in names]
+        cells = [duration(medians[name]) for name in names]
         ours, theirs = medians.get(subject), medians.get(base)
         ratio = f"{ours / theirs:.2f}" if ours and theirs else "-"
         limit = f"{limits[case]:g}" if case in limits else "-"
@@ -120,13 +120,14 @@ def ranking(case: str, times: Mapping[str, Sequence[float]], subject: str, limit
     ours = statistics.median(times[subject])
     for name, values in times.items():
         median = statistics.median(values)
-        cells = [_time(value) for value in (median, min(values), max(values))]
+        cells = [duration(value) for value in (median, min(values), max(values))]
         limit = f"{limits[name]:g}" if name in limits else "-"
         lines.append(f"| {name} | {' | '.join(cells)} | {ours / median:.2f} | {limit} |")
     return "\n".join(lines)
 
 
-def _time(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """For people."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e6:.0f} µs" if seconds < 0.01 else f"{seconds * 1e3:.1f} ms"

@@ -221,6 +221,14 @@ def pass_on(to: str, rref: Any) -> Any:
     return rpc.rpc_sync(to, fetch, args=(rref,))
 
 
+def is_one_object(one: Any, other: Any, *, third: Any) -> bool:
+    return one is other is third
+
+
+def are_one_object(things: list[Any]) -> bool:
+    return all(thing is things[0] for thing in things)
+
+
 def make(value: Any) -> Any:
     return rpc.RRef(value)
 

@@ -113,11 +113,11 @@ class Passes:
             raise
 
     def wait(self, run: Run, read: Callable[[Latch], None] | None = None) -> None:
-        """Wait for the end of a pass that began here, without an outcome of its own; ``read`` as for `Latch.wait`."""
+        """Wait for the end of a pass that began here; ``read`` as for `Latch.wait`."""
         outcome = run.outcome
-        assert isinstance(outcome, Latch)
+        assert outcome is not None  # it began here
         try:
-            outcome.wait(read)
+            outcome.wait(read) if isinstance(outcome, Latch) else outcome.wait()
         except BaseException:
             self.give_up(run)
             raise

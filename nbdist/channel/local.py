@@ -166,9 +166,10 @@ class LocalChannel:
 
     def _look_everywhere(self) -> None:
         """News may have been lost, and are not told twice: have another thread look what there is."""
-        self._ready.update(list(self._incoming))
-        self._more_beside = True
-        self._try_again_at = 0.0
+        with self._turn:
+            self._ready.update(self._incoming)
+            self._more_beside = True
+            self._try_again_at = 0.0
         self.wake()
 
     def has_more(self) -> bool:

@@ -8,15 +8,22 @@ It is a guest among the threads that read: it runs nothing that others ask for, 
 guest holds; that it leaves to the pool. And it comes only while that pays: where others were needed after all, the
 next waits are on a lock, the more of them the more often that was so; as they are for everybody while there is a
 guest already.
+
+Nor does it come from a thread that is in some mode of torch's, without grad or with another default device: what others
+are sent is not to be read in that.
 """
 
 from __future__ import annotations
 
 import _signal as signals  # type: ignore[import-not-found]  # `signal` itself makes enums, twice a call
+import logging
+import os
 import signal
 import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nbdist.channel.local import SLEEPS
 from nbdist.rpc.futures import Latch
@@ -28,6 +35,15 @@ __all__ = ["Guest"]
 
 _REST_MOST = 64
 """So many waits are on a lock, at most, before another one is tried."""
+
+_DEFERRED = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGQUIT")
+    if hasattr(signal, name)
+)
+"""The signals whose handlers may raise."""
+
+_log = logging.getLogger("nbdist.rpc")
 
 
 class Guest:
@@ -47,24 +63,34 @@ class Guest:
         if self._rest:
             self._rest -= 1
             return
-        if not self._free.acquire(blocking=False):
+        if self._free.locked() or _is_in_a_mode():
             return
-        self._thread = threading.get_ident()
-        try:
-            with self._agent.activate(), _Deferral() as deferral:
-                outcome.on_settle = self._call
-                while not (outcome.is_settled or deferral.is_due or self._rest):
-                    self._read_one()
-        finally:
-            outcome.on_settle = None
-            self._thread = 0
-            self._come()
-            if not self._rest and self._rest_next > 1:
-                self._rest_next >>= 1
-            self._free.release()
+        with _Deferral() as deferral:
+            if not self._free.acquire(blocking=False):
+                return
+            self._thread = threading.get_ident()
+            try:
+                with self._agent.activate():
+                    outcome.on_settle = self._call
+                    while not (outcome.is_settled or deferral.is_due or self._rest):
+                        self._read_one()
+            finally:
+                outcome.on_settle = None
+                with self._calling:  # or who is about to call would call nobody, and all that read
+                    self._thread = 0
+                self._come()
+                if not self._rest and self._rest_next > 1:
+                    self._rest_next >>= 1
+                self._free.release()
+                if self._agent.channel.has_more() or self._agent.closed:
+                    self._agent.channel.wake()  # who sleeps there has not been told of what came together
 
     def _read_one(self) -> None:
-        job = self._agent.read(None)
+        try:
+            job = self._agent.read(None)
+        except Exception:  # not the waiting call's affair
+            _log.exception("reading failed")
+            job = None
         self._come()
         if job is not None:
             self._agent.pool.submit(job)
@@ -90,34 +116,75 @@ class Guest:
                 self._agent.channel.called()
 
 
-class _Deferral:
-    """The time in which Ctrl-C, in the main thread, must not come between taking a message and acting upon it.
+def _is_in_a_mode() -> bool:
+    """Whether tensors that the calling thread makes are others than usual."""
+    return bool(
+        not torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
-    While that thread sleeps until there is one, it may.
+
+class _Deferral:
+    """The time in which no signal's handler, in the main thread, may come between taking a message and acting upon it.
+
+    While that thread sleeps until there is one, it may: Ctrl-C ends the wait at once.
     """
 
-    __slots__ = ("_before", "_frame", "is_due")
+    __slots__ = ("_before", "_came", "is_due")
 
     def __init__(self) -> None:
         self.is_due = False
+        self._before: dict[int, Any] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> _Deferral:
-        self._before: Any = None
+        global _deferral
         if threading.current_thread() is threading.main_thread():
-            before = signals.getsignal(signal.SIGINT)
-            if callable(before):
-                self._before = before
-                signals.signal(signal.SIGINT, self._note)
+            try:
+                _deferral = self
+                for number in _DEFERRED:
+                    before = signals.getsignal(number)
+                    if callable(before):
+                        self._before[number] = before
+                        signals.signal(number, self._note)
+            except BaseException:  # from a handler that is not deferred yet
+                self.put_back()
+                raise
         return self
+
+    def put_back(self) -> None:
+        """Have the handlers that were there."""
+        for number, before in self._before.items():
+            signals.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code is SLEEPS:
-            self._before(number, frame)
+            self._before[number](number, frame)
         else:
-            self.is_due, self._frame = True, frame
+            self._came.append((number, frame))
+            self.is_due = True
 
     def __exit__(self, *exception: object) -> None:
-        if self._before is not None:
-            signals.signal(signal.SIGINT, self._before)
-            if self.is_due:
-                self._before(signal.SIGINT, self._frame)
+        global _deferral
+        self.put_back()
+        if self._before:
+            _deferral = None
+        for number, frame in self._came:
+            self._before[number](number, frame)
+
+
+_deferral: _Deferral | None = None
+"""The main thread's, if it reads."""
+
+
+def _after_fork() -> None:
+    global _deferral
+    deferral, _deferral = _deferral, None
+    if deferral is not None:  # another thread has forked, and is the child's main one
+        deferral.put_back()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -7,7 +7,7 @@ answer comes, that its time is up, that its callee is lost, or that the user doe
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,7 @@ class Outcomes:
             self._settle(call, reply, frames, references)
             return None
         if type(call.outcome) is Promise and reply.ok and not frames:
-            call.drop_repeat()
-            call.outcome.try_settle(None, None, self._agent.pool.submit)
+            self.end(call, None, None, self._agent.pool.submit)
             return None
         return partial(self._settle, call, reply, frames, references)
 
@@ -93,12 +92,21 @@ class Outcomes:
         context = recorder.enter(reply.recording, call.to)
         return recorder.incoming(context, reply.recording, call.to, call.function) if context is not None else None
 
-    def end(self, call: Pending, outcome: Any, error: BaseException | None) -> None:
-        """Settle a call, which will not be sent again."""
+    def end(
+        self,
+        call: Pending,
+        outcome: Any,
+        error: BaseException | None,
+        submit: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """Settle a call, which will not be sent again; callbacks are called here, unless a job is to do that."""
         if call.again is not None:
             call.drop_repeat()
         trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
-        call.outcome.try_settle(outcome, error)
+        if submit is not None and isinstance(call.outcome, Promise):
+            call.outcome.try_settle(outcome, error, submit)
+        else:
+            call.outcome.try_settle(outcome, error)
 
     # -- without one --------------------------------------------------------------------------
 

@@ -440,8 +440,11 @@ def _encode_quickly(
         if kind in _reference_types:
             if forker is None:
                 raise EncodeError("a remote reference can only travel in a call")
-            holes.append((at, quick.REFERENCE, len(forks)))
-            forks.append(forker.fork(item))
+            index = index_of.get(id(item))
+            if index is None:
+                index = index_of[id(item)] = len(forks)
+                forks.append(forker.fork(item))
+            holes.append((at, quick.REFERENCE, index))
             continue
         index = index_of.get(id(item))
         if index is None:

@@ -99,9 +99,11 @@ def _walk(module: Any, qualname: str) -> Any:
 def resolve(name: str) -> Any:
     """The object that ``name_of`` named, imported if need be."""
     module_name, _, qualname = name.partition(":")
-    found = getattr(sys.modules.get(module_name), qualname, None)
-    if found is not None:
-        return found
+    module = sys.modules.get(module_name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        found = getattr(module, qualname, None)
+        if found is not None:
+            return found
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:

@@ -59,7 +59,7 @@ def form_of(value: Any, references: Collection[type]) -> int:
         return PLAIN
     if kind is tuple and len(value) == 3 and type(value[2]) is dict and type(value[1]) is tuple:
         name, args, kwargs = value
-        if type(name) is not str:
+        if type(name) is not str or not all(type(key) is str for key in kwargs):
             return OTHER
         found = _worst(args, references)
         if kwargs and found != OTHER:

@@ -284,7 +284,7 @@ class TensorPacker:
 
 def _snapshot(pointer: int, length: int) -> memoryview:
     """A copy made without the GIL, in memory that lives as long as the view of it."""
-    copy = torch.empty(length, dtype=torch.uint8)
+    copy = torch.empty(length, dtype=torch.uint8, device="cpu")
     ctypes.memmove(copy.data_ptr(), pointer, length)
     block = (ctypes.c_char * length).from_address(copy.data_ptr())
     block.owner = copy  # type: ignore[attr-defined]  # keeps the memory for the view's life
@@ -333,7 +333,7 @@ def unpack_tensors(
         if users[meta.buffer] == 1 and meta.strides is None:
             if math.prod(meta.shape) * dtype.itemsize != length:
                 raise ProtocolError("a tensor's bytes do not match its shape")
-            tensor = torch.empty(meta.shape, dtype=dtype)
+            tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
             _copy_in(tensor.data_ptr(), frames[frame], offset, length)
         else:
             storage = shared.get(meta.buffer)
@@ -355,7 +355,7 @@ def _unpack_simple(
     length = len(frames[0])
     if meta.buffer or dtype is None or length >= _COPY_HELD or math.prod(meta.shape) * dtype.itemsize != length:
         return None
-    tensor = torch.empty(meta.shape, dtype=dtype)
+    tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
     _copy_held(tensor.data_ptr(), frames[0], length)
     return _finished(tensor, meta) if meta.flags else tensor
 
@@ -383,7 +383,7 @@ def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     strides = meta.strides
     if strides is None:
         strides = []

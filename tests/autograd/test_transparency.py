@@ -5,6 +5,7 @@ from autograd_programs import WORKERS, assert_same, programs
 from examples_tried import long, quick
 from hypothesis import given
 
+from nbdist.rpc import RpcBackendOptions
 from nbdist.testing import Faults, World
 
 QUICK = quick(250)
@@ -36,6 +37,36 @@ def test_any_program(orderly, program):
 @given(program=programs)
 def test_any_program_whatever_the_order_of_messages(disorderly, program):
     assert_same(program, disorderly)
+
+
+WAYS = {
+    "unix sockets, all tensors in shared memory": ("local", {"arena_threshold": 1}),
+    "unix sockets, none": ("local", {"arena_bytes": 0}),
+    "ZeroMQ, all": ("zeromq", {"arena_threshold": 1}),
+    "ZeroMQ, none": ("zeromq", {"arena_bytes": 0}),
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def really(request):
+    channel, options = WAYS[request.param]
+    with World(WORKERS, channel=channel, options=RpcBackendOptions(**options)) as world:
+        yield world
+
+
+@pytest.mark.timeout(600)
+@quick(150)
+@given(program=programs)
+def test_any_program_over_each_channel(really, program):
+    assert_same(program, really)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7000)
+@long(quick(500))
+@given(program=programs)
+def test_very_many_programs_over_each_channel(really, program):
+    assert_same(program, really)
 
 
 def backward_in_steps(context_id, roots, retain_graph):

@@ -177,7 +177,7 @@ def test_a_job_is_run_by_the_thread_that_read_it():
         return job
 
     inbox.read = remembering
-    with pool_of(2, inbox):
+    with pool_of(20, inbox):  # room for those whose jobs are done and that have not noted it yet
         ran_by = [call(inbox.put, threading.get_ident).wait(SOON) for _ in range(20)]
     assert ran_by == read_by
 

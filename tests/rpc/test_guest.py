@@ -17,6 +17,7 @@ from nbdist import rpc, trace
 from nbdist.errors import RpcTimeout, WorkerLost
 from nbdist.rpc.futures import Latch
 from nbdist.testing import World
+from nbdist.wire.messages import Cast, Payload
 
 
 @pytest.fixture
@@ -82,6 +83,47 @@ def test_what_is_asked_of_a_worker_whose_main_thread_reads_runs_elsewhere(pair, 
     assert rpc.rpc_sync("worker1", workers.recurse, args=(["worker0", "worker1"], 20)) == 20
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), torch.overrides.BaseTorchFunctionMode],
+    ids=["no_grad", "inference_mode", "device", "function mode"],
+)
+def test_the_modes_of_who_waits_are_nobody_elses(pair, mode, readers):
+    """What is read is read as always: the others' tensors and histories do not depend on this thread."""
+    t = torch.ones(2)
+    with mode():
+        for _ in range(10):
+            found = rpc.rpc_sync("worker1", workers.identity, args=(t,))
+            assert found.device.type == "cpu"
+            assert not found.is_inference()
+    assert threading.get_ident() not in readers
+    assert rpc.rpc_sync("worker1", workers.call_there, args=("worker0", torch.is_grad_enabled))
+
+
+def test_what_is_left_when_the_guest_goes_is_read_by_others(pair, monkeypatch):
+    guest, channel, woken = pair[0].read_as_guest, pair[0].channel, []
+    wake = channel.wake
+    monkeypatch.setattr(channel, "has_more", lambda: True)
+    monkeypatch.setattr(channel, "wake", lambda: (woken.append(threading.get_ident()), wake()))
+    outcome = Latch()
+    outcome.try_settle(1, None)
+    guest(outcome)
+    assert threading.get_ident() in woken
+
+
+def test_a_fault_of_ours_while_reading_is_not_the_callers(pair, caplog):
+    def fault(*_):
+        raise KeyError("a bug")
+
+    pair[0].handle_cast("fault", fault)
+    for _ in range(5):
+        pair[0].read_as_guest.__self__._rest = 0
+        cast = Cast("fault", b"", Payload())
+        threading.Timer(0.05, pair[1].post, (pair[0].me.incarnation, cast)).start()
+        assert rpc.rpc_sync("worker1", workers.sleep, args=(0.15,)) == 0.15
+    assert "reading failed" in caplog.text
+
+
 def test_many_threads_wait_and_one_of_them_is_the_guest(pair):
     wrong = []
 
@@ -123,12 +165,13 @@ from nbdist.testing import World
 
 with World(2, channel="local") as world, world[0].activate():
     calls = interrupts = 0
+    which = getattr(signal, sys.argv[3])
     over = threading.Event()
 
     def interrupt():
         chance = random.Random(int(sys.argv[1]))
         while not over.wait(chance.random() * 0.004):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), which)
 
     # The handler is kept out of the test's own code: it only raises in a call.
     inside = False
@@ -137,7 +180,7 @@ with World(2, channel="local") as world, world[0].activate():
         if inside:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(which, handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     end = time.monotonic() + float(sys.argv[2])
@@ -153,7 +196,7 @@ with World(2, channel="local") as world, world[0].activate():
             interrupts += 1
     over.set()
     thread.join()
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(which) is handler
     for value in range(200):
         assert rpc.rpc_sync("worker1", workers.identity, args=(value,), timeout=10) == value
     workers.eventually(lambda: not world[0].statistics()["pending_calls"])
@@ -163,11 +206,11 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_ctrl_c_at_any_time_loses_no_message(seed):
+@pytest.mark.parametrize(("seed", "which"), [(1, "SIGINT"), (2, "SIGINT"), (3, "SIGALRM")])
+def test_signals_at_any_time_lose_no_message(seed, which):
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(seed), "3"],
+        [sys.executable, "-c", INTERRUPTED, str(seed), "3", which],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -186,3 +229,68 @@ def test_ctrl_c_ends_the_wait_at_once(pair):
         rpc.rpc_sync("worker1", workers.sleep, args=(3,))
     assert time.monotonic() - start < 2.5
     assert rpc.rpc_sync("worker1", workers.identity, args=(1,)) == 1
+
+
+FORKED = """
+import os, signal, sys, threading, time
+import workers
+from nbdist import rpc
+from nbdist.testing import World
+
+with World(2, channel="local") as world, world[0].activate():
+    guest = world[0].read_as_guest.__self__
+
+    def fork():
+        while not guest._thread:
+            time.sleep(0.001)
+        child = os.fork()
+        if not child:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            except KeyboardInterrupt:
+                os._exit(42)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+    threading.Thread(target=fork).start()
+    rpc.rpc_sync("worker1", workers.sleep, args=(1.0,))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    rpc.rpc_sync("worker1", workers.sleep, args=(0.1,))
+os._exit(0)
+"""
+
+
+def test_ctrl_c_in_a_child_that_another_thread_forks():
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "42\n", done.stderr
+
+
+def test_who_calls_a_guest_that_is_leaving_calls_nobody(pair, monkeypatch):
+    """The settler has seen the guest, which leaves before it is called: nobody must be called for good."""
+    guest, outcome = pair[0].read_as_guest.__self__, Latch()
+    real, leave = threading.get_ident, threading.Event()
+    settler = threading.Thread(target=lambda: outcome.try_settle(1, None))
+
+    def get_ident():
+        if real() == settler.ident and not leave.is_set():
+            leave.set()
+            pair[0].channel.wake()  # the guest finds that it is settled, and wants to leave
+            time.sleep(0.1)
+        return real()
+
+    monkeypatch.setattr("nbdist.rpc.guest.threading.get_ident", get_ident)
+    threading.Timer(0.1, settler.start).start()
+    assert outcome.wait(guest.read) == 1
+    settler.join()
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.2
+    assert not guest._is_called

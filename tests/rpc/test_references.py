@@ -175,3 +175,9 @@ def test_nothing_is_left_in_the_end(others):
     assert rpc.wait_all(passed) == list(range(300))
     del futures, rrefs, passed
     workers.eventually(all_quiet)
+
+
+def test_a_reference_that_is_given_twice_is_one_object_there(others):
+    rref = rpc.remote("worker1", workers.make, args=(1,))
+    assert rpc.rpc_sync("worker2", workers.is_one_object, args=(rref, rref), kwargs={"third": rref})
+    assert rpc.rpc_sync("worker2", workers.are_one_object, args=([rref, rref],))

@@ -309,6 +309,16 @@ def test_a_body_that_refers_to_tensors_or_references_that_are_not_there():
         codec.decode(payload, frames, [])
 
 
+def test_keys_that_are_no_words_go_as_anything_else():
+    class Key(int):
+        pass
+
+    for value in (("ok", (1,), {Key(3): 3}), ("ok", (torch.ones(2),), {2: torch.ones(1)})):
+        payload, frames = frames_of(value)
+        assert not payload.form
+        assert str(codec.decode(payload, frames)) == str(value)
+
+
 @pytest.mark.parametrize(
     "payload",
     [
