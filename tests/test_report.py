@@ -46,6 +46,5 @@ def test_the_tables_of_the_readme_are_those_of_the_report():
     rows = [row for row in found if row[3].replace(".", "").isdigit()]
     assert len(rows) >= 10
     for case, ours, theirs, ratio in rows:
-        (line,) = [line for line in written.splitlines() if line.startswith(f"| {case} | {ours} |")]
-        assert theirs in line
-        assert f"| {ratio} |" in line
+        lines = [line for line in written.splitlines() if line.startswith(f"| {case} | {ours} |")]
+        assert any(theirs in line and f"| {ratio} |" in line for line in lines)
