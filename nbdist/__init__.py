@@ -20,9 +20,10 @@ layer  modules                      what is there
 ====== ============================ ====================================================================
 
 The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.links.post`
-→ `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `_read` → `rpc.executor`, and back to
-`rpc.outcomes`. Large tensors for an agent of the same host go beside it, through shared memory: `rpc.sharing`.
-What is recorded of it for a backward pass: `rpc.recording` asks `autograd.recorder`.
+→ `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `read` → `rpc.executor`, and back to
+`rpc.outcomes`; who waits for the answer reads it itself where that pays: `rpc.guest`. Large tensors for an agent of
+the same host go beside it, through shared memory: `rpc.sharing`. What is recorded of it for a backward pass:
+`rpc.recording` asks `autograd.recorder`.
 """
 
 from __future__ import annotations
