@@ -152,6 +152,7 @@ class _Deferral:
                         signals.signal(number, self._note)
             except BaseException:  # from a handler that is not deferred yet
                 self.put_back()
+                _deferral = None
                 raise
         return self
 
@@ -170,7 +171,7 @@ class _Deferral:
     def __exit__(self, *exception: object) -> None:
         global _deferral
         self.put_back()
-        if self._before:
+        if _deferral is self:
             _deferral = None
         for number, frame in self._came:
             self._before[number](number, frame)

@@ -17,7 +17,7 @@ from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
 from nbdist.errors import NbdistError, UsageError
 from nbdist.ids import new_incarnation
-from nbdist.rpc import rendezvous, turntaking
+from nbdist.rpc import rendezvous, switching
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
@@ -97,7 +97,7 @@ def start_agent(
             if dead:
                 roster.leave(*dead)
         agent.at_close(lambda: roster.leave(me))
-        agent.at_close(turntaking.shorten(options.switch_interval))
+        agent.at_close(switching.shorten(options.switch_interval))
         agent.on_lost(lambda record, why: _clean_after(agent, record))
         undo.pop_all()
     return agent
