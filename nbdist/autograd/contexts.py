@@ -76,6 +76,7 @@ class Context:
         """What has come of that, where it is this worker."""
         self.lock = threading.Lock()
         self._gradients = Gradients()
+        self._contributions: dict[object, Gradients] = {}
 
     def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
         """All nodes that are known: behind what was sent, behind the roots of passes, what was received, and more."""
@@ -90,9 +91,22 @@ class Context:
             if self.runs.pop(run.head.id, None) is not None:
                 self._gradients.update(run.part.gradients)
 
+    def contribute(self, key: object, gradients: Gradients) -> None:
+        """Add what was computed on this worker without a pass; `withdraw` takes it back."""
+        with self.lock:
+            self._contributions[key] = gradients
+
+    def withdraw(self, key: object) -> None:
+        """It turned out that the rest of it failed."""
+        with self.lock:
+            self._contributions.pop(key, None)
+
     def fold(self) -> None:
         """Make one sum of all passes, of which none is under way."""
         with self.lock:
+            for gradients in self._contributions.values():
+                self._gradients.update(gradients)
+            self._contributions.clear()
             for run in self.runs.values():
                 self._gradients.update(run.part.gradients)
                 run.part.gradients = Gradients()
@@ -108,6 +122,8 @@ class Context:
         with self.lock:
             total = Gradients()
             total.update(self._gradients)
+            for gradients in self._contributions.values():
+                total.update(gradients)
             for run in self.runs.values():
                 total.update(run.part.gradients)
         return dict(total.items())

@@ -27,6 +27,7 @@ from nbdist.autograd.engine import run_backward
 from nbdist.autograd.graph import ACCUMULATE, Region, walk
 from nbdist.autograd.leaves import Gradients, claimed
 from nbdist.autograd.messages import Head
+from nbdist.autograd.ordering import Lines
 
 if TYPE_CHECKING:
     from nbdist.autograd.observer import Observer
@@ -100,6 +101,9 @@ class Part:
         self._sends = {sent.message: sent for sent in sends}
         unknown = State.UNSURE if head.smart else State.EXPECTED
         self.states: dict[Slot, State] = {slot: unknown for sent in self._sends.values() for slot in sent.slots}
+        self._lines = Lines()
+        for slot in self.states:
+            self._lines.add(slot)
         self._ready: list[Entry] = []
         self._kept: list[Crossing] = []
         self._regions: dict[object, Region] = {}
@@ -150,6 +154,7 @@ class Part:
                 if state is State.UNSURE:
                     self.states[slot] = State.UNUSED
                     self._release(slot)
+                    self._lines.leave(slot)
 
     # -- arriving -----------------------------------------------------------------------------
 
@@ -258,7 +263,7 @@ class Part:
         That comes soon, as nothing has been begun yet that the marking would have to wait for. And then the averaging
         goes on while gradients are computed, as in a local pass.
         """
-        entries, self._ready = self._ready, []
+        entries, self._ready = self._in_turn(self._ready)
         if self._turn_is_needed():
             for entry in list(entries):
                 if isinstance(entry, Roots) and ddp.own(self._region(entry).leaves):
@@ -266,6 +271,14 @@ class Part:
                     self._ready.append(entry)
                     entries.remove(entry)
         return entries
+
+    def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+        """Those that may go in now, and those that have to wait for others (`nbdist.autograd.ordering`)."""
+        now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
+        for entry in now:
+            if entry.slot is not None:
+                self._lines.leave(entry.slot)
+        return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
 
     def _turn_is_needed(self) -> bool:
         return not self._may_reduce and ddp.exist()

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from nbdist.errors import UsageError
+from nbdist.nn.placement import place_of
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.rref import RRef
@@ -35,7 +36,7 @@ class RemoteModule(torch.nn.Module):
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.on, self.device = _parse(remote_device)
+        self.on, self.device = place_of(remote_device)
         self.module_rref: RRef[torch.nn.Module] = api.rpc_sync(
             self.on, create, args=(module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
         )
@@ -45,7 +46,7 @@ class RemoteModule(torch.nn.Module):
         """A handle on a module that exists."""
         self = cls.__new__(cls)
         torch.nn.Module.__init__(self)
-        self.on, self.device = _parse(remote_device)
+        self.on, self.device = place_of(remote_device)
         self.module_rref = module_rref
         return self
 
@@ -119,20 +120,6 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 for _name in _HERE_ONLY:
     setattr(RemoteModule, _name, _refusal(_name))
-
-
-def _parse(remote_device: str) -> tuple[str | int, str]:
-    worker, _, device = str(remote_device).partition("/")
-    if not worker or "/" in device or (":" in worker and not worker.startswith("rank:")):
-        raise UsageError(
-            f"{remote_device!r} is not a place for a module: write 'worker1', 'worker1/cuda:0' or 'rank:1/cuda:0'"
-        )
-    if worker.startswith("rank:"):
-        rank = worker.removeprefix("rank:")
-        if not rank.isdecimal():
-            raise UsageError(f"{remote_device!r}: the rank must be a number")
-        return int(rank), device or "cpu"
-    return worker, device or "cpu"
 
 
 # --- on the owner ---------------------------------------------------------------------------------

@@ -1,0 +1,338 @@
+"""A model cut into stages on several workers, through which micro-batches go one after the other.
+
+This is the handle: it has references to what is on the workers (`nbdist.nn.station`), orders their share of a step
+from each by one call, and puts together what they answer. Nothing goes through it from stage to stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from nbdist.autograd.api import recorder
+from nbdist.errors import NbdistError, NotInitialized, UsageError
+from nbdist.nn.batches import Values, as_tuple, join, portions, rows_of, split
+from nbdist.nn.cutting import cut
+from nbdist.nn.losses import Reduction, total
+from nbdist.nn.placement import place_of
+from nbdist.nn.reports import PipelineTimeline
+from nbdist.nn.schedules import SCHEDULES, Span, Table, forward_only
+from nbdist.nn.station import Done, Order, Station, abandon, build, call, run
+from nbdist.optim.local import ask_all
+from nbdist.rpc import api
+from nbdist.rpc.api import current_agent
+from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.rref import RRef
+
+__all__ = ["Pipeline"]
+
+Maker = torch.nn.Module | Callable[[], torch.nn.Module]
+
+_ROUND_TRIPS = 8
+
+
+class _Outcomes:
+    """What all workers answer, or the first error among that."""
+
+    def __init__(self, count: int) -> None:
+        self._found: list[Any] = [None] * count
+        self._left = count
+        self._lock = threading.Lock()
+        self.all = Latch()
+
+    def add(self, index: int, future: Future[Any]) -> None:
+        """One who is to answer."""
+        future.add_done_callback(lambda done: self._take(index, done))
+
+    def _take(self, index: int, done: Any) -> None:
+        error = done.exception()
+        if error is not None:
+            self.all.try_settle(None, error)
+            return
+        self._found[index] = done.value()
+        with self._lock:
+            self._left -= 1
+            over = not self._left
+        if over:
+            self.all.try_settle(self._found, None)
+
+
+class Pipeline:
+    """Stages on workers: ``Pipeline([first, second], ["worker0", "worker1"])``.
+
+    ``model``
+        a list of the stages, each a module, which is sent, or a function that makes one where it is to live; or a
+        Sequential, which is cut: into as many ``stages`` as there are workers unless said otherwise, ``at`` the layers
+        of these names, or by ``balance``, as `nbdist.nn.cut` has it.
+    ``workers``
+        names, ids, or with a device ``"worker1/cuda:0"``. Stage ``s`` lives on ``workers[s % len(workers)]``.
+    ``micro_batches``
+        so many slices of a batch are on their way at once; a batch of fewer rows has fewer.
+    ``schedule``
+        that of `train_step`: ``"gpipe"``, ``"1f1b"``, or ``"interleaved"``, for several stages on each worker. They
+        differ in time and memory only.
+    ``checkpoint``
+        keep the inputs of stages only, and compute them once more backward.
+    ``seed``
+        what a stage draws at random follows from it, the step, the stage and the micro-batch, as in `Reference`.
+    ``reduction``
+        what a loss function given to `train_step` does with the rows of a micro-batch: their ``"mean"``, or ``"sum"``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Sequential | Sequence[Maker],
+        workers: Sequence[str | int | WorkerInfo],
+        *,
+        stages: int | None = None,
+        at: Sequence[str] = (),
+        balance: Literal["count", "size", "time"] = "count",
+        sample: Any = None,
+        micro_batches: int = 4,
+        schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
+        checkpoint: bool = False,
+        seed: int = 0,
+        reduction: Reduction = "mean",
+    ) -> None:
+        agent = current_agent()
+        places = [place_of(worker) for worker in workers]
+        if not places:
+            raise UsageError("a pipeline needs a worker")
+        parts, self._prefixed = _parts(model, stages if stages is not None else len(places), at, balance, sample)
+        if len(parts) % len(places):
+            raise UsageError(f"{len(parts)} stages do not go evenly onto {len(places)} workers")
+        if micro_batches < 1:
+            raise UsageError(f"a batch has at least one micro-batch, not {micro_batches}")
+        if schedule is None:
+            schedule = "1f1b" if len(parts) == len(places) else "interleaved"
+        if schedule not in SCHEDULES:
+            raise UsageError(f"the schedules are {', '.join(SCHEDULES)}; there is no {schedule!r}")
+        names = [agent.find(on).name for on, _ in places]
+        if len(set(names)) < len(names):
+            raise UsageError(f"a worker may have several stages, but is named once: {', '.join(names)}")
+        SCHEDULES[schedule](len(names), len(parts), micro_batches)  # or say now what is wrong
+        self.stages = len(parts)
+        self.workers = names
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        self.reduction: Reduction = reduction
+        self.training = True
+        self._agent = agent
+        self._steps = 0
+        self._counting = threading.Lock()
+        self._last: tuple[int, list[list[Span]]] | None = None
+        self._offsets: list[float] | None = None
+        self._uid = secrets.token_hex(8)
+        where = [names[stage % len(names)] for stage in range(len(parts))]
+        options = {"seed": seed, "checkpoint": checkpoint}
+        self._stations: list[RRef[Station]] = ask_all(
+            [
+                (
+                    agent.membership.info_of(agent.find(name).incarnation),
+                    build,
+                    (self._uid, _every(parts, worker, len(names)), where, agent.me.name, device, options),
+                )
+                for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True))
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Pipeline({self.stages} stages on {', '.join(self.workers)}; {self.micro_batches} micro-batches, "
+            f"{self.schedule})"
+        )
+
+    # -- computing ----------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any) -> Any:
+        """As `forward`."""
+        return self.forward(*inputs)
+
+    def forward(self, *inputs: Any) -> Any:
+        """The output of a batch, computed micro-batch by micro-batch.
+
+        Inside of a distributed autograd context it is recorded, so that a backward pass from any loss goes through all
+        stages; elsewhere no gradient is kept.
+        """
+        sizes = portions(rows_of(inputs), self.micro_batches)
+        table = forward_only(len(self.workers), self.stages, len(sizes))
+        recorded = recorder().contexts.current is not None
+        done = self._step(table, sizes, inputs, (), train=False, recorded=recorded)
+        return join([output for part in done for output in part.outputs])
+
+    def train_step(
+        self, inputs: Any, targets: Any, loss_fn: Callable[..., torch.Tensor], *, finite: bool = True
+    ) -> torch.Tensor:
+        """Forward and backward of a batch by the pipeline's schedule; its loss.
+
+        ``loss_fn(output, targets)`` is called on the last stage's worker, for each micro-batch. The gradients are the
+        current distributed autograd context's, where a `DistributedOptimizer` and `clip_grad_norm_` find them. A loss
+        that is not ``finite`` is an error, unless it is asked for. Several inputs, or targets, go in a tuple.
+        """
+        if recorder().contexts.current is None:
+            raise UsageError(
+                "train_step leaves its gradients in a context: call it inside of "
+                "`with dist_autograd.context() as context_id:`, and optimizer.step(context_id) there"
+            )
+        inputs, targets = as_tuple(inputs), as_tuple(targets)
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*inputs, *targets)):
+            raise UsageError("train_step gives its inputs and targets no gradient: detach() them, or use forward")
+        rows = rows_of(inputs)
+        if rows_of(targets) != rows:
+            raise UsageError(f"{rows} rows of inputs, and {rows_of(targets)} of targets")
+        sizes = portions(rows, self.micro_batches)
+        table = SCHEDULES[self.schedule](len(self.workers), self.stages, len(sizes))
+        done = self._step(table, sizes, inputs, targets, train=True, recorded=False, loss_fn=loss_fn, finite=finite)
+        return total([loss for part in done for loss in part.losses])
+
+    def _step(self, table: Table, sizes: list[int], inputs: Values, targets: Values, **options: Any) -> list[Done]:
+        agent = self._agent
+        if agent.closed:
+            raise NotInitialized("the RPC world in which this pipeline was made has ended")
+        with self._counting:
+            step, self._steps = self._steps, self._steps + 1
+        last = (self.stages - 1) % len(self.workers)
+        loss_fn = options.pop("loss_fn", None)
+        outcome = _Outcomes(len(self.workers))
+        context = recorder().contexts.current
+        # Split here: no micro-batch on a worker has a history in common with another one.
+        given, wanted = split(inputs, sizes), split(targets, sizes)
+        try:
+            for worker, (name, rref) in enumerate(zip(self.workers, self._stations, strict=True)):
+                order = Order(
+                    step,
+                    table[worker],
+                    sizes,
+                    reduction=self.reduction,
+                    loss_fn=loss_fn if worker == last else None,
+                    **options,
+                )
+                args = rref, order, given if worker == 0 else [], wanted if worker == last else []
+                outcome.add(worker, agent.caller.asynchronous(name, run, args, None, 0))
+            done: list[Done] = outcome.all.wait(agent.read_as_guest)
+        except BaseException as error:
+            self._abandon(step, context.id if context is not None else None, error)
+            raise
+        self._last = step, [part.spans for part in done]
+        return done
+
+    def _abandon(self, step: int, context_id: int | None, error: BaseException) -> None:
+        why = f"step {step} of a pipeline failed elsewhere: {type(error).__name__}: {error}"
+        for name in self.workers:
+            with contextlib.suppress(NbdistError):  # whoever is gone has nothing that goes on
+                self._agent.caller.begin(name, abandon, (self._uid, step, context_id, why))
+
+    # -- what it is made of -------------------------------------------------------------------
+
+    def parameter_rrefs(self) -> list[RRef[Any]]:
+        """References to all parameters, stage by stage, as `DistributedOptimizer` takes them."""
+        found = self._gather("parameter_rrefs")
+        return [rref for stage in range(self.stages) for rref in found[stage]]
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put all stages in training mode, or out of it."""
+        self._all("train", mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put all stages in evaluation mode."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all stages, on the CPU, with the names of the model that was cut, or of the list."""
+        found = self._gather("state")
+        return {self._name(stage, name): value for stage in range(self.stages) for name, value in found[stage].items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give all stages a state that `state_dict` returned, here or of the same model elsewhere."""
+        names = self._gather("names")
+        known = {self._name(stage, name): (stage, name) for stage, own in names.items() for name in own}
+        missing, unexpected = known.keys() - state.keys(), state.keys() - known.keys()
+        if missing or unexpected:
+            told = [f"{len(missing)} names are missing ({_some(missing)})"] if missing else []
+            told += [f"{len(unexpected)} are unknown ({_some(unexpected)})"] if unexpected else []
+            raise UsageError(f"this is not the state of these stages: {', '.join(told)}")
+        by_stage: dict[int, dict[str, Any]] = {}
+        for full, value in state.items():
+            stage, name = known[full]
+            by_stage.setdefault(stage, {})[name] = value
+        ask_all(
+            [
+                (rref.owner(), call, (rref, "load", _every(by_stage, worker, len(self.workers))))
+                for worker, rref in enumerate(self._stations)
+            ]
+        )
+
+    def timeline(self) -> PipelineTimeline:
+        """The last step as it ran, beside the ideal."""
+        if self._last is None:
+            raise UsageError("no step has been done yet")
+        step, rows = self._last
+        offsets = self._offsets = self._offsets or [self._offset(rref) for rref in self._stations]
+        moved = [
+            [Span(op, start - offset, end - offset) for op, start, end in row]
+            for row, offset in zip(rows, offsets, strict=True)
+        ]
+        return PipelineTimeline(self.workers, self.stages, moved, step)
+
+    def _offset(self, rref: RRef[Station]) -> float:
+        """By how much a worker's clock is ahead of ours; those of one host are the same."""
+        record = self._agent.find(rref.owner_name())
+        if record.host == self._agent.me.host:
+            return 0.0
+        found: list[tuple[float, float]] = []
+        for _ in range(_ROUND_TRIPS):
+            before = time.monotonic()
+            there = api.rpc_sync(record.name, call, args=(rref, "clock"))
+            after = time.monotonic()
+            found.append((after - before, there - (before + after) / 2))
+        return min(found)[1]
+
+    def _name(self, stage: int, name: str) -> str:
+        return f"{stage}.{name}" if self._prefixed else name
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return ask_all([(rref.owner(), call, (rref, method, *args)) for rref in self._stations])
+
+    def _gather(self, method: str) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for part in self._all(method):
+            found.update(part)
+        return found
+
+
+def _parts(
+    model: torch.nn.Sequential | Sequence[Maker], stages: int, at: Sequence[str], balance: Any, sample: Any
+) -> tuple[list[Maker], bool]:
+    """The stages, and whether their number belongs to the names in their state."""
+    if isinstance(model, torch.nn.Sequential):
+        return list(cut(model, None if at else stages, at=at, balance=balance, sample=sample)), False
+    if isinstance(model, torch.nn.Module) or not isinstance(model, Sequence) or not model:
+        raise UsageError(
+            f"a pipeline is made of a Sequential, or of a list of stages, not of {type(model).__name__}"
+            if not isinstance(model, Sequence)
+            else "a pipeline has at least one stage"
+        )
+    for index, part in enumerate(model):
+        if not callable(part):
+            raise UsageError(f"stage {index} should be a module, or a function that makes one, not {part!r}")
+    return list(model), True
+
+
+def _every(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
+    """Those of the stages that are on a worker."""
+    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    return {stage: part for stage, part in items if stage % workers == worker}
+
+
+def _some(names: Any) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")

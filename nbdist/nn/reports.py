@@ -1,0 +1,100 @@
+"""A step of a pipeline as it ran, beside what its schedule would be if sending took no time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from nbdist.nn.charts import Bar, gantt
+from nbdist.nn.schedules import Op, Span, Table, simulate
+
+__all__ = ["PipelineTimeline"]
+
+
+class PipelineTimeline:
+    """What every worker did and when, in seconds from the step's first operation.
+
+    `ideal` is the same schedule, each operation as long as that stage's took in the median, and begun as early as can
+    be. A *bubble* is time in which a worker had nothing to do: of the step's length times the workers, `bubble` is the
+    part, `ideal_bubble` what it would be then.
+    """
+
+    def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[Span]], step: int) -> None:
+        first = min((row[0].start for row in rows if row), default=0.0)
+        self.workers = list(workers)
+        self.stages = stages
+        self.step = step
+        self.rows = [[Span(span.op, span.start - first, span.end - first) for span in row] for row in rows]
+        self.ideal = simulate(self.table, stages, self._median().__getitem__)
+
+    @property
+    def table(self) -> Table:
+        """The schedule: what each worker did, in order."""
+        return [[span.op for span in row] for row in self.rows]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return _length(self.rows)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the workers' time in which they had nothing to do."""
+        return _bubble(self.rows)
+
+    @property
+    def ideal_bubble(self) -> float:
+        """The same, if sending took no time."""
+        return _bubble(self.ideal)
+
+    def _median(self) -> dict[Op, float]:
+        by_kind: dict[tuple[str, int], list[float]] = {}
+        for row in self.rows:
+            for op, start, end in row:
+                by_kind.setdefault((op.kind, op.stage), []).append(end - start)
+        medians = {kind: statistics.median(times) for kind, times in by_kind.items()}
+        return {op: medians[op.kind, op.stage] for row in self.table for op in row}
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [
+                f"step {self.step}: {self.seconds * 1e3:.1f} ms, bubbles {self.bubble:.0%}; "
+                f"ideal {_length(self.ideal) * 1e3:.1f} ms, bubbles {self.ideal_bubble:.0%}",
+                *(
+                    f"{name}: busy {sum(span.end - span.start for span in row) * 1e3:.1f} ms, {len(row)} operations"
+                    for name, row in zip(self.workers, self.rows, strict=True)
+                ),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        seconds = max(self.seconds, _length(self.ideal))
+        told = (
+            ("as it ran", self.rows, self.seconds, self.bubble),
+            ("ideal", self.ideal, _length(self.ideal), self.ideal_bubble),
+        )
+        return "\n".join(
+            gantt(
+                f"{title}: {length * 1e3:.1f} ms, bubbles {bubble:.0%}",
+                [(name, [self._bar(span) for span in row]) for name, row in zip(self.workers, rows, strict=True)],
+                seconds,
+            )
+            for title, rows, length, bubble in told
+        )
+
+    def _bar(self, span: Span) -> Bar:
+        kind, stage, micro_batch = span.op
+        text = f"{micro_batch}" if self.stages == len(self.workers) else f"{stage}.{micro_batch}"
+        what = "forward" if kind == "F" else "backward"
+        tip = f"{what} of micro-batch {micro_batch}, stage {stage}: {(span.end - span.start) * 1e3:.2f} ms"
+        return Bar(span.start, span.end, text, "#4c8dd6" if kind == "F" else "#e08a3c", tip)
+
+
+def _length(rows: Sequence[Sequence[Span]]) -> float:
+    return max((row[-1].end for row in rows if row), default=0.0)
+
+
+def _bubble(rows: Sequence[Sequence[Span]]) -> float:
+    whole = _length(rows) * len(rows)
+    busy = sum(span.end - span.start for row in rows for span in row)
+    return 1 - busy / whole if whole else 0.0

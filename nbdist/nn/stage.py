@@ -1,0 +1,130 @@
+"""One stage of a pipeline, as it computes: on its worker, or in the one process that is the reference.
+
+What a stage draws at random is derived from the step, the stage and the micro-batch, and from nothing else: neither
+where it runs, nor after what, nor whether it is run once more for a checkpoint. Nobody else's numbers are used up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nbdist.nn.batches import Values, as_tuple
+
+__all__ = ["Stage", "seed_of", "shapes_of"]
+
+_drawing = threading.RLock()
+"""There is one generator for all threads of a process."""
+
+_none = torch.empty(0, device="cpu")
+
+
+def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
+    """The seed of what one stage draws for one micro-batch."""
+    packed = struct.pack("<4q", seed, step, stage, micro_batch)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def seeded(number: int, device: torch.device) -> Iterator[None]:
+    """Draw from a generator with this seed for the time of the block."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    with _drawing:
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(number)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+class Stage:
+    """A module, its place in the pipeline, and how it is called."""
+
+    def __init__(
+        self, module: torch.nn.Module, index: int, *, device: str = "cpu", seed: int = 0, checkpoint: bool = False
+    ) -> None:
+        self.index = index
+        self.device = torch.device(device)
+        self.module = module.to(self.device)
+        self.checkpoint = checkpoint
+        self._seed = seed
+        self.parameters = list(module.parameters())
+
+    def __call__(self, values: Values, step: int, micro_batch: int) -> Any:
+        """Compute; an error says which stage it was, and what it had been given."""
+        values = tuple(self._here(value) for value in values)
+        number = seed_of(self._seed, step, self.index, micro_batch)
+        try:
+            if self.checkpoint and torch.is_grad_enabled():
+                run = _Repeatable(self, number)
+                # What is drawn, `_Repeatable` knows better.
+                return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
+            return self.compute(number, values)
+        except Exception as error:
+            error.add_note(f"in stage {self.index}, forward of micro-batch {micro_batch}, given {shapes_of(values)}")
+            raise
+
+    def compute(self, number: int, values: Values, buffers: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Call the module; with other ``buffers`` than its own, those are what changes."""
+        if not self.module.training:
+            return self._apply(values, buffers)
+        with seeded(number, self.device):
+            return self._apply(values, buffers)
+
+    def _apply(self, values: Values, buffers: Mapping[str, torch.Tensor] | None) -> Any:
+        if buffers:
+            return torch.func.functional_call(self.module, dict(buffers), values)
+        return self.module(*values)
+
+    def _here(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device != self.device:
+            return value.to(self.device)
+        return value
+
+
+class _Repeatable:
+    """A stage's forward that can be done again, with the same outcome and without changing the module twice."""
+
+    def __init__(self, stage: Stage, number: int) -> None:
+        self._stage = stage
+        self._number = number
+        self._before: dict[str, torch.Tensor] | None = None
+
+    def __call__(self, *values: Any) -> Any:
+        stage = self._stage
+        # The module may change what it is given in place, and is to be given the same once more.
+        values = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
+        if self._before is not None:
+            buffers = {name: buffer.clone() for name, buffer in self._before.items()}
+            return stage.compute(self._number, values, buffers)
+        buffers = dict(stage.module.named_buffers()) if stage.module.training else {}
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        result = stage.compute(self._number, values)
+        after = dict(stage.module.named_buffers())
+        # Most buffers are never changed, and need not be kept.
+        self._before = {name: old for name, old in before.items() if not torch.equal(old, after.get(name, _none))}
+        return result
+
+
+def shapes_of(values: Any) -> str:
+    """What a stage was given, in short: ``float32[4, 64]``."""
+    parts = [
+        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+        for value in as_tuple(values)
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,426 @@
+"""What a pipeline has on one worker: its stages there, and what happens to them in a step.
+
+The one who has the pipeline orders a step of every worker, each by one call, which goes through its row of the
+schedule. What goes from stage to stage goes from worker to worker, by calls of their own: `deliver`.
+
+A step is trained without distributed autograd: each stage keeps the graph of its micro-batch, cut off from the others,
+until the gradient of its output comes, and sends that of its input on. So what is to be done backward is known and in
+the schedule's order. `Pipeline.forward`, of which nobody knows what will be done with its output, is recorded instead,
+as any other calls in a context; there the order of sums is that of `nbdist.autograd.ordering`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from nbdist.autograd.api import recorder
+from nbdist.autograd.leaves import Gradients, lent
+from nbdist.autograd.ordering import ordered
+from nbdist.errors import UsageError, WorkerLost
+from nbdist.nn.batches import Values, as_tuple
+from nbdist.nn.inbox import Abandoned, Inbox
+from nbdist.nn.losses import Reduction, loss_of
+from nbdist.nn.schedules import Op, Span
+from nbdist.nn.stage import Stage, shapes_of
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.api import current_agent
+from nbdist.rpc.futures import Latch
+from nbdist.rpc.rref import RRef
+from nbdist.wire.messages import Record
+
+__all__ = ["Done", "Order", "Station", "abandon", "build", "call", "deliver", "run"]
+
+_REMEMBERED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one worker is to do in one step."""
+
+    step: int
+    row: list[Op]
+    sizes: list[int]
+    train: bool
+    recorded: bool
+    reduction: Reduction = "mean"
+    finite: bool = True
+    loss_fn: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What one worker has done."""
+
+    spans: list[Span]
+    """By the worker's own clock."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+class Station:
+    """The stages of one pipeline on one worker."""
+
+    def __init__(self, uid: str, stages: Mapping[int, Stage], places: Sequence[str], driver: str) -> None:
+        self.uid = uid
+        self.stages = stages
+        self.places = places
+        self.driver = driver
+        self._agent = current_agent()
+        self._inboxes: dict[int, Inbox] = {}
+        self._over: OrderedDict[int, None] = OrderedDict()
+        self._lock = threading.Lock()
+        _stations(self._agent)[uid] = self
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def run(self, order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
+        """Do a row of the schedule, with the micro-batches that the first stage, and the last, are given."""
+        inbox = self.inbox(order.step)
+        if inbox is None:
+            raise Abandoned(f"step {order.step} was over before it began")
+        try:
+            return _Step(self, order, inbox, inputs, targets).run()
+        finally:
+            with self._lock:
+                self._end(order.step)
+
+    def inbox(self, step: int) -> Inbox | None:
+        """What has come for a step, unless it is over."""
+        with self._lock:
+            inbox = self._inboxes.get(step)
+            if inbox is None and step not in self._over:
+                inbox = self._inboxes[step] = Inbox()
+            return inbox
+
+    def commit(self, order: Order, inbox: Inbox, gradients: Gradients) -> None:
+        """A step has been done here: give its gradients to the context, unless it has failed elsewhere."""
+        context = recorder().contexts.current
+        if context is None:
+            raise UsageError("the context ended during train_step")
+        with self._lock:
+            inbox.check()
+            context.contribute((self.uid, order.step), gradients)
+
+    def abandon(self, step: int, context_id: int | None, why: str) -> None:
+        """It has failed elsewhere."""
+        inbox = self.inbox(step)
+        with self._lock:
+            if inbox is not None:
+                inbox.fail(Abandoned(why))
+            context = recorder().contexts.find(context_id) if context_id is not None else None
+            if context is not None:
+                context.withdraw((self.uid, step))
+
+    def on_lost(self, record: Record, why: str) -> None:
+        """Nothing will come from that worker any more."""
+        if record.name == self.driver or record.name in self.places:
+            with self._lock:
+                inboxes = list(self._inboxes.values())
+            for inbox in inboxes:
+                inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it"))
+
+    def _end(self, step: int) -> None:
+        self._inboxes.pop(step, None)
+        self._over[step] = None
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+
+    # -- its modules --------------------------------------------------------------------------
+
+    def parameter_rrefs(self) -> dict[int, list[RRef[Any]]]:
+        """References to the parameters of each stage."""
+        return {index: [RRef(parameter) for parameter in stage.parameters] for index, stage in self.stages.items()}
+
+    def train(self, mode: bool) -> None:
+        """Set the modules' mode."""
+        for stage in self.stages.values():
+            stage.module.train(mode)
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """The state of each stage, ready to travel."""
+        return {
+            index: {
+                name: value.cpu() if isinstance(value, torch.Tensor) else value
+                for name, value in stage.module.state_dict().items()
+            }
+            for index, stage in self.stages.items()
+        }
+
+    def names(self) -> dict[int, list[str]]:
+        """The names in the state of each stage."""
+        return {index: list(stage.module.state_dict()) for index, stage in self.stages.items()}
+
+    def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Give stages a state."""
+        for index, state in states.items():
+            self.stages[index].module.load_state_dict(state)
+
+    def clock(self) -> float:
+        """The time by which spans are told."""
+        return time.monotonic()
+
+
+class _Step:
+    """One step, on one worker."""
+
+    def __init__(
+        self,
+        station: Station,
+        order: Order,
+        inbox: Inbox,
+        inputs: Sequence[Values],
+        targets: Sequence[Values],
+    ) -> None:
+        self._station = station
+        self._agent = station._agent
+        self._me = self._agent.me.name
+        self._order = order
+        self._inbox = inbox
+        self._last = len(station.places) - 1
+        self._inputs = inputs
+        self._targets = targets
+        self._kept: dict[tuple[int, int], tuple[list[torch.Tensor | None], Any]] = {}
+        self._sums: dict[int, dict[torch.Tensor, torch.Tensor | None]] = {
+            index: dict.fromkeys((p for p in stage.parameters if p.requires_grad), None)
+            for index, stage in station.stages.items()
+        }
+        self._sent: list[Latch] = []
+        self._losses: list[torch.Tensor] = []
+        self._outputs: list[Any] = []
+
+    def run(self) -> Done:
+        """All of it."""
+        spans = []
+        with self._mode():
+            for op in self._order.row:
+                wanted, given = self._given(op)
+                start = time.monotonic()
+                if op.kind == "F":
+                    self._forward(op, given, wanted)
+                else:
+                    self._backward(op, given)
+                del given
+                spans.append(Span(op, start, time.monotonic()))
+        for latch in self._sent:
+            latch.wait()
+        if self._order.train:
+            gradients = Gradients()
+            for sums in self._sums.values():
+                for leaf, gradient in sums.items():
+                    if gradient is not None:
+                        gradients.add(leaf, gradient)
+            self._station.commit(self._order, self._inbox, gradients)
+        return Done(spans, self._losses, self._outputs)
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        if self._order.train:
+            return torch.enable_grad()
+        return torch.set_grad_enabled(self._order.recorded and torch.is_grad_enabled())
+
+    def _given(self, op: Op) -> tuple[int, Values]:
+        """What an operation needs, and which of it is to have a gradient; it is waited for."""
+        if op.kind == "F" and op.stage == 0:
+            self._inbox.check()
+            return 0, self._inputs[op.micro_batch]
+        if op.kind == "B" and op.stage == self._last:
+            self._inbox.check()
+            return 0, (None,)
+        found: tuple[int, Values] = self._inbox.take(op)
+        return found
+
+    def _forward(self, op: Op, given: Values, wanted: int) -> None:
+        stage, order = self._station.stages[op.stage], self._order
+        entry: list[torch.Tensor | None] = []
+        if order.train:
+            given, entry = _enter(given, wanted)
+        try:
+            value = stage(given, order.step, op.micro_batch)
+            if op.stage < self._last:
+                _check_output(value)
+            elif order.train:
+                value = self._loss(op.micro_batch, value)
+        except Exception as error:
+            error.add_note(f"that is stage {op.stage} of {self._last + 1}, on {self._me}")
+            raise
+        if order.train:
+            self._kept[op.stage, op.micro_batch] = entry, value
+        elif order.recorded and (op.stage == self._last or self._station.places[op.stage + 1] != self._me):
+            group = self._station.uid, order.step, op.stage
+            value = _map(value, lambda tensor: ordered(tensor, group, op.micro_batch))
+        if op.stage < self._last:
+            self._send(op._replace(stage=op.stage + 1), as_tuple(value))
+        elif not order.train:
+            self._outputs.append(value)
+
+    def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
+        order = self._order
+        assert order.loss_fn is not None  # who trains has one
+        sizes = order.sizes
+        targets = self._targets[micro_batch] if self._targets else ()
+        loss = loss_of(order.loss_fn, output, targets, sizes[micro_batch], sum(sizes), order.reduction)
+        if order.finite and not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss of micro-batch {micro_batch} is {loss.item()}; its output was {shapes_of(output)}"
+            )
+        self._losses.append(loss.detach())
+        return loss
+
+    def _backward(self, op: Op, given: Values) -> None:
+        entry, value = self._kept.pop((op.stage, op.micro_batch))
+        roots = [
+            (root, gradient)
+            for root, gradient in zip(as_tuple(value), given, strict=True)
+            if _has_history(root) and (gradient is not None or op.stage == self._last)
+        ]
+        del value
+        sums = self._sums[op.stage]
+        try:
+            if roots:
+                # Added in place where they are, micro-batch after micro-batch, as in one process.
+                with lent(sums):
+                    torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+                    for leaf in sums:
+                        sums[leaf] = leaf.grad
+        except Exception as error:
+            error.add_note(f"in stage {op.stage}, backward of micro-batch {op.micro_batch}, on {self._me}")
+            raise
+        if op.stage > 0:
+            self._send(op._replace(stage=op.stage - 1), tuple(entry))
+
+    def _send(self, op: Op, values: Values) -> None:
+        """To the stage that needs it; where that is here, nothing is sent."""
+        wanted = 0
+        if self._order.train and op.kind == "F":
+            wanted = sum(1 << index for index, value in enumerate(values) if _has_history(value))
+            values = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
+        place = self._station.places[op.stage]
+        if place == self._me:
+            self._inbox.put(op, (wanted, values))
+            return
+        args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
+        self._sent.append(self._agent.caller.begin(place, deliver, args))
+
+
+class _Entry(Function):
+    """Where tensors enter a stage. They have a history, if only this: a module may change them in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, gradients: list[torch.Tensor | None], index: int, tensor: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """The tensor, as it has come."""
+        ctx.gradients, ctx.index = gradients, index
+        return tensor[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        """Its gradient stays here, to be sent back."""
+        ctx.gradients[ctx.index] = gradient
+        return None, None, None, None
+
+
+_anchor = torch.zeros((), device="cpu", requires_grad=True)
+_entered: Any = _Entry.apply
+
+
+def _enter(values: Values, wanted: int) -> tuple[Values, list[torch.Tensor | None]]:
+    """What a stage is called with, and where the gradients will be of those that are wanted."""
+    gradients: list[torch.Tensor | None] = [None] * len(values)
+    entered = tuple(
+        _entered(_anchor, gradients, index, [value]) if wanted >> index & 1 else value
+        for index, value in enumerate(values)
+    )
+    return entered, gradients
+
+
+def _has_history(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _check_output(value: Any) -> None:
+    if any(isinstance(part, dict | list | tuple) for part in as_tuple(value)):
+        raise UsageError(f"between stages go tensors, or a tuple of tensors; this stage returned {shapes_of(value)}")
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change those tensors that have a history."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.requires_grad else value
+    if isinstance(value, tuple | list):
+        return type(value)(_map(part, change) for part in value)
+    if isinstance(value, dict):
+        return {key: _map(part, change) for key, part in value.items()}
+    return value
+
+
+# --- by calls -------------------------------------------------------------------------------------
+
+_all: weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, Station]] = weakref.WeakKeyDictionary()
+
+
+def _stations(agent: Agent) -> weakref.WeakValueDictionary[str, Station]:
+    """The stations on one worker: what is delivered knows its pipeline by name, and keeps nothing alive."""
+    found = _all.get(agent)
+    if found is None:
+        stations: weakref.WeakValueDictionary[str, Station] = weakref.WeakValueDictionary()
+
+        def on_lost(record: Record, why: str) -> None:
+            for station in list(stations.values()):
+                station.on_lost(record, why)
+
+        found = _all.setdefault(agent, stations)
+        agent.on_lost(on_lost)
+    return found
+
+
+def build(
+    uid: str,
+    makers: Mapping[int, torch.nn.Module | Callable[[], torch.nn.Module]],
+    places: Sequence[str],
+    driver: str,
+    device: str,
+    options: Mapping[str, Any],
+) -> RRef[Station]:
+    """Make the stages of this worker."""
+    stages = {}
+    for index, maker in makers.items():
+        module = maker if isinstance(maker, torch.nn.Module) else maker()
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"stage {index} should be a module, or a function that makes one: {maker!r} is neither")
+        stages[index] = Stage(module, index, device=device, **options)
+    return RRef(Station(uid, stages, places, driver))
+
+
+def run(rref: RRef[Station], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
+    """Do a worker's share of a step."""
+    return rref.local_value().run(order, inputs, targets)
+
+
+def call(rref: RRef[Station], method: str, *args: Any) -> Any:
+    """Call a method of a station."""
+    return getattr(rref.local_value(), method)(*args)
+
+
+def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
+    """What an operation here needs comes from another worker."""
+    station = _stations(current_agent()).get(uid)
+    inbox = station.inbox(step) if station is not None else None
+    if inbox is not None:
+        inbox.put(Op(kind, stage, micro_batch), (wanted, values))
+
+
+def abandon(uid: str, step: int, context_id: int | None, why: str) -> None:
+    """A step has failed elsewhere."""
+    station = _stations(current_agent()).get(uid)
+    if station is not None:
+        station.abandon(step, context_id, why)

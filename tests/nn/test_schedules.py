@@ -1,0 +1,96 @@
+"""The schedules, drawn; and what holds of every one of them."""
+
+import doctest
+import re
+
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.nn import schedules
+from nbdist.nn.schedules import SCHEDULES, Op, draw, forward_only, gpipe, interleaved, one_f_one_b, simulate
+
+SIZES = [(workers, depth, micro) for workers in range(1, 6) for depth in range(1, 4) for micro in range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"), [(gpipe, (2, 2, 4)), (one_f_one_b, (3, 3, 4)), (interleaved, (2, 4, 2))]
+)
+def test_the_picture_in_the_docstring_is_the_schedule(make, arguments):
+    drawn = [line.strip() for line in re.findall(r"^ +(worker\d .*)$", make.__doc__, re.MULTILINE)]
+    assert drawn == draw(make(*arguments), arguments[1]).splitlines()
+
+
+def every():
+    for name, make in SCHEDULES.items():
+        for workers, depth, micro in SIZES:
+            if name != "1f1b" or depth == 1:
+                yield make, workers, workers * depth, micro
+
+
+def test_everything_is_done_once_where_its_stage_is_and_in_the_order_of_micro_batches():
+    for make, workers, stages, micro in every():
+        table = make(workers, stages, micro)
+        assert len(table) == workers
+        for worker, row in enumerate(table):
+            assert all(op.stage % workers == worker for op in row)
+            for stage in range(worker, stages, workers):
+                for kind in "FB":
+                    seen = [op.micro_batch for op in row if op[:2] == (kind, stage)]
+                    assert seen == list(range(micro)), (make, workers, stages, micro)
+
+
+def test_nobody_waits_for_ever():
+    for make, workers, stages, micro in every():
+        simulate(make(workers, stages, micro), stages)
+        simulate(forward_only(workers, stages, micro), stages)
+    with pytest.raises(UsageError, match="for ever"):
+        simulate([[Op("B", 0, 0), Op("F", 0, 0)]], 1)
+
+
+def cost(op):
+    return 1.0 if op.kind == "F" else 2.0
+
+
+def length(rows):
+    return max(row[-1].end for row in rows)
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_with_one_stage_each_the_bubble_is_that_of_the_papers(make):
+    for workers, depth, micro in SIZES:
+        if depth == 1:
+            rows = simulate(make(workers, workers, micro), workers, cost)
+            assert length(rows) == 3 * (micro + workers - 1)
+
+
+def test_interleaved_is_shorter_where_the_groups_are_full():
+    for workers, micro in ((2, 4), (4, 8), (3, 6)):
+        plain = length(simulate(one_f_one_b(workers, workers, micro), workers, cost))
+        half = length(simulate(interleaved(workers, 2 * workers, micro), 2 * workers, lambda op: cost(op) / 2))
+        assert half < plain
+        assert half == 3 * micro + 3 * (workers - 1) / 2
+
+
+def kept(row):
+    now = most = 0
+    for op in row:
+        now += 1 if op.kind == "F" else -1
+        most = max(most, now)
+    return most
+
+
+def test_1f1b_keeps_no_more_than_there_are_workers_behind():
+    for workers in range(1, 6):
+        for micro in range(1, 11):
+            table = one_f_one_b(workers, workers, micro)
+            assert [kept(row) for row in table] == [min(micro, workers - worker) for worker in range(workers)]
+            assert all(kept(row) == micro for row in gpipe(workers, workers, micro))
+
+
+def test_one_stage_each_is_what_1f1b_is_for():
+    with pytest.raises(UsageError, match="not 4 on 2"):
+        one_f_one_b(2, 4, 1)
+
+
+def test_doctests():
+    assert not doctest.testmod(schedules).failed
