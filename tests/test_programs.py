@@ -107,3 +107,26 @@ def test_the_demo():
     assert done.returncode == 0, done.stderr
     for line in ("ZeroDivisionError: division by zero", "raised on worker1, in divide", "WorkerLost: worker2 died"):
         assert line in done.stdout
+
+
+TUTORIALS = {
+    "pipeline_resnet50": ["--splits", "3", "--batches", "2", "--batch-size", "7", "--image", "64"],
+    "batch_parameter_server": ["--trainers", "2", "--batches", "3", "--batch-size", "4"],
+    "batch_cartpole": ["--observers", "2", "--mode", "batch", "--episodes", "3", "--steps", "50"],
+}
+
+
+@pytest.mark.parametrize("program", TUTORIALS)
+def test_a_tutorials_program_prints_the_same_on_torch_and_on_nbdist(program):
+    """Written for torch, with `mp.spawn` and arguments; not a word of it is changed."""
+    path = Path(__file__).parent.parent / "notebooks" / "programs" / f"{program}.py"
+    printed = []
+    for how in ([], ["-m", "nbdist", "run"]):
+        command = [sys.executable, *how, str(path), *TUTORIALS[program], "--port", str(free_port())]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert len(printed[0].splitlines()) in (2, 3)
