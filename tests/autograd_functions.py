@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
+from nbdist.autograd.ordering import ordered
 
 # --- test_killing ---------------------------------------------------------------------------------
 
@@ -117,3 +118,15 @@ def begin_pass(context_id, x):
     """A pass of this worker's, which comes to the caller's ``x``; and who runs it."""
     dist_autograd.backward(context_id, [(x * weight).sum()])
     return rpc.get_worker_info().name
+
+
+# --- test_ordering --------------------------------------------------------------------------------
+
+_leaf = torch.ones(1, requires_grad=True)
+
+
+def times_leaf(index):
+    """An ordered tensor that was made with the same leaf as others; or what the leaf's gradient is by now."""
+    if index is None:
+        return dist_autograd.get_gradients()[_leaf]
+    return ordered(_leaf * 1, "times_leaf", index)

@@ -1,0 +1,115 @@
+"""Models and functions that the workers of the pipeline's tests run; they have to be importable there."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+
+class Slow(nn.Module):
+    """A layer that takes a while, forward and backward."""
+
+    def __init__(self, width: int = 8, seconds: float = 0.01) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute, slowly."""
+        time.sleep(self.seconds)
+        out: torch.Tensor = self.linear(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: time.sleep(self.seconds))
+        return out
+
+
+def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return (output - target).square().mean()
+
+
+def inboxes() -> int:
+    """How many steps are under way on this worker."""
+    from nbdist.nn import station
+    from nbdist.rpc.api import current_agent
+
+    return sum(len(one._inboxes) for one in station._stations(current_agent()).values())
+
+
+class RMSNorm(nn.Module):
+    """As in Llama's family."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale to a mean square of one."""
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+class Block(nn.Module):
+    """Attention with rotated, shared keys, and a gated feed-forward: SmolLM2's architecture."""
+
+    def __init__(self, width: int, heads: int, shared: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, width // heads
+        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
+        self.q = nn.Linear(width, heads * self.size, bias=False)
+        self.k = nn.Linear(width, shared * self.size, bias=False)
+        self.v = nn.Linear(width, shared * self.size, bias=False)
+        self.o = nn.Linear(heads * self.size, width, bias=False)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        rows, length, _ = x.shape
+        seen = self.norm1(x)
+        q, k, v = (
+            layer(seen).view(rows, length, count, self.size).transpose(1, 2)
+            for layer, count in ((self.q, self.heads), (self.k, self.shared), (self.v, self.shared))
+        )
+        q, k = _rotated(q), _rotated(k)
+        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.dropout(self.o(found.transpose(1, 2).reshape(rows, length, -1)))
+        seen = self.norm2(x)
+        gated: torch.Tensor = self.down(nn.functional.silu(self.gate(seen)) * self.up(seen))
+        return x + self.dropout(gated)
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    position = torch.arange(x.shape[-2], dtype=x.dtype)
+    angle = torch.outer(position, 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half))
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+
+def gpt(blocks: int = 9, width: int = 288, vocabulary: int = 4096, hidden: int = 768) -> nn.Sequential:
+    """A small one with some 10 million parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(vocabulary, width),
+        *(Block(width, 9, 3, hidden) for _ in range(blocks)),
+        RMSNorm(width),
+        nn.Linear(width, vocabulary, bias=False),
+    )
+    return model.double()
+
+
+def next_token(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of a language model."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def memory(_: Any = None) -> int:
+    """Bytes of this process alone."""
+    found: int = psutil.Process(os.getpid()).memory_full_info().uss
+    return found
