@@ -116,9 +116,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 def __getattr__(name: str) -> Any:
     """`Cluster` brings Jupyter packages in, which programs without notebooks need not have imported."""
     if name == "Cluster":
-        from nbdist.cluster.cluster import Cluster
+        from nbdist.views import clusters
 
-        return Cluster
+        return clusters.Cluster
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

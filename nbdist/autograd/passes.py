@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from nbdist import trace
 from nbdist.autograd import ddp, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
@@ -263,6 +265,7 @@ class Passes:
             with run.lock:
                 run.again = False
                 taken, run.arrived = run.arrived, []
+            start = time.monotonic()
             try:
                 waits = run.part.run()
             except BaseException as error:
@@ -270,6 +273,7 @@ class Passes:
                 if not isinstance(error, Exception):
                     raise
                 return
+            trace.emit("segment.ran", agent=self._transport.name, start=start, context=run.context.id)
             with run.lock:
                 if waits:  # it will run when the marking is over, and is not dealt with before
                     run.arrived = taken + run.arrived

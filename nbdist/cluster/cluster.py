@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,6 +55,7 @@ class Cluster:
 
     current: Cluster | None = None
     """The one that runs in this process; there is one at a time."""
+    _views: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(
         self,
@@ -81,6 +83,17 @@ class Cluster:
             Worker(f"worker{rank + first}", rank, rank + first, *devices[rank]) for rank in range(self.spec.count)
         ]
         self.driver = driver or "notebook"
+
+    @classmethod
+    def add_view(cls, name: str, make: Callable[..., Any]) -> None:
+        """Have ``cluster.name(…)`` be ``make(cluster, …)``: what is drawn of a cluster is not known here."""
+        cls._views[name] = make
+
+    def __getattr__(self, name: str) -> Any:
+        make = self._views.get(name)
+        if make is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return functools.partial(make, self)
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:

@@ -9,18 +9,20 @@ from typing import Any, TypeVar
 
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
+from IPython.display import display
 
 from nbdist import autograd, rpc
 from nbdist.cluster import labels
 from nbdist.cluster.cells import Cell
-from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.sinks import current_sink
 from nbdist.cluster.status import collect
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.lines import CellLine, parse_cell, parse_init, parse_value, reader
 from nbdist.magics.session import Session
+from nbdist.views.clusters import Cluster
 from nbdist.views.progress import StartProgress
 from nbdist.views.status import StatusTable
+from nbdist.views.timeline import Timeline
 
 __all__ = ["DistMagics"]
 
@@ -237,6 +239,40 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             asked = parse_value(line)
             return self._session.cluster().evaluate(asked.expression, asked.targets, timeout=asked.timeout)
         return self._run(parse_cell(line, _REMOTE), cell)
+
+    @no_var_expand
+    @cell_magic
+    @_shortly
+    def timeline(self, line: str, cell: str) -> Any:
+        """Run a cell here, and show what all workers did meanwhile.
+
+        %%timeline [FILE]
+
+        FILE is written for Perfetto (ui.perfetto.dev), if it is named.
+        """
+        told = Timeline(self._session.cluster().agent)
+        try:
+            value = self._run_here(cell)
+        finally:
+            told.stop()
+            display(told)
+            if line.strip():
+                told.save(line.strip())
+        return value
+
+    def _run_here(self, code: str) -> Any:
+        """Run code as this cell's; the value of its last expression."""
+        transformed = self._shell.transform_cell(code)
+        name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=code)
+        body = ast.parse(transformed, name).body
+        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), name, "exec"), self._shell.user_global_ns, self._shell.user_ns)
+        if last is None or transformed.rstrip().endswith(";"):
+            body = [last] if last is not None else []
+            exec(compile(ast.Module(body, []), name, "exec"), self._shell.user_global_ns, self._shell.user_ns)
+            return None
+        value = compile(ast.Expression(last.value), name, "eval")
+        return eval(value, self._shell.user_global_ns, self._shell.user_ns)
 
     @no_var_expand
     @cell_magic

@@ -23,7 +23,7 @@ from nbdist.nn.losses import Reduction, total
 from nbdist.nn.placement import place_of
 from nbdist.nn.reports import PipelineTimeline
 from nbdist.nn.schedules import SCHEDULES, Span, Table, forward_only
-from nbdist.nn.station import Done, Order, Station, abandon, build, call, run
+from nbdist.nn.station import Done, Order, Station, abandon_step, build_stages, call_station, run_share
 from nbdist.optim.local import ask_all
 from nbdist.rpc import api
 from nbdist.rpc.api import current_agent
@@ -136,7 +136,7 @@ class Pipeline:
             [
                 (
                     agent.membership.info_of(agent.find(name).incarnation),
-                    build,
+                    build_stages,
                     (self._uid, _every(parts, worker, len(names)), where, agent.me.name, device, options),
                 )
                 for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True))
@@ -215,7 +215,7 @@ class Pipeline:
                     **options,
                 )
                 args = rref, order, given if worker == 0 else [], wanted if worker == last else []
-                outcome.add(worker, agent.caller.asynchronous(name, run, args, None, 0))
+                outcome.add(worker, agent.caller.asynchronous(name, run_share, args, None, 0))
             done: list[Done] = outcome.all.wait(agent.read_as_guest)
         except BaseException as error:
             self._abandon(step, context.id if context is not None else None, error)
@@ -227,7 +227,7 @@ class Pipeline:
         why = f"step {step} of a pipeline failed elsewhere: {type(error).__name__}: {error}"
         for name in self.workers:
             with contextlib.suppress(NbdistError):  # whoever is gone has nothing that goes on
-                self._agent.caller.begin(name, abandon, (self._uid, step, context_id, why))
+                self._agent.caller.begin(name, abandon_step, (self._uid, step, context_id, why))
 
     # -- what it is made of -------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Pipeline:
             by_stage.setdefault(stage, {})[name] = value
         ask_all(
             [
-                (rref.owner(), call, (rref, "load", _every(by_stage, worker, len(self.workers))))
+                (rref.owner(), call_station, (rref, "load", _every(by_stage, worker, len(self.workers))))
                 for worker, rref in enumerate(self._stations)
             ]
         )
@@ -291,7 +291,7 @@ class Pipeline:
         found: list[tuple[float, float]] = []
         for _ in range(_ROUND_TRIPS):
             before = time.monotonic()
-            there = api.rpc_sync(record.name, call, args=(rref, "clock"))
+            there = api.rpc_sync(record.name, call_station, args=(rref, "clock"))
             after = time.monotonic()
             found.append((after - before, there - (before + after) / 2))
         return min(found)[1]
@@ -300,7 +300,7 @@ class Pipeline:
         return f"{stage}.{name}" if self._prefixed else name
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return ask_all([(rref.owner(), call, (rref, method, *args)) for rref in self._stations])
+        return ask_all([(rref.owner(), call_station, (rref, method, *args)) for rref in self._stations])
 
     def _gather(self, method: str) -> dict[int, Any]:
         found: dict[int, Any] = {}

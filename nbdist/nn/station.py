@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from nbdist import trace
 from nbdist.autograd.api import recorder
 from nbdist.autograd.leaves import Gradients, lent
 from nbdist.autograd.ordering import ordered
@@ -38,7 +39,7 @@ from nbdist.rpc.futures import Latch
 from nbdist.rpc.rref import RRef
 from nbdist.wire.messages import Record
 
-__all__ = ["Done", "Order", "Station", "abandon", "build", "call", "deliver", "run"]
+__all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]
 
 _REMEMBERED = 1000
 
@@ -211,6 +212,7 @@ class _Step:
                     self._backward(op, given)
                 del given
                 spans.append(Span(op, start, time.monotonic()))
+                trace.emit("micro_batch.ran", agent=self._me, start=start, **op._asdict())
         for latch in self._sent:
             latch.wait()
         if self._order.train:
@@ -383,7 +385,7 @@ def _stations(agent: Agent) -> weakref.WeakValueDictionary[str, Station]:
     return found
 
 
-def build(
+def build_stages(
     uid: str,
     makers: Mapping[int, torch.nn.Module | Callable[[], torch.nn.Module]],
     places: Sequence[str],
@@ -401,12 +403,12 @@ def build(
     return RRef(Station(uid, stages, places, driver))
 
 
-def run(rref: RRef[Station], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
+def run_share(rref: RRef[Station], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
     """Do a worker's share of a step."""
     return rref.local_value().run(order, inputs, targets)
 
 
-def call(rref: RRef[Station], method: str, *args: Any) -> Any:
+def call_station(rref: RRef[Station], method: str, *args: Any) -> Any:
     """Call a method of a station."""
     return getattr(rref.local_value(), method)(*args)
 
@@ -419,7 +421,7 @@ def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted
         inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 
 
-def abandon(uid: str, step: int, context_id: int | None, why: str) -> None:
+def abandon_step(uid: str, step: int, context_id: int | None, why: str) -> None:
     """A step has failed elsewhere."""
     station = _stations(current_agent()).get(uid)
     if station is not None:

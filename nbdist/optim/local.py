@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nbdist import trace
 from nbdist.autograd.api import recorder
 from nbdist.autograd.leaves import lent
 from nbdist.errors import NbdistError
@@ -35,8 +37,11 @@ class LocalOptimizer:
     def step(self, context_id: int) -> None:
         """Update the parameters by what a context has for them; those that it has nothing for stay as they are."""
         gradients = recorder().contexts.get(context_id).gradients()
+        start = time.monotonic()
         with lent({parameter: gradients.get(parameter) for parameter in self.parameters}):
             self.optimizer.step()
+        name = type(self.optimizer).__name__
+        trace.emit("optimizer.stepped", agent=api.current_agent().me.name, start=start, optimizer=name)
 
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer's own."""

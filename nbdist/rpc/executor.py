@@ -191,11 +191,14 @@ class Request:
             is_async = hasattr(function, ASYNC_MARK)
         trace.emit("call.run", agent=self._agent.me.name, function=call.function, id=call.id)
         recorder, recording = self._agent.recorder, call.recording
-        with self._agent.stopping.running(self._sender, call.id):
-            if self._context is None or recorder is None or recording is None:
-                return function(*args, **kwargs), is_async
-            with recorder.running(self._context, recording):
-                return function(*args, **kwargs), is_async
+        try:
+            with self._agent.stopping.running(self._sender, call.id):
+                if self._context is None or recorder is None or recording is None:
+                    return function(*args, **kwargs), is_async
+                with recorder.running(self._context, recording):
+                    return function(*args, **kwargs), is_async
+        finally:
+            trace.emit("call.ran", agent=self._agent.me.name, function=call.function, id=call.id)
 
     def _answer_later(self, future: Any) -> None:
         if not isinstance(future, torch._C.Future):

@@ -1,0 +1,201 @@
+"""What all workers did, on one clock: as a picture in the notebook, and as a file for Perfetto.
+
+    with cluster.timeline() as told:
+        …
+    told                      # lanes by worker
+    told.save("step.json")    # for ui.perfetto.dev
+
+Workers of one host have one clock; those of others are compared by round trips, of which the fastest tells best.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nbdist.errors import NbdistError
+from nbdist.nn.charts import Bar, gantt
+from nbdist.rpc.agent import Agent
+from nbdist.views import recording
+from nbdist.views.recording import Noted
+
+__all__ = ["Timeline"]
+
+COLOURS = {"call": "#8a8f98", "segment": "#e08a3c", "micro-batch": "#4c8dd6", "step": "#58a55c"}
+_ROUND_TRIPS = 8
+_DRAWN = 1500
+"""So many bars a picture has at most: the longest ones."""
+
+
+class Timeline:
+    """A recording of what an agent, and all whom it knows, do until it is stopped."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.noted: list[Noted] = []
+        self.workers: list[str] = []
+        self.lost = 0
+        """How many things were not kept, because there were too many, or because their worker has died."""
+        self._agent = agent
+        self._key = secrets.token_hex(8)
+        self._records = sorted(agent.membership.members(), key=lambda record: record.id)
+        self._offsets = {record.name: self._offset(record) for record in self._records}
+        self._running = True
+        self._end: float | None = None
+        self._start = time.monotonic()
+        self._each(recording.begin)
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    # -- recording ----------------------------------------------------------------------------
+
+    def stop(self) -> Timeline:
+        """Record nothing more, and gather what there is."""
+        if self._running:
+            self._running = False
+            self._end = time.monotonic()
+            found = self._each(recording.end, lambda record: (record.name,))
+            self._each(recording.forget)
+            for name, answer in found.items():
+                if isinstance(answer, Exception):
+                    self.lost += 1
+                    continue
+                noted, lost = answer
+                self.lost += lost
+                offset = self._offsets[name] + self._start
+                self.noted += [one._replace(start=one.start - offset, end=one.end - offset) for one in noted]
+            self.noted.sort(key=lambda one: (one.start, one.end))
+            self.workers = [record.name for record in self._records]
+        return self
+
+    def _each(
+        self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
+    ) -> dict[str, Any]:
+        caller = self._agent.caller
+        begun = {}
+        found: dict[str, Any] = {}
+        for record in self._records:
+            args = (self._key, *(more(record) if more is not None else ()))
+            begun[record.name] = caller.begin(record.name, function, args) if self._is_there(record) else None
+        for name, latch in begun.items():
+            try:
+                found[name] = latch.wait() if latch is not None else NbdistError(f"{name} is gone")
+            except NbdistError as error:
+                found[name] = error
+        return found
+
+    def _is_there(self, record: Any) -> bool:
+        return self._agent.membership.get(record.incarnation) is not None
+
+    def _offset(self, record: Any) -> float:
+        if record.host == self._agent.me.host:
+            return 0.0
+        found: list[tuple[float, float]] = []
+        for _ in range(_ROUND_TRIPS):
+            before = time.monotonic()
+            there = self._agent.caller.sync(record.name, recording.clock, (), None, -1)
+            after = time.monotonic()
+            found.append((after - before, there - (before + after) / 2))
+        return min(found)[1]
+
+    # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """How long was recorded."""
+        return (self._end or time.monotonic()) - self._start
+
+    def __repr__(self) -> str:
+        if self._running:
+            return f"<a timeline, recording since {self.seconds:.1f} s: .stop() ends that>"
+        lines = [f"{self.seconds * 1e3:.1f} ms"]
+        for worker in self.workers:
+            own = [one for one in self.noted if one.agent == worker]
+            if own:
+                kinds = ", ".join(
+                    f"{sum(one.kind == kind for one in own)} {kind}" for kind in COLOURS if _has(own, kind)
+                )
+                lines.append(f"{worker}: {kinds}; busy {_busy(own) * 1e3:.1f} ms")
+        if self.lost:
+            lines.append(f"{self.lost} things are missing")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if self._running:
+            return f"<pre>{repr(self)[1:-1]}</pre>"
+        shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_DRAWN]
+        rows: list[tuple[str, list[Bar]]] = []
+        for worker in self.workers:
+            lanes = stack([one for one in shown if one.agent == worker])
+            for number, lane in enumerate(lanes):
+                rows.append((worker if not number else "", [_bar(one) for one in lane]))
+        legend = " ".join(
+            f"<span style='color:{colour}'>■</span> {kind}" for kind, colour in COLOURS.items() if _has(shown, kind)
+        )
+        left = f"; the {_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _DRAWN else ""
+        lost = f"; {self.lost} things are missing" if self.lost else ""
+        title = f"{self.seconds * 1e3:.1f} ms{left}{lost}"
+        return f"{gantt(title, rows, self.seconds)}<div style='font-size:85%'>{legend}</div>"
+
+    def to_perfetto(self) -> dict[str, Any]:
+        """The events, as Perfetto and Chrome's tracing read them."""
+        events: list[dict[str, Any]] = []
+        for number, worker in enumerate(self.workers):
+            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": worker}})
+            for lane, row in enumerate(stack([one for one in self.noted if one.agent == worker])):
+                events += [
+                    {
+                        "ph": "X",
+                        "name": one.name,
+                        "cat": one.kind,
+                        "pid": number,
+                        "tid": lane,
+                        "ts": one.start * 1e6,
+                        "dur": (one.end - one.start) * 1e6,
+                    }
+                    for one in row
+                ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        """Write a file for Perfetto."""
+        Path(path).write_text(json.dumps(self.to_perfetto()))
+
+
+def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
+    """Lanes in which nothing overlaps; what happens within something longer is below it."""
+    lanes: list[list[Noted]] = []
+    for one in sorted(noted, key=lambda one: (one.start, -one.end)):
+        for lane in lanes:
+            if lane[-1].end <= one.start:
+                lane.append(one)
+                break
+        else:
+            lanes.append([one])
+    return lanes
+
+
+def _bar(one: Noted) -> Bar:
+    tip = f"{one.kind}: {one.name}, {(one.end - one.start) * 1e3:.2f} ms"
+    return Bar(one.start, one.end, one.name.rpartition(".")[2], COLOURS[one.kind], tip)
+
+
+def _has(noted: Sequence[Noted], kind: str) -> bool:
+    return any(one.kind == kind for one in noted)
+
+
+def _busy(noted: Sequence[Noted]) -> float:
+    """The time in which at least one thing went on."""
+    total, until = 0.0, float("-inf")
+    for one in sorted(noted):
+        total += max(0.0, one.end - max(one.start, until))
+        until = max(until, one.end)
+    return total
