@@ -90,8 +90,8 @@ FAULTS = {
     ),
     "tensors are attached in another order": Fault(
         "wire/codec.py",
-        "            recorded = attach(recorded) if",
-        "            recorded = attach(recorded)[::-1] if",
+        "    return attach(tensors) if",
+        "    return attach(tensors)[::-1] if",
         "autograd/test_passes.py::test_one_of_two_results_is_not_used",
     ),
     "the end of a context is not told": Fault(

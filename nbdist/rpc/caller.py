@@ -282,7 +282,7 @@ class Caller:
             if isinstance(error, EncodeError):
                 raise EncodeError(f"an argument of {call.function} (or the function) {error}") from error
             raise
-        call.definitions = encoded.payload.definitions
+        call.definitions = encoded.named
         if recorder is not None:
             if context is not None and call.recording is None:  # once, also for a call that is encoded twice
                 call.recording = recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)

@@ -6,8 +6,8 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nbdist.ids import GlobalId
@@ -38,7 +38,8 @@ class Pending:
     spared: float = 0.0
     """Seconds for which its time did not run."""
     recording: Recording | None = None
-    definitions: list[tuple[str, str]] = field(default_factory=list)
+    definitions: Sequence[tuple[str, str]] = ()
+    """Those that the callee has to have."""
 
     @property
     def future(self) -> Future[Any]:

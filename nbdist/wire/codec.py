@@ -58,6 +58,8 @@ class Encoded(NamedTuple):
     """Whether there are tensors that require grad, and are not recorded."""
     slots: Sequence[Slot] = ()
     """What lies in shared memory: to be kept until it is sent."""
+    named: Sequence[tuple[str, str]] = ()
+    """The definitions of ``__main__`` that the receiver has to have; others have been put in."""
 
 
 _reference_types: set[type] = set()
@@ -198,6 +200,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.references: dict[int, int] = {}
         self.kept: list[Any] = []
         self.definitions: list[tuple[str, str]] = []
+        self.named: list[tuple[str, str]] = []
         self.lacking: Collection[str] = ()
         self.known: Collection[str] = ()
         self.plain = True
@@ -273,6 +276,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if not self._by_value or digest in self.known:
             if digest in self.lacking:
                 raise _ValueWanted
+            self.named.append((qualname, digest))
             return _own, (qualname, digest)
         wrapper = self._wrappers.setdefault(id(obj), _ByValue(obj))
         return _choose, (qualname, digest, wrapper)
@@ -414,7 +418,8 @@ def encode(
         raise EncodeError(f"cannot be sent: {error}") from error
     payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places, _places(packer))
     all_frames = [body.getvalue(), *frames, *odd, *out_of_band]
-    return Encoded(payload, all_frames, pickler.recorded, pickler.requires_grad and not record, packer.slots)
+    warn = pickler.requires_grad and not record
+    return Encoded(payload, all_frames, pickler.recorded, warn, packer.slots, pickler.named)
 
 
 def _encode_quickly(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -274,9 +276,6 @@ def double(tensor, thing):
 
 def test_definitions_of_main_go_by_value_where_the_other_lacks_them(others, monkeypatch):
     """This process's __main__ has a function and a class that the workers' have not."""
-    import sys
-    import types
-
     main = types.ModuleType("__main__")
     exec(MAIN, main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -300,6 +299,16 @@ def test_definitions_of_main_go_by_value_where_the_other_lacks_them(others, monk
     del rref, made
     workers.eventually(lambda: rpc.rpc_sync("worker2", workers.statistics)["forks_of_owned"] == 0)
     workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["owned_values"] == 0)
+
+
+def test_what_went_along_inside_of_another_definition_is_not_taken_for_known(others, monkeypatch):
+    main = types.ModuleType("__main__")
+    exec("def inner(x):\n    return x + 1\n\ndef outer(x):\n    return inner(x)", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for _ in range(2):  # the second time it is known that the other lacks it, and it goes by value at once
+        assert rpc.rpc_async("worker1", main.outer, args=(1,)).wait() == 2
+    assert rpc.rpc_async("worker1", main.inner, args=(1,)).wait() == 2
+    assert rpc.rpc_sync("worker1", main.inner, args=(2,)) == 3
 
 
 def test_global_names_are_looked_up_where_the_function_runs(others):
