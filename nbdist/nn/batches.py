@@ -56,13 +56,22 @@ def split(values: Values, sizes: Sequence[int]) -> list[Values]:
     return list(zip(*parts, strict=True))
 
 
-def join(outputs: Sequence[Any]) -> Any:
-    """One output from those of the micro-batches."""
+def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One output from those of the micro-batches: their rows below each other, scalars as rows."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+        if not first.dim():
+            return torch.stack(list(outputs))
+        for output, size in zip(outputs, sizes, strict=True):
+            if output.shape[0] != size:
+                raise UsageError(
+                    f"the output of a micro-batch of {size} rows has the shape {tuple(output.shape)}: the rows of the "
+                    "outputs are put below each other, so the first dimension has to be that of the batch"
+                )
+        return torch.cat(list(outputs))
     if isinstance(first, tuple | list):
-        return type(first)(join(parts) for parts in zip(*outputs, strict=True))
+        parts = [join(part, sizes) for part in zip(*outputs, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, dict):
-        return {key: join([output[key] for output in outputs]) for key in first}
+        return {key: join([output[key] for output in outputs], sizes) for key in first}
     return list(outputs)

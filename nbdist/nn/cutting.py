@@ -34,7 +34,12 @@ def cut(
         raise UsageError(
             f"only a torch.nn.Sequential can be cut, not a {type(model).__name__}: give a list of its parts instead"
         )
-    layers = list(model.named_children())
+    if type(model).forward is not torch.nn.Sequential.forward or model._forward_hooks or model._forward_pre_hooks:
+        raise UsageError(
+            f"this {type(model).__name__} does more than to call its layers one after the other, by a forward or hooks "
+            "of its own, which its stages would not do: give a list of its parts instead"
+        )
+    layers = list(model._modules.items())  # not its named_children(), of which one that occurs twice is named once
     if at:
         sizes = _sizes_at([name for name, _ in layers], at)
         if stages not in (None, len(sizes)):
@@ -54,7 +59,9 @@ def cut(
         sizes = balanced(costs, count)
     found, first = [], 0
     for size in sizes:
-        found.append(torch.nn.Sequential(OrderedDict(layers[first : first + size])))
+        stage = torch.nn.Sequential(OrderedDict(layers[first : first + size]))
+        stage.training = model.training
+        found.append(stage)
         first += size
     return found
 
@@ -101,26 +108,30 @@ def times_of(layers: Sequence[torch.nn.Module], sample: Any, rounds: int = 3) ->
     """Seconds that each layer takes for a sample, forward and backward; nothing of the layers changes."""
     if sample is None:
         raise UsageError('balance="time" measures the layers on a sample: give sample=…')
-    times = []
     value = sample if isinstance(sample, tuple) else (sample,)
-    generator = torch.random.get_rng_state()
+    with torch.random.fork_rng(devices=[]):
+        return _times_of(layers, value, rounds)
+
+
+def _times_of(layers: Sequence[torch.nn.Module], value: Any, rounds: int) -> list[float]:
+    times = []
     for layer in layers:
         buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         parameters = dict(layer.named_parameters())
         took = []
         for _ in range(rounds):
-            given = tuple(_leaf(part) for part in value)
+            leaves = tuple(_leaf(part) for part in value)
+            given = tuple(part.clone() if _wants_grad(part) else part for part in leaves)  # which may change in place
             start = time.perf_counter()
             out = torch.func.functional_call(layer, {**parameters, **buffers}, given)
             outs = out if isinstance(out, tuple) else (out,)
             roots = [part for part in outs if isinstance(part, torch.Tensor) and part.requires_grad]
-            wanted = [part for part in (*given, *parameters.values()) if _wants_grad(part)]
+            wanted = [part for part in (*leaves, *parameters.values()) if _wants_grad(part)]
             if roots and wanted:
                 torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
             took.append(time.perf_counter() - start)
         times.append(statistics.median(took))
         value = tuple(part.detach() if isinstance(part, torch.Tensor) else part for part in outs)
-    torch.random.set_rng_state(generator)
     return times
 
 

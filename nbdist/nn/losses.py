@@ -24,6 +24,8 @@ def loss_of(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(f"a loss function returns a scalar, not {what}")
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise UsageError("the loss does not require grad: nothing that it depends on does, or it was detached")
     return loss if reduction == "sum" or rows == all_rows else loss * (rows / all_rows)
 
 

@@ -7,10 +7,12 @@ from each by one call, and puts together what they answer. Nothing goes through 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,6 +38,8 @@ __all__ = ["Pipeline"]
 Maker = torch.nn.Module | Callable[[], torch.nn.Module]
 
 _ROUND_TRIPS = 8
+_PATIENCE = 5.0
+"""Seconds for which a worker is waited for that has to be told that a step has failed."""
 
 
 class _Outcomes:
@@ -105,7 +109,7 @@ class Pipeline:
         places = [place_of(worker) for worker in workers]
         if not places:
             raise UsageError("a pipeline needs a worker")
-        parts, self._prefixed = _parts(model, stages if stages is not None else len(places), at, balance, sample)
+        parts, self._prefixed = _parts(model, stages, len(places), at, balance, sample)
         if len(parts) % len(places):
             raise UsageError(f"{len(parts)} stages do not go evenly onto {len(places)} workers")
         if micro_batches < 1:
@@ -117,7 +121,9 @@ class Pipeline:
         names = [agent.find(on).name for on, _ in places]
         if len(set(names)) < len(names):
             raise UsageError(f"a worker may have several stages, but is named once: {', '.join(names)}")
-        SCHEDULES[schedule](len(names), len(parts), micro_batches)  # or say now what is wrong
+        _check_sharing(parts, len(names))
+        self._table = functools.cache(partial(SCHEDULES[schedule], len(names), len(parts)))
+        self._table(micro_batches)  # or say now what is wrong
         self.stages = len(parts)
         self.workers = names
         self.micro_batches = micro_batches
@@ -165,7 +171,7 @@ class Pipeline:
         table = forward_only(len(self.workers), self.stages, len(sizes))
         recorded = recorder().contexts.current is not None
         done = self._step(table, sizes, inputs, (), train=False, recorded=recorded)
-        return join([output for part in done for output in part.outputs])
+        return join([output for part in done for output in part.outputs], sizes)
 
     def train_step(
         self, inputs: Any, targets: Any, loss_fn: Callable[..., torch.Tensor], *, finite: bool = True
@@ -184,11 +190,15 @@ class Pipeline:
         inputs, targets = as_tuple(inputs), as_tuple(targets)
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*inputs, *targets)):
             raise UsageError("train_step gives its inputs and targets no gradient: detach() them, or use forward")
+        if isinstance(loss_fn, torch.nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+            raise UsageError("a loss function goes by copy, and its parameters would not learn: make it the last stage")
         rows = rows_of(inputs)
+        if not any(isinstance(target, torch.Tensor) for target in targets):
+            raise UsageError("the targets of train_step have no tensor whose rows could go to the micro-batches")
         if rows_of(targets) != rows:
             raise UsageError(f"{rows} rows of inputs, and {rows_of(targets)} of targets")
         sizes = portions(rows, self.micro_batches)
-        table = SCHEDULES[self.schedule](len(self.workers), self.stages, len(sizes))
+        table = self._table(len(sizes))
         done = self._step(table, sizes, inputs, targets, train=True, recorded=False, loss_fn=loss_fn, finite=finite)
         return total([loss for part in done for loss in part.losses])
 
@@ -202,6 +212,8 @@ class Pipeline:
         loss_fn = options.pop("loss_fn", None)
         outcome = _Outcomes(len(self.workers))
         context = recorder().contexts.current
+        context_id = context.id if context is not None else None
+        outcome.all.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
         # Split here: no micro-batch on a worker has a history in common with another one.
         given, wanted = split(inputs, sizes), split(targets, sizes)
         try:
@@ -218,16 +230,24 @@ class Pipeline:
                 outcome.add(worker, agent.caller.asynchronous(name, run_share, args, None, 0))
             done: list[Done] = outcome.all.wait(agent.read_as_guest)
         except BaseException as error:
-            self._abandon(step, context.id if context is not None else None, error)
+            told = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                for latch in told:  # so that nothing of the step is in the context when its error is seen
+                    with contextlib.suppress(Exception):
+                        latch.wait()
             raise
+        finally:
+            outcome.all.on_interrupt = None
         self._last = step, [part.spans for part in done]
         return done
 
-    def _abandon(self, step: int, context_id: int | None, error: BaseException) -> None:
-        why = f"step {step} of a pipeline failed elsewhere: {type(error).__name__}: {error}"
+    def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
+        args = self._uid, step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
+        told = []
         for name in self.workers:
             with contextlib.suppress(NbdistError):  # whoever is gone has nothing that goes on
-                self._agent.caller.begin(name, abandon_step, (self._uid, step, context_id, why))
+                told.append(self._agent.caller.begin(name, abandon_step, args, _PATIENCE))
+        return told
 
     # -- what it is made of -------------------------------------------------------------------
 
@@ -310,11 +330,17 @@ class Pipeline:
 
 
 def _parts(
-    model: torch.nn.Sequential | Sequence[Maker], stages: int, at: Sequence[str], balance: Any, sample: Any
+    model: torch.nn.Sequential | Sequence[Maker],
+    stages: int | None,
+    workers: int,
+    at: Sequence[str],
+    balance: Any,
+    sample: Any,
 ) -> tuple[list[Maker], bool]:
     """The stages, and whether their number belongs to the names in their state."""
     if isinstance(model, torch.nn.Sequential):
-        return list(cut(model, None if at else stages, at=at, balance=balance, sample=sample)), False
+        count = workers if stages is None and not at else stages
+        return list(cut(model, count, at=at, balance=balance, sample=sample)), False
     if isinstance(model, torch.nn.Module) or not isinstance(model, Sequence) or not model:
         raise UsageError(
             f"a pipeline is made of a Sequential, or of a list of stages, not of {type(model).__name__}"
@@ -324,7 +350,22 @@ def _parts(
     for index, part in enumerate(model):
         if not callable(part):
             raise UsageError(f"stage {index} should be a module, or a function that makes one, not {part!r}")
+    if stages not in (None, len(model)) or at or balance != "count" or sample is not None:
+        raise UsageError("a list has its stages in it: stages, at, balance and sample are for a Sequential")
     return list(model), True
+
+
+def _check_sharing(parts: Sequence[Maker], workers: int) -> None:
+    """A parameter that is sent to two workers would be two."""
+    owners: dict[int, int] = {}
+    for stage, part in enumerate(parts):
+        for name, parameter in part.named_parameters() if isinstance(part, torch.nn.Module) else ():
+            other = owners.setdefault(id(parameter), stage)
+            if other % workers != stage % workers:
+                raise UsageError(
+                    f"{name} of stage {stage} is a parameter of stage {other}, too, which is on another worker: stages "
+                    "that share parameters have to be on one"
+                )
 
 
 def _every(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:

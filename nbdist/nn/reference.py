@@ -48,7 +48,7 @@ class Reference:
             for stage in self.stages:
                 value = stage(as_tuple(value), step, number)
             outputs.append(value)
-        return join(outputs)
+        return join(outputs, sizes)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
         """Compute the loss, and add its gradients to ``.grad``."""

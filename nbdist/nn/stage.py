@@ -17,13 +17,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nbdist.nn.batches import Values, as_tuple
+from nbdist.rpc.futures import blocking_wait
 
 __all__ = ["Stage", "seed_of", "shapes_of"]
 
 _drawing = threading.RLock()
 """There is one generator for all threads of a process."""
-
-_none = torch.empty(0, device="cpu")
 
 
 def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
@@ -39,7 +38,10 @@ def seeded(number: int, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.init()
         generators.append(torch.cuda.default_generators[device.index or 0])
-    with _drawing:
+    if not _drawing.acquire(blocking=False):
+        with blocking_wait():
+            _drawing.acquire()
+    try:
         states = [generator.get_state() for generator in generators]
         try:
             for generator in generators:
@@ -48,6 +50,8 @@ def seeded(number: int, device: torch.device) -> Iterator[None]:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+    finally:
+        _drawing.release()
 
 
 class Stage:
@@ -61,6 +65,7 @@ class Stage:
         self.module = module.to(self.device)
         self.checkpoint = checkpoint
         self._seed = seed
+        self._copies: dict[str, torch.Tensor] = {}
         self.parameters = list(module.parameters())
 
     def __call__(self, values: Values, step: int, micro_batch: int) -> Any:
@@ -79,15 +84,18 @@ class Stage:
 
     def compute(self, number: int, values: Values, buffers: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Call the module; with other ``buffers`` than its own, those are what changes."""
-        if not self.module.training:
-            return self._apply(values, buffers)
         with seeded(number, self.device):
-            return self._apply(values, buffers)
+            if buffers:
+                return torch.func.functional_call(self.module, dict(buffers), values)
+            return self.module(*values)
 
-    def _apply(self, values: Values, buffers: Mapping[str, torch.Tensor] | None) -> Any:
-        if buffers:
-            return torch.func.functional_call(self.module, dict(buffers), values)
-        return self.module(*values)
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the module's buffers as they are; of those that have not changed, the ones of before."""
+        for name, buffer in self.module.named_buffers():
+            known = self._copies.get(name)
+            if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):
+                self._copies[name] = buffer.clone()
+        return dict(self._copies)
 
     def _here(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device != self.device:
@@ -106,17 +114,13 @@ class _Repeatable:
     def __call__(self, *values: Any) -> Any:
         stage = self._stage
         # The module may change what it is given in place, and is to be given the same once more.
-        values = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
+        copies = {id(value): value.clone() for value in values if isinstance(value, torch.Tensor)}
+        values = tuple(copies.get(id(value), value) for value in values)
         if self._before is not None:
             buffers = {name: buffer.clone() for name, buffer in self._before.items()}
             return stage.compute(self._number, values, buffers)
-        buffers = dict(stage.module.named_buffers()) if stage.module.training else {}
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
-        result = stage.compute(self._number, values)
-        after = dict(stage.module.named_buffers())
-        # Most buffers are never changed, and need not be kept.
-        self._before = {name: old for name, old in before.items() if not torch.equal(old, after.get(name, _none))}
-        return result
+        self._before = stage.buffers()
+        return stage.compute(self._number, values)
 
 
 def shapes_of(values: Any) -> str:

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Station:
         self.places = places
         self.driver = driver
         self._agent = current_agent()
+        self._needed = {self._agent.find(name).incarnation for name in {driver, *places}}
         self._inboxes: dict[int, Inbox] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -89,6 +91,11 @@ class Station:
         inbox = self.inbox(order.step)
         if inbox is None:
             raise Abandoned(f"step {order.step} was over before it began")
+        if gone := [each for each in self._needed if self._agent.membership.get(each) is None]:
+            names = ", ".join(
+                self._agent.membership.name_of(each) for each in gone
+            )  # `on_lost` came too early for this
+            inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it"))
         try:
             return _Step(self, order, inbox, inputs, targets).run()
         finally:
@@ -114,17 +121,19 @@ class Station:
 
     def abandon(self, step: int, context_id: int | None, why: str) -> None:
         """It has failed elsewhere."""
-        inbox = self.inbox(step)
         with self._lock:
+            inbox = self._inboxes.get(step)
             if inbox is not None:
                 inbox.fail(Abandoned(why))
+            else:
+                self._end(step)
             context = recorder().contexts.find(context_id) if context_id is not None else None
             if context is not None:
                 context.withdraw((self.uid, step))
 
     def on_lost(self, record: Record, why: str) -> None:
         """Nothing will come from that worker any more."""
-        if record.name == self.driver or record.name in self.places:
+        if record.incarnation in self._needed:
             with self._lock:
                 inboxes = list(self._inboxes.values())
             for inbox in inboxes:
@@ -139,8 +148,14 @@ class Station:
     # -- its modules --------------------------------------------------------------------------
 
     def parameter_rrefs(self) -> dict[int, list[RRef[Any]]]:
-        """References to the parameters of each stage."""
-        return {index: [RRef(parameter) for parameter in stage.parameters] for index, stage in self.stages.items()}
+        """References to the parameters of each stage; what several stages here share is the first one's."""
+        known: set[int] = set()
+        found: dict[int, list[RRef[Any]]] = {}
+        for index, stage in self.stages.items():
+            own = [parameter for parameter in stage.parameters if id(parameter) not in known]
+            known.update(map(id, own))
+            found[index] = [RRef(parameter) for parameter in own]
+        return found
 
     def train(self, mode: bool) -> None:
         """Set the modules' mode."""
@@ -201,6 +216,14 @@ class _Step:
 
     def run(self) -> Done:
         """All of it."""
+        try:
+            return self._run()
+        finally:  # an error holds this by its traceback, for as long as somebody keeps it
+            self._kept.clear()
+            self._sums.clear()
+            self._inputs = self._targets = ()
+
+    def _run(self) -> Done:
         spans = []
         with self._mode():
             for op in self._order.row:
@@ -258,10 +281,15 @@ class _Step:
             self._kept[op.stage, op.micro_batch] = entry, value
         elif order.recorded and (op.stage == self._last or self._station.places[op.stage + 1] != self._me):
             group = self._station.uid, order.step, op.stage
-            value = _map(value, lambda tensor: ordered(tensor, group, op.micro_batch))
+            value = _map(
+                value, lambda tensor: ordered(tensor, group, op.micro_batch) if tensor.requires_grad else tensor
+            )
         if op.stage < self._last:
             self._send(op._replace(stage=op.stage + 1), as_tuple(value))
         elif not order.train:
+            driver = self._agent.membership.find(self._station.driver)
+            if not driver.device_maps.get(self._me):
+                value = _map(value, _on_cpu)
             self._outputs.append(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
@@ -274,13 +302,13 @@ class _Step:
             raise FloatingPointError(
                 f"the loss of micro-batch {micro_batch} is {loss.item()}; its output was {shapes_of(output)}"
             )
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach().cpu())
         return loss
 
     def _backward(self, op: Op, given: Values) -> None:
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
-            (root, gradient)
+            (root, gradient.to(root.device) if gradient is not None else None)
             for root, gradient in zip(as_tuple(value), given, strict=True)
             if _has_history(root) and (gradient is not None or op.stage == self._last)
         ]
@@ -309,8 +337,24 @@ class _Step:
         if place == self._me:
             self._inbox.put(op, (wanted, values))
             return
+        if not self._agent.options.device_maps.get(place):
+            values = tuple(_on_cpu(value) if isinstance(value, torch.Tensor) else value for value in values)
         args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
-        self._sent.append(self._agent.caller.begin(place, deliver, args))
+        latch = self._agent.caller.begin(place, deliver, args)
+        self._sent.append(latch)
+        latch.on_settle = partial(_fail_if_failed, latch, self._inbox)
+        if latch.is_settled:
+            latch.on_settle()
+
+
+def _fail_if_failed(latch: Latch, inbox: Inbox) -> None:
+    """What did not arrive is not answered either: nobody must wait for that."""
+    if latch.error is not None:
+        inbox.fail(latch.error)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu()
 
 
 class _Entry(Function):
@@ -338,11 +382,16 @@ _entered: Any = _Entry.apply
 def _enter(values: Values, wanted: int) -> tuple[Values, list[torch.Tensor | None]]:
     """What a stage is called with, and where the gradients will be of those that are wanted."""
     gradients: list[torch.Tensor | None] = [None] * len(values)
-    entered = tuple(
-        _entered(_anchor, gradients, index, [value]) if wanted >> index & 1 else value
-        for index, value in enumerate(values)
-    )
-    return entered, gradients
+    entered: dict[Any, torch.Tensor] = {}
+    found = list(values)
+    for index, value in enumerate(values):
+        if wanted >> index & 1:
+            # One tensor that was returned twice is one: what changes it in place changes both.
+            place = value.data_ptr(), value.shape, value.stride(), value.dtype
+            if place not in entered or not value.numel():
+                entered[place] = _entered(_anchor, gradients, index, [value])
+            found[index] = entered[place]
+    return tuple(found), gradients
 
 
 def _has_history(value: Any) -> bool:
@@ -355,11 +404,12 @@ def _check_output(value: Any) -> None:
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change those tensors that have a history."""
+    """Change the tensors in a value."""
     if isinstance(value, torch.Tensor):
-        return change(value) if value.requires_grad else value
+        return change(value)
     if isinstance(value, tuple | list):
-        return type(value)(_map(part, change) for part in value)
+        parts = [_map(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
         return {key: _map(part, change) for key, part in value.items()}
     return value
@@ -416,7 +466,9 @@ def call_station(rref: RRef[Station], method: str, *args: Any) -> Any:
 def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
     """What an operation here needs comes from another worker."""
     station = _stations(current_agent()).get(uid)
-    inbox = station.inbox(step) if station is not None else None
+    if station is None:
+        raise Abandoned("there is no such pipeline here (any more)")
+    inbox = station.inbox(step)
     if inbox is not None:
         inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 

@@ -85,7 +85,7 @@ def _interrupted(outcome: object, error: BaseException) -> None:
 class Latch:
     """An outcome that one thread waits for: what is left of a future that nobody else will see."""
 
-    __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_settle")
+    __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_settle")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,8 +94,15 @@ class Latch:
         self.is_settled = False
         self.on_settle: Callable[[], None] | None = None
         """What to call when it is settled."""
+        self.on_interrupt: Callable[[], object] | None = None
+        """What to do first when Ctrl-C ends the wait."""
         self._outcome: Any = None
         self._error: BaseException | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, for others than the one who waits, before that one is told."""
+        return self._error
 
     def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
         """Let the waiting thread go on, unless it has been let already."""
@@ -119,6 +126,8 @@ class Latch:
                         read(self)
                     self._lock.acquire()
             except KeyboardInterrupt as error:
+                if self.on_interrupt is not None:
+                    self.on_interrupt()
                 _interrupted(self, error)
                 raise
             failed, self._error = self._error, None

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.executor import Request
@@ -36,6 +38,10 @@ _ASK = 0.5
 _REMEMBERED = 1000
 
 _RUNS_USER_CODE = Request.invoke.__code__
+_CALLS_USER_CODE = os.path.join(_OURS, "nn")
+"""Code of ours that calls users' modules, and puts everything back whatever they raise."""
+_NOBODYS = (os.path.dirname(torch.__file__), os.path.dirname(threading.__file__))
+"""Where code is that is called by both."""
 """Frames inside of this one's are the user's."""
 
 _Key = tuple[int, int]
@@ -107,9 +113,14 @@ class Stopping:
             if thread is None:
                 return True  # it has ended
             frame = sys._current_frames().get(thread)
+            users = False
             while frame is not None and frame.f_code is not _RUNS_USER_CODE:
-                if frame.f_code.co_filename.startswith(_OURS):
-                    return False
+                file = frame.f_code.co_filename
+                if file.startswith(_OURS):
+                    if not users or not file.startswith(_CALLS_USER_CODE):
+                        return False
+                elif not file.startswith(_NOBODYS):
+                    users = True
                 frame = frame.f_back
             _raise_in(thread, KeyboardInterrupt)
             return True

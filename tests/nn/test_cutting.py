@@ -92,3 +92,23 @@ def test_what_cannot_be_cut(arguments, told):
         cut(model(2, 2, 2), **arguments)
     with pytest.raises(UsageError, match=r"only a torch\.nn\.Sequential"):
         cut(torch.nn.Linear(2, 2), 1)
+
+
+class Residual(torch.nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def test_what_a_cut_would_lose_is_kept_or_refused():
+    act = torch.nn.Tanh()
+    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), act, torch.nn.Linear(2, 2), act).eval()
+    stages = cut(whole, 2)
+    assert names(stages) == [["0", "1"], ["2", "3"]]
+    assert not any(stage.training for stage in stages)
+    with pytest.raises(UsageError, match="this Residual does more"):
+        cut(Residual(torch.nn.Linear(2, 2)), 1)
+
+
+def test_layers_that_work_in_place_are_measured():
+    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(inplace=True), torch.nn.Linear(2, 2))
+    assert len(cut(whole, 2, balance="time", sample=torch.ones(3, 2))) == 2

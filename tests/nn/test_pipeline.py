@@ -1,5 +1,6 @@
 """A pipeline's outputs, losses and gradients are those of one process, to the last bit, whatever the schedule."""
 
+import collections
 import copy
 import gc
 import itertools
@@ -12,7 +13,7 @@ import torch
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.errors import NotInitialized, UsageError
+from nbdist.errors import EncodeError, NotInitialized, UsageError, WorkerLost
 from nbdist.nn import Pipeline, Reference, cut
 from nbdist.optim import DistributedOptimizer, clip_grad_norm_
 from nbdist.testing import World
@@ -490,3 +491,223 @@ def test_the_timeline_tells_what_ran(world):
     assert 0 <= told.ideal_bubble <= told.bubble < 1
     assert told._repr_html_().count("<svg") == 2
     assert "ideal" in repr(told)
+
+
+# --- what is not as simple as it looks ------------------------------------------------------------
+
+
+class Twice(torch.nn.Module):
+    """Returns one tensor twice; what comes next changes one of them in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        out = self.linear(x)
+        return out, out
+
+
+class Both(torch.nn.Module):
+    def forward(self, a, b):
+        return a.relu_() * 2 + b
+
+
+class AlwaysDrops(torch.nn.Module):
+    """Draws at random in evaluation mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(self.linear(x).square(), 0.5, training=True)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("make", [lambda: [Twice(), Both()], lambda: [AlwaysDrops(), torch.nn.Linear(WIDTH, WIDTH)]])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_modules_that_make_trouble(world, make, training, checkpoint):
+    modules = make()
+    for module in modules:
+        module.train(training)
+    plain, model = reference_of(modules, seed=2)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    expected = plain.train_step(x, y, mean_loss)
+    pipe = Pipeline(modules, ["worker0", "worker1"], seed=2, checkpoint=checkpoint)
+    with dist_autograd.context() as context_id:
+        assert torch.equal(pipe.train_step(x, y, mean_loss), expected)
+        same(gradients_of(pipe, context_id), {name: p.grad for name, p in model.named_parameters()})
+
+
+class Counting(torch.nn.Module):
+    """Every second micro-batch changes the buffer that all of them read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        out = self.linear(x).square() * self.scale
+        if x[0, 0] > 0:
+            self.scale = self.scale + 1
+        return out
+
+
+def test_a_checkpoint_reads_the_buffers_of_its_time(world):
+    x, y = torch.rand(8, WIDTH), torch.randn(8, WIDTH)
+    x[2:4] *= -1
+    found = []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        pipe = Pipeline([Counting()], ["worker0"], schedule="gpipe", checkpoint=checkpoint)
+        with dist_autograd.context() as context_id:
+            pipe.train_step(x, y, mean_loss)
+            found.append(gradients_of(pipe, context_id))
+        assert pipe.state_dict()["0.scale"] == 4
+    same(found[1], found[0])
+
+
+def test_parameters_that_stages_share(world):
+    first, last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+    last.weight = first.weight
+    with pytest.raises(UsageError, match="weight of stage 1 is a parameter of stage 0, too"):
+        Pipeline([first, last], ["worker0", "worker1"])
+    middle = torch.nn.Linear(WIDTH, WIDTH)
+    modules = [first, middle, last, torch.nn.Identity()]
+    pipe = Pipeline(modules, ["worker0", "worker1"])
+    assert len(pipe.parameter_rrefs()) == 5
+    reference, model = reference_of(modules)
+    ours = DistributedOptimizer(torch.optim.SGD, pipe.parameter_rrefs(), lr=0.1)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    with dist_autograd.context() as context_id:
+        pipe.train_step(x, y, mean_loss)
+        ours.step(context_id)
+    reference.train_step(x, y, mean_loss)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for name, value in pipe.state_dict().items():
+        assert torch.allclose(value, model.state_dict()[name], atol=1e-6)
+
+
+class Learned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return (output - target).square().mean() * self.scale
+
+
+def detached_loss(output, target):
+    return (output.detach() - target).square().mean()
+
+
+def test_losses_that_would_train_nothing(world):
+    pipe = Pipeline(stages(2), ["worker0", "worker1"])
+    x = torch.randn(8, WIDTH)
+    with dist_autograd.context():
+        with pytest.raises(UsageError, match="its parameters would not learn"):
+            pipe.train_step(x, x, Learned())
+        with pytest.raises(UsageError, match="the loss does not require grad"):
+            pipe.train_step(x, x, detached_loss)
+        with pytest.raises(UsageError, match="the targets of train_step have no tensor"):
+            pipe.train_step(x, None, mean_loss)
+
+
+Scores = collections.namedtuple("Scores", "scores rows")
+
+
+class Named(torch.nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x):
+        return Scores(x * 2, x if self.rows else x.t())
+
+
+def test_outputs_are_put_together_by_rows_and_nothing_else(world):
+    x = torch.randn(7, WIDTH)
+    out = Pipeline([torch.nn.Identity(), Named(True)], ["worker0", "worker1"], micro_batches=3)(x)
+    assert type(out) is Scores
+    assert torch.equal(out.scores, x * 2)
+    assert torch.equal(out.rows, x)
+    with pytest.raises(UsageError, match=r"3 rows has the shape \(6, 3\)"):
+        Pipeline([torch.nn.Identity(), Named(False)], ["worker0", "worker1"], micro_batches=3)(x)
+
+
+# --- what does not arrive -------------------------------------------------------------------------
+
+
+class Unreadable:
+    """Can be sent, and not read."""
+
+    def __reduce__(self):
+        return explode, ()
+
+
+def explode():
+    raise LookupError("cannot be read here")
+
+
+class WithThing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x), Unreadable()
+
+
+class Ignore(torch.nn.Module):
+    def forward(self, x, thing):
+        return x
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_be_read_there_fails_the_step(world):
+    pipe = Pipeline([WithThing(), Ignore()], ["worker0", "worker1"])
+    x = torch.randn(8, WIDTH)
+    with dist_autograd.context(), pytest.raises(RuntimeError, match="cannot be read here"):
+        pipe.train_step(x, x, mean_loss)
+    with pytest.raises(RuntimeError, match="cannot be read here"):
+        pipe(x)
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_have_lost_each_other_fail_the_step_though_the_driver_sees_both():
+    with World(3) as world, world[2].activate():
+        pipe = Pipeline(stages(2), ["worker0", "worker1"])
+        world[0].lose(world[1].me.incarnation, "is cut off")
+        for _ in range(2):
+            with dist_autograd.context(), pytest.raises(WorkerLost, match="worker1"):
+                pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)
+
+
+def test_a_step_that_is_not_begun_everywhere_leaves_nothing(world):
+    pipe = Pipeline(stages(2), ["worker0", "worker1"])
+    stations = stations_of(pipe)
+    x = torch.randn(8, WIDTH)
+    lock = threading.Lock()
+    with dist_autograd.context():
+        for _ in range(3):
+            with pytest.raises(EncodeError):
+                pipe.train_step(x, x, lambda output, target: lock)
+    settle(lambda: not any(station()._inboxes for station in stations))
+
+
+def test_a_step_that_failed_is_not_kept_by_its_error(world):
+    pipe = Pipeline(stages(2), ["worker0", "worker1"])
+    x = torch.randn(8, WIDTH)
+    gc.collect()
+    gc.disable()
+    try:
+        with dist_autograd.context():
+            for _ in range(3):
+                with pytest.raises(FloatingPointError):
+                    pipe.train_step(x, x, nan_loss)
+        steps = [thing for thing in gc.get_objects() if type(thing).__name__ == "_Step"]
+        assert not any(step._kept or step._inputs for step in steps)
+    finally:
+        gc.enable()

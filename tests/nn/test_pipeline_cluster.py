@@ -104,3 +104,25 @@ def test_a_language_model_is_trained_as_in_one_process(steps):
         for name, value in found.items():
             assert torch.equal(value, expected[name]), (name, (value - expected[name]).abs().max())
         assert max(used) - used[0] < 32 << 20
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_a_step_and_the_stages_code_and_the_next_one_works():
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    with nbdist.Cluster(2, backend="none") as cluster:
+        endless = Pipeline([Slow(seconds=1000), Slow()], cluster.names)
+        brief = Pipeline([Slow(), Slow()], cluster.names)
+        with dist_autograd.context():
+            loss = brief.train_step(x, y, square)
+            killer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+            killer.start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt) as caught:
+                endless.train_step(x, y, square)
+            killer.join()
+            took = time.monotonic() - began
+            assert took < 20
+            assert not getattr(caught.value, "__notes__", []), "all workers have stopped"
+            assert torch.equal(brief.train_step(x, y, square), loss)
+        for name in cluster.names:
+            settle(lambda name=name: rpc.rpc_sync(name, inboxes) == 0)
