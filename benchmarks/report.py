@@ -26,6 +26,7 @@ BENCHMARKS = {
     "rpc": "Calls",
     "autograd": "Backward passes",
     "startup": "Workers for a notebook",
+    "programs": "Programs",
 }
 HEAD = """# What was measured
 

@@ -11,9 +11,9 @@ layer  modules                      what is there
 2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
                                     memory that agents of one host share: blocks, arena, leases
 3      rpc                          agents, calls, remote references, membership
-4      autograd optim nn            backward passes over workers; optimizers and modules elsewhere
+4      autograd optim nn            backward passes over workers; optimizers, modules, pipelines elsewhere
 5      cluster                      worker kernels: launching, cells, output, interrupts, restarts
-6      views                        what is drawn: progress, status
+6      views                        what is drawn: progress, status, timelines
 7      magics                       read a line, make one call, show one view
 8      compat doctor testing        tools on top, which nothing imports
        __main__
