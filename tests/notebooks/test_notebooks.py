@@ -26,7 +26,7 @@ def run(*arguments, scratch):
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -49,6 +49,7 @@ def make_notebook(path, *cells):
 # --- all of them ----------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(1000)
 def test_nbval_finds_the_committed_outputs(tmp_path):
     status, said = run(
         *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
