@@ -1,0 +1,29 @@
+"""`%%timeline` above a cell: the cell is what it would be without, and the picture comes with it."""
+
+import json
+
+from frontend import Notebook
+
+
+def test_timeline_shows_what_workers_did_while_the_cell_ran(tmp_path):
+    path = tmp_path / "told.json"
+    notebook = Notebook()
+    try:
+        notebook.run("%dist_init -n 2 --backend none\nimport torch")
+        cell = notebook.run(
+            f"%%timeline {path}\nx = rpc.rpc_sync('worker1', torch.add, args=(torch.ones(2), 1))\nx.tolist()"
+        )
+        assert cell.result == "[2.0, 2.0]"
+        (shown,) = cell.displays
+        assert "worker1: 1 call" in shown["text/plain"]
+        assert "<svg" in shown["text/html"]
+        events = json.loads(path.read_text())["traceEvents"]
+        assert [event["name"] for event in events if event["ph"] == "X"] == ["add"]
+        assert notebook.run("%%timeline\ny = x.sum();").result is None
+        assert notebook.run("y.item()").result == "4.0"
+        failed = notebook.run("%%timeline\n1 / 0", check=False)
+        assert failed.error["ename"] == "ZeroDivisionError"
+        assert "1 / 0" in failed.traceback
+        assert len(failed.displays) == 1
+    finally:
+        notebook.close()
