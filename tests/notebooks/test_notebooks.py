@@ -25,6 +25,7 @@ def run(*arguments, scratch):
         "IPYTHONDIR": str(scratch / "ipython"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    environment.pop("PYTHONSAFEPATH", None)  # notebooks import what lies beside them, as they do in a browser
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
