@@ -163,6 +163,8 @@ class Links:
                 for slot in slots:
                     slot.take_back()
                 self._agent.sharing.owe(to, back)
+                if self.closed or self.connections.get(to) is None:
+                    raise self._no_connection(to) from None  # it was lost in between
                 raise
             self.hurry(self._postpone(connection, outgoing))
         if now + PING_FIRST < self.due:

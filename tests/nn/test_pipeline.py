@@ -489,7 +489,8 @@ def test_the_timeline_tells_what_ran(world):
         if op.kind == "F" and op.stage:
             # The next stage is given it before its sender has seen to what comes after.
             assert started[op] > started[op._replace(stage=op.stage - 1)]
-    assert 0 <= told.ideal_bubble <= told.bubble < 1
+    assert 0 <= told.ideal_bubble < 1
+    assert 0 <= told.bubble < 1
     assert told._repr_html_().count("<svg") == 2
     assert "ideal" in repr(told)
 
