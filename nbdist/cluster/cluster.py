@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -55,7 +54,6 @@ class Cluster:
 
     current: Cluster | None = None
     """The one that runs in this process; there is one at a time."""
-    _views: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(
         self,
@@ -87,13 +85,7 @@ class Cluster:
     @classmethod
     def add_view(cls, name: str, make: Callable[..., Any]) -> None:
         """Have ``cluster.name(…)`` be ``make(cluster, …)``: what is drawn of a cluster is not known here."""
-        cls._views[name] = make
-
-    def __getattr__(self, name: str) -> Any:
-        make = self._views.get(name)
-        if make is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return functools.partial(make, self)
+        setattr(cls, name, make)
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:

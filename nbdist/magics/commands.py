@@ -265,11 +265,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         transformed = self._shell.transform_cell(code)
         name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=code)
         body = ast.parse(transformed, name).body
-        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+        silent = transformed.rstrip().endswith(";")
+        last = body.pop() if body and isinstance(body[-1], ast.Expr) and not silent else None
         exec(compile(ast.Module(body, []), name, "exec"), self._shell.user_global_ns, self._shell.user_ns)
-        if last is None or transformed.rstrip().endswith(";"):
-            body = [last] if last is not None else []
-            exec(compile(ast.Module(body, []), name, "exec"), self._shell.user_global_ns, self._shell.user_ns)
+        if last is None:
             return None
         value = compile(ast.Expression(last.value), name, "eval")
         return eval(value, self._shell.user_global_ns, self._shell.user_ns)

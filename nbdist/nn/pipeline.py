@@ -10,7 +10,6 @@ import contextlib
 import functools
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -27,8 +26,8 @@ from nbdist.nn.reports import PipelineTimeline
 from nbdist.nn.schedules import SCHEDULES, Span, Table, forward_only
 from nbdist.nn.station import Done, Order, Station, abandon_step, build_stages, call_station, run_share
 from nbdist.optim.local import ask_all
-from nbdist.rpc import api
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.clocks import offset
 from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.rref import RRef
@@ -37,7 +36,6 @@ __all__ = ["Pipeline"]
 
 Maker = torch.nn.Module | Callable[[], torch.nn.Module]
 
-_ROUND_TRIPS = 8
 _PATIENCE = 5.0
 """Seconds for which a worker is waited for that has to be told that a step has failed."""
 
@@ -296,25 +294,14 @@ class Pipeline:
         if self._last is None:
             raise UsageError("no step has been done yet")
         step, rows = self._last
-        offsets = self._offsets = self._offsets or [self._offset(rref) for rref in self._stations]
+        offsets = self._offsets = self._offsets or [
+            offset(self._agent, self._agent.find(name)) for name in self.workers
+        ]
         moved = [
-            [Span(op, start - offset, end - offset) for op, start, end in row]
-            for row, offset in zip(rows, offsets, strict=True)
+            [Span(op, start - ahead, end - ahead) for op, start, end in row]
+            for row, ahead in zip(rows, offsets, strict=True)
         ]
         return PipelineTimeline(self.workers, self.stages, moved, step)
-
-    def _offset(self, rref: RRef[Station]) -> float:
-        """By how much a worker's clock is ahead of ours; those of one host are the same."""
-        record = self._agent.find(rref.owner_name())
-        if record.host == self._agent.me.host:
-            return 0.0
-        found: list[tuple[float, float]] = []
-        for _ in range(_ROUND_TRIPS):
-            before = time.monotonic()
-            there = api.rpc_sync(record.name, call_station, args=(rref, "clock"))
-            after = time.monotonic()
-            found.append((after - before, there - (before + after) / 2))
-        return min(found)[1]
 
     def _name(self, stage: int, name: str) -> str:
         return f"{stage}.{name}" if self._prefixed else name

@@ -44,10 +44,7 @@ class Reference:
         sizes = portions(rows_of(inputs), self.micro_batches)
         outputs = []
         for number, values in enumerate(split(inputs, sizes)):
-            value: Any = values
-            for stage in self.stages:
-                value = stage(as_tuple(value), step, number)
-            outputs.append(value)
+            outputs.append(self._through(values, step, number))
         return join(outputs, sizes)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
@@ -59,10 +56,12 @@ class Reference:
         losses = []
         parts = zip(sizes, split(inputs, sizes), split(targets, sizes), strict=True)
         for number, (size, values, target) in enumerate(parts):
-            value: Any = values
-            for stage in self.stages:
-                value = stage(as_tuple(value), step, number)
-            loss = loss_of(loss_fn, value, target, size, rows, self.reduction)
+            loss = loss_of(loss_fn, self._through(values, step, number), target, size, rows, self.reduction)
             loss.backward()
             losses.append(loss.detach())
         return total(losses)
+
+    def _through(self, value: Any, step: int, micro_batch: int) -> Any:
+        for stage in self.stages:
+            value = stage(as_tuple(value), step, micro_batch)
+        return value

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.nn.placement import place_of
+from nbdist.nn.placement import on_cpu, place_of
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.rref import RRef
@@ -160,8 +160,7 @@ def train(rref: RRef[torch.nn.Module], mode: bool) -> None:
 
 def state_of(rref: RRef[torch.nn.Module]) -> dict[str, Any]:
     """The module's state, ready to travel."""
-    state = rref.local_value().state_dict()
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    return on_cpu(rref.local_value().state_dict())
 
 
 def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:

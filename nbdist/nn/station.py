@@ -32,6 +32,7 @@ from nbdist.errors import UsageError, WorkerLost
 from nbdist.nn.batches import Values, as_tuple
 from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.losses import Reduction, loss_of
+from nbdist.nn.placement import on_cpu
 from nbdist.nn.schedules import Op, Span
 from nbdist.nn.stage import Stage, shapes_of
 from nbdist.rpc.agent import Agent
@@ -92,9 +93,8 @@ class Station:
         if inbox is None:
             raise Abandoned(f"step {order.step} was over before it began")
         if gone := [each for each in self._needed if self._agent.membership.get(each) is None]:
-            names = ", ".join(
-                self._agent.membership.name_of(each) for each in gone
-            )  # `on_lost` came too early for this
+            # `on_lost` came before there was an inbox.
+            names = ", ".join(map(self._agent.membership.name_of, gone))
             inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it"))
         try:
             return _Step(self, order, inbox, inputs, targets).run()
@@ -164,13 +164,7 @@ class Station:
 
     def state(self) -> dict[int, dict[str, Any]]:
         """The state of each stage, ready to travel."""
-        return {
-            index: {
-                name: value.cpu() if isinstance(value, torch.Tensor) else value
-                for name, value in stage.module.state_dict().items()
-            }
-            for index, stage in self.stages.items()
-        }
+        return {index: on_cpu(stage.module.state_dict()) for index, stage in self.stages.items()}
 
     def names(self) -> dict[int, list[str]]:
         """The names in the state of each stage."""
@@ -180,10 +174,6 @@ class Station:
         """Give stages a state."""
         for index, state in states.items():
             self.stages[index].module.load_state_dict(state)
-
-    def clock(self) -> float:
-        """The time by which spans are told."""
-        return time.monotonic()
 
 
 class _Step:
@@ -222,6 +212,8 @@ class _Step:
             self._kept.clear()
             self._sums.clear()
             self._inputs = self._targets = ()
+            for latch in self._sent:
+                latch.on_settle = None  # which holds the latch
 
     def _run(self) -> Done:
         spans = []

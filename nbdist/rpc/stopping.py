@@ -38,11 +38,11 @@ _ASK = 0.5
 _REMEMBERED = 1000
 
 _RUNS_USER_CODE = Request.invoke.__code__
+"""Frames inside of this one's are the user's."""
 _CALLS_USER_CODE = os.path.join(_OURS, "nn")
 """Code of ours that calls users' modules, and puts everything back whatever they raise."""
-_NOBODYS = (os.path.dirname(torch.__file__), os.path.dirname(threading.__file__))
-"""Where code is that is called by both."""
-"""Frames inside of this one's are the user's."""
+_TORCHS = os.path.dirname(torch.__file__)
+_PYTHONS = os.path.dirname(threading.__file__)
 
 _Key = tuple[int, int]
 """The caller's incarnation, and its number for the call."""
@@ -119,7 +119,7 @@ class Stopping:
                 if file.startswith(_OURS):
                     if not users or not file.startswith(_CALLS_USER_CODE):
                         return False
-                elif not file.startswith(_NOBODYS):
+                elif not _is_called_by_both(file):
                     users = True
                 frame = frame.f_back
             _raise_in(thread, KeyboardInterrupt)
@@ -192,6 +192,11 @@ def _where(caller: int, id: int) -> str:
 
     agent = active_agent()
     return agent.stopping.where(caller, id) if agent is not None else ""
+
+
+def _is_called_by_both(file: str) -> bool:
+    """Whether this is torch's code or Python's own, which we call as users do; models of other packages are theirs."""
+    return file.startswith(_TORCHS) or (file.startswith(_PYTHONS) and "-packages" not in file)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

@@ -7,4 +7,10 @@ from nbdist.views.timeline import Timeline
 
 __all__ = ["Cluster"]
 
-Cluster.add_view("timeline", lambda cluster: Timeline(cluster.agent))
+
+def _timeline(cluster: Cluster) -> Timeline:
+    """Record what all workers do, until `stop`, or the end of a ``with`` block."""
+    return Timeline(cluster.agent)
+
+
+Cluster.add_view("timeline", _timeline)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nbdist import trace
 from nbdist.errors import UsageError
 
-__all__ = ["MOST", "Noted", "begin", "clock", "end", "forget"]
+__all__ = ["MOST", "Noted", "begin", "end", "forget"]
 
 MOST = 100_000
 """So many are kept; what comes after is counted."""
@@ -88,8 +88,3 @@ def forget(key: str) -> None:
     recording = _recordings.pop(key, None)
     if recording is not None:
         recording.stop()
-
-
-def clock() -> float:
-    """The time by which things are noted."""
-    return time.monotonic()

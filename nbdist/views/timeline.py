@@ -21,13 +21,13 @@ from typing import Any
 from nbdist.errors import NbdistError
 from nbdist.nn.charts import Bar, gantt
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.clocks import offset
 from nbdist.views import recording
 from nbdist.views.recording import Noted
 
 __all__ = ["Timeline"]
 
 COLOURS = {"call": "#8a8f98", "segment": "#e08a3c", "micro-batch": "#4c8dd6", "step": "#58a55c"}
-_ROUND_TRIPS = 8
 _DRAWN = 1500
 """So many bars a picture has at most: the longest ones."""
 
@@ -43,7 +43,7 @@ class Timeline:
         self._agent = agent
         self._key = secrets.token_hex(8)
         self._records = sorted(agent.membership.members(), key=lambda record: record.id)
-        self._offsets = {record.name: self._offset(record) for record in self._records}
+        self._offsets = {record.name: offset(agent, record) for record in self._records}
         self._running = True
         self._end: float | None = None
         self._start = time.monotonic()
@@ -70,8 +70,8 @@ class Timeline:
                     continue
                 noted, lost = answer
                 self.lost += lost
-                offset = self._offsets[name] + self._start
-                self.noted += [one._replace(start=one.start - offset, end=one.end - offset) for one in noted]
+                ahead = self._offsets[name] + self._start
+                self.noted += [one._replace(start=one.start - ahead, end=one.end - ahead) for one in noted]
             self.noted.sort(key=lambda one: (one.start, one.end))
             self.workers = [record.name for record in self._records]
         return self
@@ -94,17 +94,6 @@ class Timeline:
 
     def _is_there(self, record: Any) -> bool:
         return self._agent.membership.get(record.incarnation) is not None
-
-    def _offset(self, record: Any) -> float:
-        if record.host == self._agent.me.host:
-            return 0.0
-        found: list[tuple[float, float]] = []
-        for _ in range(_ROUND_TRIPS):
-            before = time.monotonic()
-            there = self._agent.caller.sync(record.name, recording.clock, (), None, -1)
-            after = time.monotonic()
-            found.append((after - before, there - (before + after) / 2))
-        return min(found)[1]
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -10,19 +10,13 @@ import time
 import pytest
 import torch
 from pipeline_models import Slow, gpt, inboxes, memory, next_token, square
+from workers import eventually
 
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.nn import Pipeline, Reference, cut
 from nbdist.optim import DistributedLRScheduler, DistributedOptimizer, clip_grad_norm_
-
-
-def settle(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.timeout(300)
@@ -57,7 +51,7 @@ def test_a_worker_dies_in_a_step_and_the_training_goes_on_with_another(kills):
                     outcomes["lost"] += 1
             killer.join()
             for survivor in set(cluster.names) - {victim}:
-                settle(lambda survivor=survivor: rpc.rpc_sync(survivor, inboxes) == 0)
+                eventually(lambda survivor=survivor: rpc.rpc_sync(survivor, inboxes) == 0)
             pipe = None
             assert cluster.restart(victim) == [victim]
     assert all(victim in text for victim, text in said), said
@@ -123,4 +117,4 @@ def test_ctrl_c_ends_a_step_and_the_stages_code_and_the_next_one_works():
             assert time.monotonic() - began < 60  # not 1000
             assert torch.equal(brief.train_step(x, y, square), loss)
         for name in cluster.names:
-            settle(lambda name=name: rpc.rpc_sync(name, inboxes) == 0)
+            eventually(lambda name=name: rpc.rpc_sync(name, inboxes) == 0)
