@@ -184,7 +184,7 @@ def _has(noted: Sequence[Noted], kind: str) -> bool:
 def _busy(noted: Sequence[Noted]) -> float:
     """The time in which at least one thing went on."""
     total, until = 0.0, float("-inf")
-    for one in sorted(noted):
+    for one in sorted(noted, key=lambda one: one.start):
         total += max(0.0, one.end - max(one.start, until))
         until = max(until, one.end)
     return total
