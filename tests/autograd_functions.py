@@ -37,6 +37,36 @@ def contexts_here():
     return len(dist_autograd.api.recorder().contexts)
 
 
+# --- test_steps -----------------------------------------------------------------------------------
+
+hooks = {}
+"""What is called when a micro-batch goes backward, by name: with its index."""
+
+
+class Called(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name, index):
+        ctx.name, ctx.index = name, index
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hooks.get(ctx.name, lambda _: None)(ctx.index)
+        return gradient, None, None
+
+
+weights = {name: torch.full((3,), 2.0, requires_grad=True) for name in ("first", "second")}
+"""By stage: where all workers are one process, a leaf is in the hands of one of them at a time."""
+
+
+def stage(x, name, index):
+    return Called.apply(x * weights[name], name, index)
+
+
+def gradient_of(name, context_id):
+    return dist_autograd.get_gradients(context_id)[weights[name]].tolist()
+
+
 # --- test_ddp -------------------------------------------------------------------------------------
 
 _kept = {}

@@ -4,9 +4,10 @@ The nodes that stand for leaves really run, so that all that hangs on them runs 
 tensor, on the node, after accumulation, those of other libraries' C++. For the time of one engine call the
 ``.grad`` of the leaves that it can reach is set aside, and what is found there afterwards is the pass's.
 
-So two calls at a time must not reach the same leaf. A call *claims* all of its leaves at once before it begins,
-and none while it waits: no two calls can wait for each other. A claim lasts as long as the engine computes, never
-while a gradient from another worker is awaited; and longer only where somebody has paused the pass.
+So calls of two passes at a time must not reach the same leaf; those of one pass may, and what is there when the last
+of them is over is their sum. A call *claims* all of its leaves at once before it begins, and none while it waits: no
+two calls can wait for each other. A claim lasts as long as the engine computes, never while a gradient from another
+worker is awaited; and longer only where somebody has paused the pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nbdist.rpc.futures import blocking_wait
 __all__ = ["Claim", "Gradients", "claimed", "current_claim", "halted", "halted_leaves", "lent"]
 
 _condition = threading.Condition(threading.Lock())
-_claimed: dict[int, _Holder] = {}
+_claimed: dict[int, _Use] = {}
 _halted: set[_Holder] = set()
 
 
@@ -36,14 +37,16 @@ class Gradients:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lock = threading.Lock()
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """One more contribution; ``gradient`` must be nobody else's."""
-        known = self._sums.get(id(leaf))
-        if known is not None:
-            with torch.no_grad():
-                gradient = known[1] + gradient
-        self._sums[id(leaf)] = (leaf, gradient)
+        with self._lock:
+            known = self._sums.get(id(leaf))
+            if known is not None:
+                with torch.no_grad():
+                    gradient = known[1] + gradient
+            self._sums[id(leaf)] = (leaf, gradient)
 
     def update(self, other: Gradients) -> None:
         """Add all of another's sums."""
@@ -65,57 +68,90 @@ class Gradients:
         return len(self._sums)
 
 
+class _Use:
+    """A leaf that is claimed; by several calls at a time if they are of one ``group``."""
+
+    __slots__ = ("before", "group", "holders", "key", "leaf")
+
+    def __init__(self, key: int, holder: _Holder, group: object | None) -> None:
+        self.key = key
+        self.group = group
+        self.holders = [holder]
+        self.leaf: torch.Tensor | None = None
+        """The leaf, if ``before``, its ``.grad``, is set aside."""
+        self.before: torch.Tensor | None = None
+
+
 class _Holder:
     """Who has claimed leaves; by one of these it is known who may give them back."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: object | None = None) -> None:
         self.held: set[int] = set()
+        self._group = group
         self._thread = threading.get_ident()
 
-    def take(self, wanted: set[int]) -> None:
-        """Claim leaves, all at once, as soon as nobody else has one of them."""
-        self.held |= wanted  # before: whatever interrupts us, `give_back` finds what is ours
+    def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
+        """Claim leaves by their ids, all at once, as soon as nobody else has one of them; and set ``.grad`` aside."""
+        self.held |= wanted.keys()  # before: whatever interrupts us, `leave` finds what is ours
         with _condition:
-            if _claimed.keys().isdisjoint(wanted):
-                _claimed.update(dict.fromkeys(wanted, self))
+            if not self._taken(wanted):
+                self._take(wanted, aside)
                 return
         with blocking_wait(), _condition:
-            while not _claimed.keys().isdisjoint(wanted):
-                if any(_claimed[leaf]._thread == self._thread for leaf in wanted & _claimed.keys()):
+            while taken := self._taken(wanted):
+                if any(holder._thread == self._thread for use in taken for holder in use.holders):
                     raise UsageError(
                         "a hook or node of a backward pass began another pass, or an optimizer's step, on leaves that "
                         "the first has in hand: do it when backward() has returned"
                     )
                 _condition.wait()
-            _claimed.update(dict.fromkeys(wanted, self))
+            self._take(wanted, aside)
 
-    def give_back(self) -> None:
-        """Let others have them."""
+    def _taken(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
+        """What others have of them, or are giving back."""
+        found = (_claimed[leaf] for leaf in wanted.keys() & _claimed.keys())
+        return [use for use in found if self._group is None or use.group is not self._group or not use.holders]
+
+    def _take(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
+        for key, leaf in wanted.items():
+            use = _claimed.get(key)
+            if use is not None:
+                use.holders.append(self)
+                continue
+            use = _claimed[key] = _Use(key, self, self._group)
+            if aside:
+                use.leaf, use.before = leaf, leaf.grad
+                leaf.grad = None
+
+    def leave(self) -> list[_Use]:
+        """What nobody else has of what we have claimed; it can be claimed again when it has been given back."""
         with _condition:
-            for leaf in self.held:
-                if _claimed.get(leaf) is self:
-                    del _claimed[leaf]
+            own = [use for leaf in self.held if (use := _claimed.get(leaf)) is not None and self in use.holders]
+            for use in own:
+                use.holders.remove(self)
+            return [use for use in own if not use.holders]
+
+    def give_back(self, left: Iterable[_Use]) -> None:
+        """Let others have it."""
+        with _condition:
+            for use in left:
+                del _claimed[use.key]
             _condition.notify_all()
 
 
 class Claim:
     """The leaves of one call of the engine; where it goes ``into`` nothing, it accumulates in ``.grad`` as ever."""
 
-    def __init__(self, nodes: Iterable[Node], into: Gradients | None) -> None:
+    def __init__(self, nodes: Iterable[Node], into: Gradients | None, group: object) -> None:
         self._into = into
         self._leaves = {id(leaf): leaf for leaf in (node.variable for node in nodes)}
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
-        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.holder = _Holder()
+        self.holder = _Holder(group)
 
     def take(self) -> None:
         """Have the leaves, and set their ``.grad`` aside."""
-        self.holder.take(set(self._leaves))
-        if self._into is not None:
-            for leaf in self._leaves.values():
-                self._before.append((leaf, leaf.grad))
-                leaf.grad = None
+        self.holder.take(self._leaves, aside=self._into is not None)
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
         """Claim leaves that a node reaches by a call of its own; those that another call has are returned.
@@ -133,7 +169,7 @@ class Claim:
                     taken.add(node)
                     continue
                 self.holder.held.add(id(leaf))
-                _claimed[id(leaf)] = self.holder
+                _claimed[id(leaf)] = _Use(id(leaf), self.holder, None)
             if self._into is not None:
                 self._adopted.append((weakref.ref(leaf), leaf.grad))
                 leaf.grad = None
@@ -141,36 +177,38 @@ class Claim:
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
         """A gradient that was not accumulated, because another call has the leaf, or had others of that node."""
-        with torch.no_grad():
-            if elsewhere and self._into is not None and not leaf._post_accumulate_grad_hooks:
-                self._into.add(leaf, gradient.clone())
-            elif elsewhere:
-                self._late.append((leaf, gradient.clone()))
-            else:
+        if not elsewhere and id(leaf) not in self._leaves:  # nobody but we can have what is adopted
+            with torch.no_grad():
                 leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
+        elif self._into is not None and not leaf._post_accumulate_grad_hooks:
+            self._into.add(leaf, gradient.clone())
+        else:
+            self._late.append((leaf, gradient.clone()))
 
     def release(self) -> None:
-        """What is there now is the pass's, and what was there before comes back."""
+        """What is there when nobody has it any more is the pass's, and what was there before comes back."""
+        left = self.holder.leave()
         try:
             alive = [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
+            own = [(use.leaf, use.before) for use in left if use.leaf is not None]
             shared = ddp.in_buckets() if ddp.exist() else set[int]()
-            for leaf, before in (*self._before, *alive):
+            for leaf, before in (*own, *alive):
                 new = leaf.grad
                 leaf.grad = before
                 if new is not None and self._into is not None:
                     self._into.add(leaf, new.clone() if id(leaf) in shared else new)
         finally:
-            self.holder.give_back()
+            self.holder.give_back(left)
 
     def accumulate_late(self) -> None:
         """After the release, when nobody can wait for us: give leaves what they could not be given during the call."""
         for leaf, gradient in self._late:
             holder = _Holder()
             try:
-                holder.take({id(leaf)})
+                holder.take({id(leaf): leaf})
                 _accumulate(leaf, gradient, self._into)
             finally:
-                holder.give_back()
+                holder.give_back(holder.leave())
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: Gradients | None) -> None:
@@ -219,12 +257,13 @@ def halted_leaves() -> set[int]:
 
 
 @contextmanager
-def claimed(nodes: Iterable[Node], into: Gradients | None) -> Iterator[None]:
+def claimed(nodes: Iterable[Node], into: Gradients | None, group: object) -> Iterator[None]:
     """Set aside the ``.grad`` of the leaves of ``nodes``; at the end of the block what is there goes ``into``.
 
-    Into None, nothing is set aside: the leaves are claimed, and accumulate in ``.grad``.
+    Into None, nothing is set aside: the leaves are claimed, and accumulate in ``.grad``. Blocks of one ``group`` may
+    have the same leaves at the same time.
     """
-    claim = Claim(nodes, into)
+    claim = Claim(nodes, into, group)
     outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
     try:
         claim.take()
@@ -245,7 +284,7 @@ def lent(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> Iterator[None
     holder = _Holder()
     before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     try:
-        holder.take({id(leaf) for leaf in gradients})
+        holder.take({id(leaf): leaf for leaf in gradients})
         for leaf, gradient in gradients.items():
             before.append((leaf, leaf.grad))
             leaf.grad = gradient
@@ -255,4 +294,4 @@ def lent(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> Iterator[None
             for leaf, old in before:
                 leaf.grad = old
         finally:
-            holder.give_back()
+            holder.give_back(holder.leave())

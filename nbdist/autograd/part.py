@@ -7,6 +7,9 @@ back, a call is a plain one. Otherwise the missing gates are roots of that call 
 the engine holds back all that depends on them, and when it comes to one of them, nothing else is left to run.
 The gate ends the call by an error, and what had crossed into nodes held back is *kept* for a later one.
 
+What has nothing in common with what runs (but leaves, which any number of calls may add to) is a *step* of its own, and
+another thread may run it at the same time: so what came first goes on first, and does not wait for what came with it.
+
 Whether a gate takes part at all is found out by marking (`nbdist.autograd.passes`); until that is over, the gates
 not marked might.
 """
@@ -17,6 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +40,8 @@ __all__ = ["Entry", "Marks", "Part", "Roots", "State"]
 
 _LAST = 0
 _FIRST = 1 << 62
+_MOST = 16
+"""If more messages than this have come together, they are run together: they are likely to be small."""
 _one = torch.ones((), device="cpu")
 
 
@@ -74,6 +80,18 @@ class _Arrived:
         self.slot: Slot | None = slot
 
 
+class _Step:
+    """One call of the engine; ``alone`` if no other may go on meanwhile."""
+
+    def __init__(
+        self, call: Callable[[], None], region: Region, entries: Sequence[Entry] = (), *, alone: bool = False
+    ) -> None:
+        self.call = call
+        self.region = region
+        self.slots = [entry.slot for entry in entries if entry.slot is not None]
+        self.alone = alone
+
+
 Entry = Roots | _Arrived
 Marks = dict[Received, list[int]]
 """Which tensors of which messages are going to get gradients."""
@@ -105,6 +123,8 @@ class Part:
         for slot in self.states:
             self._lines.add(slot)
         self._ready: list[Entry] = []
+        self._running: list[_Step] = []
+        self._hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
         self._kept: list[Crossing] = []
         self._regions: dict[object, Region] = {}
         self._holders: dict[Node, int] = {}
@@ -184,45 +204,60 @@ class Part:
         left = bool(self._ready or self._kept)
         return left and (State.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
+    @property
+    def ready(self) -> bool:
+        """Whether something has come that does not run yet."""
+        return bool(self._ready)
+
     def stop(self) -> None:
         """Run nothing more."""
         self._stopped = True
 
     # -- running ------------------------------------------------------------------------------
 
-    def run(self) -> bool:
-        """Run all that can run now, by one thread at a time; whether something waits for the end of the marking.
+    def run(self, before_step: Callable[[], None]) -> bool:
+        """Run what can run, until there is nothing more; whether something waits for the end of the marking.
 
-        That is as it was when nothing more could run. Asked for later, it might have come to an end meanwhile, and
-        what waited, though not run yet, would be taken for dealt with.
+        Any number of threads may do so, each of which calls ``before_step()`` before it runs something. The answer is
+        as it was when nothing more could run, and tells something if no other thread has run anything since. Asked for
+        later, it might have come to an end meanwhile, and what waited, though not run yet, would be taken for dealt
+        with.
         """
         while not self._stopped:
             with self._lock:
-                call = self._next_call()
+                step = self._next_step()
                 marks, self._due = self._due, {}
                 waits = self.unsure
+                if step is not None:
+                    self._running.append(step)
             if marks:
                 self._send_marks(marks)
-            if call is None:
+            if step is None:
                 return waits
-            call()
-            if self.smart:
-                # What has run was not marked first, so its gradients must go before it is reported as dealt with.
-                for end in list(self._crossed):
-                    self._return(end)
+            try:
+                before_step()
+                step.call()
+                if self.smart:
+                    # What has run was not marked first, so its gradients must go before it is reported as dealt with.
+                    for end in step.region.receives:
+                        if end in self._crossed:
+                            self._return(end)
+            finally:
+                with self._lock:
+                    self._running.remove(step)
+                    for slot in step.slots:
+                        self._lines.leave(slot)
         return False
 
-    def _next_call(self) -> Callable[[], None] | None:
+    def _next_step(self) -> _Step | None:
+        if any(step.alone for step in self._running):
+            return None
         entries = self._take_ready()
         pending = [slot for slot, state in self.states.items() if state in (State.UNSURE, State.EXPECTED)]
         if not pending and not self._turn_is_needed():
-            kept, self._kept = self._kept, []
-            if not entries and not kept:
-                return None
             for entry in entries:
                 self._reach(entry, None)
-            region = self._joint([self._region(entry) for entry in entries], kept)
-            return lambda: self._call(entries, kept, region.nodes, region.leaves)
+            return self._plain_step(entries)
         for slot in pending:
             self._hold(slot)
         held = self._held_nodes(entries)
@@ -237,16 +272,15 @@ class Part:
             return None
         region = self._joint([self._region(entry) for entry in launched], kept)
         held_here = region.nodes & held
-        self._kept = [crossing for crossing in self._kept if crossing.node in held]
-        owned = ddp.owned_by_any() if ddp.exist() else set[int]()
-        if all(type(node) is ACCUMULATE and _is_plain(node, owned) for node in held_here):
-            return lambda: self._call(launched, kept, region.nodes, region.leaves)
+        if self._are_plain(held_here):
+            return self._plain_step(launched, held)
         free = [node for node in region.nodes if node not in held]
-        if not any(type(node) is RECEIVE for node in free):
-            # Nobody waits for what could run: one call later does instead of one now and one later.
+        if self._running or not any(type(node) is RECEIVE for node in free):
+            # What runs may come to the same nodes. Or nobody waits for what could run: one call later does instead of
+            # one now and one later.
             self._ready = launched + self._ready
-            self._kept += kept
             return None
+        self._kept = [crossing for crossing in self._kept if crossing.node in held]
         missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held_here)]
         # What waits without a gate before it gets one.
         missing += [Slot(-1, 0, node.variable) for node in held_here if node not in self._holders]
@@ -255,7 +289,41 @@ class Part:
             for node in free
             if (crossing := [(i, to, nr) for i, (to, nr) in enumerate(node.next_functions) if to in held])
         }  # all of this now, with the lock held: what arrives during the call changes who holds what
-        return lambda: self._contested_call(launched, kept, free, crossings, missing)
+        call = partial(self._contested_call, launched, kept, free, crossings, missing)
+        return _Step(call, region, launched, alone=True)
+
+    def _plain_step(self, entries: Sequence[Entry], held: Set[Node] = frozenset()) -> _Step | None:
+        """Of what can run at once, all that hangs together and has nothing to do with what runs already."""
+        kept = [crossing for crossing in self._kept if crossing.node not in held]
+        if not entries and not kept:
+            return None
+        chosen = list(entries)
+        if not kept and not ddp.exist() and len(groups := _by_message(entries)) <= _MOST:
+            chosen = self._first_free(groups) if len(groups) > 1 or self._running else chosen
+            region = self._joint([self._region(entry) for entry in chosen], ())
+        else:
+            region = self._joint([self._region(entry) for entry in entries], kept)
+            if any(self._touch(region, step.region) for step in self._running):
+                chosen, kept = [], []
+        if len(chosen) < len(entries):
+            self._ready = [entry for entry in entries if entry not in chosen] + self._ready
+        if not chosen and not kept:
+            return None
+        self._kept = [crossing for crossing in self._kept if crossing.node in held]
+        return _Step(partial(self._call, chosen, kept, region.nodes, region.leaves), region, chosen)
+
+    def _first_free(self, groups: Sequence[list[Entry]]) -> list[Entry]:
+        """The first of these messages that does not touch what runs, with all others that touch it."""
+        left = [(group, self._joint([self._region(entry) for entry in group], ())) for group in groups]
+        while left:
+            chosen, region = left.pop(0)
+            while touching := [one for one in left if self._touch(region, one[1])]:
+                left = [one for one in left if one not in touching]
+                chosen = [*chosen, *(entry for group, _ in touching for entry in group)]
+                region = self._joint([region, *(other for _, other in touching)], ())
+            if not any(self._touch(region, step.region) for step in self._running):
+                return chosen
+        return []
 
     def _take_ready(self) -> list[Entry]:
         """What has come; but roots that reach what reduces wait as a whole for the pass's turn.
@@ -275,9 +343,6 @@ class Part:
     def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Those that may go in now, and those that have to wait for others (`nbdist.autograd.ordering`)."""
         now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
-        for entry in now:
-            if entry.slot is not None:
-                self._lines.leave(entry.slot)
         return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
 
     def _turn_is_needed(self) -> bool:
@@ -311,6 +376,28 @@ class Part:
                 self._kept.append(Crossing(node, output, gradient))
         self._regions.pop(entry, None)
         return bool(entry.edges)
+
+    def _touch(self, one: Region, other: Region) -> bool:
+        """Whether two calls have more in common than leaves at which nothing but accumulation happens."""
+        if one.nodes.isdisjoint(other.nodes):
+            return not one.receives.keys().isdisjoint(other.receives)
+        return not self._are_plain(one.nodes & other.nodes)
+
+    def _are_plain(self, nodes: Iterable[Node]) -> bool:
+        owned = ddp.owned_by_any() if ddp.exist() else set[int]()
+        return all(type(node) is ACCUMULATE and self._is_plain(node, owned) for node in nodes)
+
+    def _is_plain(self, node: Node, owned: Set[int]) -> bool:
+        """Whether nothing but accumulation happens at a leaf, so that it may as well happen in instalments."""
+        leaf = node.variable
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
+            return False
+        hooks = self._hooks.get(node)
+        if hooks is None:
+            if any(node in step.region.nodes for step in self._running):
+                return False  # to look at it is to change it, and the engine may be reading it now
+            hooks = self._hooks[node] = [_hooks_of(node.register_prehook), _hooks_of(node.register_hook)]
+        return not any(known() for known in hooks)
 
     def _joint(self, regions: Sequence[Region], kept: Sequence[Crossing]) -> Region:
         if len(regions) == 1 and not kept:
@@ -369,7 +456,7 @@ class Part:
             gradients.append(crossing.gradient)
         into = None if self._head.accumulate else self.gradients
         observed = self._observer.around(self, nodes) if self._observer is not None else nullcontext()
-        with claimed(leaves, into), running(self), observed:
+        with claimed(leaves, into, self), running(self), observed:
             run_backward(roots, gradients, retain_graph=self._head.retain_graph)
 
     def _contested_call(
@@ -442,18 +529,11 @@ class Part:
         return self._awaited[end]
 
 
-def _is_plain(node: Node, owned: Set[int]) -> bool:
-    """Whether nothing but accumulation happens at a leaf, so that it may as well happen in instalments."""
-    leaf = node.variable
-    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
-        return False
-    for register in (node.register_hook, node.register_prehook):
-        handle = register(_nothing)
-        others = len(handle.hooks_dict_ref()) - 1
-        handle.remove()
-        if others:
-            return False
-    return True
+def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
+    groups: dict[int | None, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.slot.message if entry.slot is not None else None, []).append(entry)
+    return list(groups.values())
 
 
 def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torch.Tensor:
@@ -462,6 +542,14 @@ def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torc
         return gradient
     shape, dtype, device = end.like[output]
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _hooks_of(register: Callable[[Callable[..., None]], Any]) -> Callable[[], Mapping[int, Any] | None]:
+    """Those of a node, now and later: there is no other way to see them than to register one."""
+    handle = register(_nothing)
+    handle.remove()
+    hooks: Callable[[], Mapping[int, Any] | None] = handle.hooks_dict_ref
+    return hooks
 
 
 def _nothing(*_: Any) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -142,6 +143,7 @@ class Passes:
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
         run.observer = self.observing.observer(head, context)
+        run.most_threads = 1 if _may_wait(run) else _most_threads()
         run.part = Part(sends, head, partial(self._send_back, run), partial(self._send_marks, run), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
         self.observing.begun(run)
@@ -255,37 +257,69 @@ class Passes:
     # -- going on -----------------------------------------------------------------------------
 
     def _advance(self, run: Run) -> None:
-        """Run what can run; if a thread is doing so, it will see to the rest."""
+        """Run what can run, unless there are enough threads that do so; the last of them reports it."""
         with run.lock:
-            if run.busy:
+            if run.threads >= run.most_threads:
                 run.again = True
                 return
-            run.busy = True
+            run.threads += 1
+            run.entries += 1
         while True:
             with run.lock:
                 run.again = False
-                taken, run.arrived = run.arrived, []
+                run.taken += run.arrived
+                run.arrived = []
+                alone, entries = run.threads == 1, run.entries
             start = time.monotonic()
             try:
-                waits = run.part.run()
+                waits = run.part.run(partial(self._before_step, run))
             except BaseException as error:
+                run.part.stop()
                 self._fail(run, error)
                 if not isinstance(error, Exception):
                     raise
                 return
             trace.emit("segment.ran", agent=self._transport.name, start=start, context=run.context.id)
             with run.lock:
-                if waits:  # it will run when the marking is over, and is not dealt with before
-                    run.arrived = taken + run.arrived
-                    run.marked += taken
+                if run.again:
+                    continue
+                if run.threads > 1:
+                    run.threads -= 1
+                    last = False
+                elif not alone or run.entries > entries:
+                    continue  # others have run something since: what was found is out of date
                 else:
-                    run.settled += taken
-                if not run.again:
-                    run.busy = False
-                    break
+                    taken, run.taken = run.taken, []
+                    if waits:  # it will run when the marking is over, and is not dealt with before
+                        run.arrived = taken + run.arrived
+                        run.marked += taken
+                    else:
+                        run.settled += taken
+                    run.threads = 0
+                    last = True
+            break
+        if not last:
+            self._empty_outbox(run)  # the report may be far
+            return
         if run.observer is not None:
             run.observer.waits_for({slot.message for slot in run.part.missing()})
         self._report(run)
+
+    def _may_keep(self, run: Run) -> bool:
+        """Whether a message to the root may wait for the report, because that comes soon."""
+        return run.threads == 1 and not run.part.ready and not _may_wait(run)
+
+    def _before_step(self, run: Run) -> None:
+        """The calling thread is going to be busy: it leaves nothing behind, and lets others take what is left."""
+        self._empty_outbox(run)
+        if run.part.ready and run.threads < run.most_threads:
+            self._transport.submit(partial(self._advance, run))
+
+    def _empty_outbox(self, run: Run) -> None:
+        with run.lock:
+            out, run.outbox = run.outbox, None
+        if out is not None:
+            self._post(run, run.head.id.root, *out)
 
     def _send_back(
         self, run: Run, end: Received, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
@@ -293,7 +327,7 @@ class Passes:
         with run.lock:
             token = self._token(run, end.peer, is_mark=False)
             out: Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
-            if end.peer == run.head.id.root != self._transport.me and not _may_wait(run):
+            if end.peer == run.head.id.root != self._transport.me and self._may_keep(run):
                 out, run.outbox = run.outbox, out
         if run.observer is not None:
             run.observer.note("sent", message=end.message)
@@ -463,3 +497,9 @@ class Passes:
 def _may_wait(run: Run) -> bool:
     """Whether the thread that runs a pass may stop on its way: then nothing must wait for the end of its call."""
     return run.observer is not None or ddp.exist()
+
+
+def _most_threads() -> int:
+    """As many as there are cores for, if each uses as many as torch has been told to."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // torch.get_num_threads())

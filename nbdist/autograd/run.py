@@ -40,9 +40,16 @@ class Run:
         """A message to the root, which waits for the report that can go with it."""
         self.sent: list[tuple[Token, int]] = []
         self.arrived: list[Token] = []
+        self.taken: list[Token] = []
+        """Of what has arrived, that which some thread has looked at."""
         self.reports = 0
-        self.busy = False
+        self.threads = 0
+        """So many run it now,"""
+        self.most_threads = 1
+        self.entries = 0
+        """and so many times one has begun to."""
         self.again = False
+        """Whether something has come that was left to them."""
         # On the root only:
         self.ledger: Ledger | None = None
         self.outcome: Future[None] | Latch | None = None

@@ -186,8 +186,8 @@ def hasty(monkeypatch):
     flying, run = [], Part.run
     cut_short = []
 
-    def run_and_be_told(part):
-        waits = run(part)
+    def run_and_be_told(part, before_step):
+        waits = run(part, before_step)
         for message in flying[0]:
             told = getattr(message, "args", None)
             if told and type(told[0]) is messages.Marked:
