@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from harness import Case, Contestant, each
 
 HERE = Path(__file__).resolve().parent
 
-RESNET = "DistResNet50, 2 workers, {} splits, 16 of 64x64"
+RESNET = "DistResNet50, 2 workers, {} splits, {} of 64x64"
+SPLITS, BATCHES, OBSERVERS, TRAINERS = (1, 2, 4, 8), (4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 4)
+SIZES = [(splits, 16) for splits in SPLITS] + [(4, batch) for batch in BATCHES if batch != 16]
 TINY = "tiny layers, 2 workers, 4 splits, 4 MB activations"
 PLAYING = "CartPole, {} observers, {}"
 SERVING = "parameter server, {} trainers"
@@ -34,29 +36,31 @@ OWN = {
     "by hand": 3,
     "Pipeline, forward and backward": 3,
     "Pipeline, train_step": 3,
-    "two stages, 8 micro-batches": 5,
-    "one process, the same": 5,
+    "Pipeline, train_step, cut by time": 3,
+    "two stages, 8 micro-batches": 15,
+    "one process, the same": 15,
 }
+MEMORY = {f"{what}, {name}": 2 for what in ("in use", "resident") for name in ("gpipe", "1f1b")}
 WORLDS: dict[str, tuple[Callable[[int], str], int, dict[str, int]]] = {
     "pipeline": (
         lambda rank: f"worker{rank}" if rank else "master",
         3,
-        {RESNET.format(splits): 3 for splits in (1, 2, 4, 8)} | {TINY: 10},
+        {RESNET.format(*size): 3 for size in SIZES} | {TINY: 10},
     ),
     "server": (
         lambda rank: f"trainer{rank}" if rank else "ps",
         5,
-        {SERVING.format(count): 6 for count in (1, 2, 4)},
+        {SERVING.format(count): 6 for count in TRAINERS},
     ),
     "cartpole": (
         lambda rank: f"observer{rank}" if rank else "agent",
         9,
-        {PLAYING.format(count, mode): 30 for count in (1, 4, 8) for mode in ("batched", "single")},
+        {PLAYING.format(count, mode): 30 for count in OBSERVERS for mode in ("batched", "single")},
     ),
-    "deep": (lambda rank: f"worker{rank}" if rank else "master", 5, OWN | {"peak, gpipe": 2, "peak, 1f1b": 2}),
+    "deep": (lambda rank: f"worker{rank}" if rank else "master", 5, OWN | MEMORY),
 }
 LIMITS = {
-    RESNET.format(4): 1.02,
+    RESNET.format(4, 16): 1.02,
     TINY: 0.6,
     PLAYING.format(8, "batched"): 0.8,
     SERVING.format(4): 1.0,
@@ -86,24 +90,61 @@ class Grow:
 
 
 class Shrink(Grow):
-    """The second: back to few numbers."""
+    """The second: back to few numbers; it looks at some only, as what is measured is not arithmetic."""
 
     def forward(self, x_rref: Any) -> Any:
-        """To a number for each row."""
-        return (x_rref.to_here() * self.weight).sum(1)
+        """To a number for each row; backward, all have a gradient."""
+        return x_rref.to_here()[:, ::1024].sum(1) * self.weight
 
 
-def reset_peak() -> int:
-    """The bytes that this process has now; from now on the peak is counted anew."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not to be taken for free memory
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+class Heap(ctypes.Structure):
+    """C's ``struct mallinfo2``."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    )
 
 
-def peak() -> int:
-    """The most bytes that it has had since."""
-    return _status("VmHWM")
+class Memory:
+    """How much more than at its beginning is in use at most, and how much is resident at most."""
+
+    def __init__(self) -> None:
+        from nbdist import trace
+
+        gc.collect()
+        self._c = ctypes.CDLL(None)
+        self._c.mallinfo2.restype = Heap
+        self._c.malloc_trim(0)  # what was freed before is not to be taken for free memory
+        Path("/proc/self/clear_refs").write_text("5")  # from now on the peak is counted anew
+        self._resident = _status("VmRSS")
+        self._before = self._most = self._in_use()
+        self._stop = trace.subscribe(lambda event, _: self._look() if event == "micro_batch.ran" else None)
+
+    def _in_use(self) -> int:
+        heap = self._c.mallinfo2()
+        return int(heap.uordblks + heap.hblkhd) + _status("RssShmem")
+
+    def _look(self) -> None:
+        self._most = max(self._most, self._in_use())
+
+    def end(self) -> tuple[int, int]:
+        """Bytes in use, and resident, at most."""
+        self._stop()
+        return self._most - self._before, _status("VmHWM") - self._resident
+
+
+_memory: list[Memory] = []
+
+
+def watch_memory() -> None:
+    """From now on."""
+    _memory.append(Memory())
+
+
+def memory() -> tuple[int, int]:
+    """Until now."""
+    return _memory.pop().end()
 
 
 def _status(what: str) -> int:
@@ -130,30 +171,30 @@ def pipeline_cases() -> dict[str, Case]:
             self.p1_rref = rpc.remote("worker1", programs_module().Grow)
             self.p2_rref = rpc.remote("worker2", programs_module().Shrink)
 
-    def step(model: Any, inputs: Any, targets: Any) -> Callable[[], None]:
+    def step(model: Any, inputs: Any, targets: Any) -> Callable[..., None]:
         optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=0.001)
 
-        def run() -> None:
+        def run(batch: int | None = None) -> None:
             with dist_autograd.context() as context_id:
-                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                loss = torch.nn.functional.mse_loss(model(inputs[:batch]), targets[:batch])
                 dist_autograd.backward(context_id, [loss])
                 optimizer.step(context_id)
 
         return run
 
-    images, scores = torch.randn(16, 3, 64, 64), torch.randn(16, 1000)
+    images, scores = torch.randn(max(BATCHES), 3, 64, 64), torch.randn(max(BATCHES), 1000)
     model = DistResNet50(4, ["worker1", "worker2"])
     resnet_step = step(model, images, scores)
 
-    def with_splits(splits: int) -> Callable[[], None]:
+    def with_splits(splits: int, batch: int) -> Callable[[], None]:
         def run() -> None:
             model.splits = splits
-            resnet_step()
+            resnet_step(batch)
 
         return run
 
     tiny = step(Tiny(), torch.rand(16, 1), torch.rand(16))
-    return {RESNET.format(splits): each(with_splits(splits)) for splits in (1, 2, 4, 8)} | {TINY: each(tiny)}
+    return {RESNET.format(*size): each(with_splits(*size)) for size in SIZES} | {TINY: each(tiny)}
 
 
 def server_cases() -> dict[str, Case]:
@@ -174,7 +215,7 @@ def server_cases() -> dict[str, Case]:
 
         return run
 
-    return {SERVING.format(count): with_trainers(count) for count in (1, 2, 4)}
+    return {SERVING.format(count): with_trainers(count) for count in TRAINERS}
 
 
 def cartpole_cases() -> dict[str, Case]:
@@ -194,7 +235,7 @@ def cartpole_cases() -> dict[str, Case]:
         return run
 
     modes = {"batched": True, "single": False}
-    return {PLAYING.format(count, mode): playing(count, modes[mode]) for count in (1, 4, 8) for mode in modes}
+    return {PLAYING.format(count, mode): playing(count, modes[mode]) for count in OBSERVERS for mode in modes}
 
 
 def deep_cases() -> dict[str, Case]:
@@ -209,6 +250,8 @@ def deep_cases() -> dict[str, Case]:
     images, scores = torch.randn(16, 3, 64, 64), torch.randn(16, 1000)
     pipe = Pipeline(resnet50(), two, at=["layer3"])
     optimizer = optim.DistributedOptimizer(torch.optim.SGD, pipe.parameter_rrefs(), lr=0.001)
+    even = Pipeline(resnet50(), two, balance="time", sample=images[:4])
+    evens = optim.DistributedOptimizer(torch.optim.SGD, even.parameter_rrefs(), lr=0.001)
 
     def forward_and_backward() -> None:
         with autograd.context() as context_id:
@@ -216,7 +259,7 @@ def deep_cases() -> dict[str, Case]:
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
 
-    def train_step() -> None:
+    def train_step(pipe: Pipeline, optimizer: optim.DistributedOptimizer) -> None:
         with autograd.context() as context_id:
             pipe.train_step(images, scores, torch.nn.functional.mse_loss)
             optimizer.step(context_id)
@@ -240,27 +283,31 @@ def deep_cases() -> dict[str, Case]:
         name: Pipeline(cut(mlp(1024, 12), 4), four, micro_batches=8, schedule=name) for name in ("gpipe", "1f1b")
     }
 
-    def peak_of(name: str) -> Case:
+    def peak_of(name: str, which: int) -> Case:
         def run(count: int) -> list[float]:
             found = []
             for _ in range(count):
-                before = rpc.rpc_sync("worker2", programs_module().reset_peak)
+                rpc.rpc_sync("worker2", programs_module().watch_memory)
                 with autograd.context():
                     schedules[name].train_step(x1024, x1024, torch.nn.functional.mse_loss)
-                found.append(float(rpc.rpc_sync("worker2", programs_module().peak) - before))
+                found.append(float(rpc.rpc_sync("worker2", programs_module().memory)[which]))
             return found
 
         return run
 
-    by_hand = pipeline_cases()[RESNET.format(4)]
+    by_hand = pipeline_cases()[RESNET.format(4, 16)]
     return {
         "by hand": by_hand,
         "Pipeline, forward and backward": each(forward_and_backward),
-        "Pipeline, train_step": each(train_step),
+        "Pipeline, train_step": each(lambda: train_step(pipe, optimizer)),
+        "Pipeline, train_step, cut by time": each(lambda: train_step(even, evens)),
         "two stages, 8 micro-batches": each(both),
         "one process, the same": each(lambda: alone.train_step(x512, x512, torch.nn.functional.mse_loss) and None),
-        "peak, gpipe": peak_of("gpipe"),
-        "peak, 1f1b": peak_of("1f1b"),
+        **{
+            f"{what}, {name}": peak_of(name, which)
+            for which, what in enumerate(("in use", "resident"))
+            for name in ("gpipe", "1f1b")
+        },
     }
 
 
@@ -342,21 +389,51 @@ def main() -> None:
     harness.write({"machine": harness.machine(), "times": times, "own": own}, chosen.json)
 
 
+def draw(times: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """How each program's time grows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 2.8), layout="constrained")
+    panels = {
+        "DistResNet50, a step: splits": (SPLITS, {"": [RESNET.format(splits, 16) for splits in SPLITS]}),
+        "DistResNet50, a step: batch": (BATCHES, {"": [RESNET.format(4, batch) for batch in BATCHES]}),
+        "CartPole, a step: observers": (
+            OBSERVERS,
+            {mode: [PLAYING.format(count, mode) for count in OBSERVERS] for mode in ("batched", "single")},
+        ),
+        "parameter server, a round: trainers": (TRAINERS, {"": [SERVING.format(count) for count in TRAINERS]}),
+    }
+    for axes, (title, (over, lines)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for mode, cases in lines.items():
+            for library, colour in (("nbdist", "C0"), ("torch", "C1")):
+                ys = [statistics.median(times[case][library]) * 1e3 for case in cases]
+                axes.plot(
+                    over, ys, "--o" if mode == "single" else "-o", color=colour, label=f"{library} {mode}".strip()
+                )
+        axes.set(title=title, ylabel="ms", xticks=over, ylim=(0, None))
+        axes.title.set_fontsize(10)
+        axes.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def _own(own: harness.Times, times: harness.Times) -> str:
     middle = {case: statistics.median(by_name["nbdist"]) for case, by_name in own.items()}
     speed = middle["one process, the same"] / middle["two stages, 8 micro-batches"] / (2 * 8 / 9)
     rows = [
         f"| {name} | {harness.duration(middle[name])} | {middle[name] / middle['by hand']:.2f} of by hand | ≤ 1 |"
-        for name in ("Pipeline, forward and backward", "Pipeline, train_step")
+        for name in OWN
+        if name.startswith("Pipeline")
     ]
     rows.append(
         f"| two stages of equal cost, 8 micro-batches | {harness.duration(middle['two stages, 8 micro-batches'])} | "
         f"{speed:.2f} of what two workers could do at most, of one process x 2 x 8/9 | ≥ 0.85 |"
     )
-    rows.append(
-        f"| peak memory of stage 1 of 4, 1F1B | {middle['peak, 1f1b'] / 1e6:.0f} MB | "
-        f"{middle['peak, 1f1b'] / middle['peak, gpipe']:.2f} of GPipe | ≤ 0.6 |"
-    )
+    for what, limit in (("in use", "≤ 0.6"), ("resident", "-")):
+        less, more = (middle[f"{what}, {name}"] for name in ("1f1b", "gpipe"))
+        rows.append(
+            f"| memory of stage 1 of 4 at most, 1F1B, {what} | {less / 1e6:.0f} MB | "
+            f"{less / more:.2f} of GPipe | {limit} |"
+        )
     batched, single = (PLAYING.format(8, mode) for mode in ("batched", "single"))
     if batched in times:
         here, there = (statistics.median(times[case]["nbdist"]) for case in (batched, single))

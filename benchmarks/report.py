@@ -18,9 +18,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
+import programs
 
 HERE = Path(__file__).parent
 REPORT = HERE / "README.md"
+PICTURE = HERE / "programs.svg"
 README = HERE.parent / "README.md"
 BENCHMARKS = {
     "rpc": "Calls",
@@ -86,6 +88,9 @@ def main() -> None:
     for name in options.only or BENCHMARKS:
         tables, numbers = run(name, options.rounds)
         print(f"{tables}\n", flush=True)
+        if name == "programs":
+            programs.draw(numbers["times"], PICTURE)
+            tables += f"\n\n![How the times grow]({PICTURE.name})"
         known[name] = section(name, tables)
         REPORT.write_text("\n".join([HEAD, *(known[other] for other in BENCHMARKS if other in known)]))
         if name == "rpc":

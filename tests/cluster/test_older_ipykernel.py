@@ -70,8 +70,8 @@ def test_output_after_the_cell_input_and_completion(old):
 
 def test_interrupts(old):
     for target, names in (("", ("worker0", "1")), (" 0", ("worker0",))):
-        cell = old.send(f"%%remote{target}\nimport time; print('started', flush=True); time.sleep(600)")
-        old.until(lambda cell=cell: "started" in cell.stdout)
+        cell = old.send(f"%%remote{target}\nimport time; print(f'started {{rank}}', flush=True); time.sleep(600)")
+        old.until(lambda cell=cell, names=names: cell.stdout.count("started") == len(names))
         old.interrupt()
         old.finish(cell)
         assert cell.error["ename"] == "KeyboardInterrupt"
