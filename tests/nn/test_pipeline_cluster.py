@@ -60,7 +60,9 @@ def test_a_worker_dies_in_a_step_and_the_training_goes_on_with_another(kills):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.soak)])
-def test_a_language_model_is_trained_as_in_one_process(steps):
+def test_a_language_model_is_trained_as_in_one_process(steps, monkeypatch):
+    # Or the library keeps some megabytes for each thread that has ever multiplied matrices, and a step may run in any.
+    monkeypatch.setenv("MKL_DISABLE_FAST_MM", "1")
     model = gpt()
     assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 12e6
     stages = cut(model, 3, balance="size")
@@ -97,7 +99,7 @@ def test_a_language_model_is_trained_as_in_one_process(steps):
         found, expected = pipe.state_dict(), dict(zip(pipe.state_dict(), alone, strict=True))
         for name, value in found.items():
             assert torch.equal(value, expected[name]), (name, (value - expected[name]).abs().max())
-        assert max(used) - used[0] < 32 << 20
+        assert max(used) - used[0] < 8 << 20, used
 
 
 @pytest.mark.timeout(120)
