@@ -401,7 +401,7 @@ def draw(times: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None
             OBSERVERS,
             {mode: [PLAYING.format(count, mode) for count in OBSERVERS] for mode in ("batched", "single")},
         ),
-        "parameter server, a round: trainers": (TRAINERS, {"": [SERVING.format(count) for count in TRAINERS]}),
+        "server, a round: trainers": (TRAINERS, {"": [SERVING.format(count) for count in TRAINERS]}),
     }
     for axes, (title, (over, lines)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for mode, cases in lines.items():

@@ -88,6 +88,7 @@ class _Holder:
     def __init__(self, group: object | None = None) -> None:
         self.held: set[int] = set()
         self._group = group
+        self._left: list[_Use] = []
         self._thread = threading.get_ident()
 
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
@@ -126,16 +127,20 @@ class _Holder:
     def leave(self) -> list[_Use]:
         """What nobody else has of what we have claimed; it can be claimed again when it has been given back."""
         with _condition:
-            own = [use for leaf in self.held if (use := _claimed.get(leaf)) is not None and self in use.holders]
-            for use in own:
-                use.holders.remove(self)
-            return [use for use in own if not use.holders]
+            for leaf in self.held:
+                use = _claimed.get(leaf)
+                if use is not None and self in use.holders:
+                    use.holders.remove(self)
+                    if not use.holders:
+                        self._left.append(use)
+            return self._left
 
-    def give_back(self, left: Iterable[_Use]) -> None:
-        """Let others have it."""
+    def give_back(self) -> None:
+        """Let others have them."""
+        self.leave()
         with _condition:
-            for use in left:
-                del _claimed[use.key]
+            while self._left:
+                del _claimed[self._left.pop().key]
             _condition.notify_all()
 
 
@@ -187,10 +192,9 @@ class Claim:
 
     def release(self) -> None:
         """What is there when nobody has it any more is the pass's, and what was there before comes back."""
-        left = self.holder.leave()
         try:
             alive = [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
-            own = [(use.leaf, use.before) for use in left if use.leaf is not None]
+            own = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
             shared = ddp.in_buckets() if ddp.exist() else set[int]()
             for leaf, before in (*own, *alive):
                 new = leaf.grad
@@ -198,7 +202,7 @@ class Claim:
                 if new is not None and self._into is not None:
                     self._into.add(leaf, new.clone() if id(leaf) in shared else new)
         finally:
-            self.holder.give_back(left)
+            self.holder.give_back()
 
     def accumulate_late(self) -> None:
         """After the release, when nobody can wait for us: give leaves what they could not be given during the call."""
@@ -208,7 +212,7 @@ class Claim:
                 holder.take({id(leaf): leaf})
                 _accumulate(leaf, gradient, self._into)
             finally:
-                holder.give_back(holder.leave())
+                holder.give_back()
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: Gradients | None) -> None:
@@ -294,4 +298,4 @@ def lent(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> Iterator[None
             for leaf, old in before:
                 leaf.grad = old
         finally:
-            holder.give_back(holder.leave())
+            holder.give_back()

@@ -76,7 +76,7 @@ def test_there_are_no_more_threads_than_allowed(world, threads, hooks, mode):
     hooks["second"] = count
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [sum(forward(6)).sum()], mode=mode)
-    assert most[0] == 2
+    assert most[0] <= 2
 
 
 def test_one_thread_sends_each_back_before_it_goes_on_with_the_next(world, threads, hooks, mode):
