@@ -2,7 +2,8 @@
 
 Contestants alternate within one run, so that a machine that slows down slows all of them; what is compared is
 the ratio of medians over all rounds. A contestant is a subprocess that reads a case's name and a count per
-line and answers with seconds per operation.
+line and answers with seconds per operation. While it is not its turn all its processes are stopped: an idle
+TensorPipe agent keeps a core busy with polling, and would be measured as part of the others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,14 +39,23 @@ class Contestant:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            # A group of its own, to be stopped as one. In our session: should we die, the system wakes and ends it.
+            process_group=0,
         )
         self.version = self._read()["version"]
+        self._signal(signal.SIGSTOP)
 
     def run(self, case: str, count: int) -> list[float]:
         """Seconds per operation, ``count`` times."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         print(json.dumps({"case": case, "count": count}), file=self._process.stdin, flush=True)
-        return list(self._read()["times"])
+        times = self._read()["times"]
+        self._signal(signal.SIGSTOP)
+        return list(times)
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -56,6 +67,7 @@ class Contestant:
     def close(self) -> None:
         """End the contestant's processes."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             self._process.wait(20)

@@ -17,6 +17,7 @@ import pickle
 import sys
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ from nbdist.wire.messages import Fork, Hole, Payload, Place
 from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_packable, pack_alone, unpack_tensors
 
-__all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reference"]
+__all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reducer", "register_reference"]
 
 _BIG_GLOBAL = 1 << 20
 _QUICK = 1 << 16
@@ -68,6 +69,14 @@ _reference_types: set[type] = set()
 def register_reference(cls: type) -> None:
     """Make instances of ``cls`` travel as forks; they are handed to the encoder's `Forker`."""
     _reference_types.add(cls)
+
+
+_reducers: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_reducer(cls: type, reducer: Callable[[Any], Any]) -> None:
+    """Have instances of ``cls`` pickled as ``reducer`` says; the first one registered stays."""
+    _reducers.setdefault(cls, reducer)
 
 
 class _ByValue:
@@ -193,6 +202,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         by_value: bool,
         record: bool = False,
     ) -> None:
+        # cloudpickle's own is a chain of them, which takes long to find that there is nothing for an object.
+        self.dispatch_table = {**cloudpickle.Pickler.dispatch_table, **_reducers}
         # A method of this pickler as its callback would be a circle, and keep what was pickled until a collection.
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
@@ -208,7 +219,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._recorded_at: dict[int, int] = {}
         self.requires_grad = False
         self._record = record
+        self._modules: set[int] = set()
         self._of_modules: set[int] = set()
+        self._ordinary: set[type] = set()
         self._forker = forker
         self._by_value = by_value
         self._wrappers: dict[int, _ByValue] = {}
@@ -227,6 +240,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if obj is _tensor or obj is _recorded:
             return NotImplemented
         self.plain = False
+        if kind in self._ordinary:
+            return NotImplemented
+        if kind is OrderedDict:  # as it would be, but for a search for slots: modules have nine of them each
+            return OrderedDict, (), vars(obj) or None, None, iter(obj.items())
         if kind in _reference_types:
             return _reference, (self._refer(obj),)
         if kind is types.FunctionType or issubclass(kind, type):
@@ -235,15 +252,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return self._value(obj.definition)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj)
-        if isinstance(obj, torch.nn.Module):  # a module travels as a copy, with parameters of its own
-            self._of_modules.update(map(id, _parameters(obj)))
+        if isinstance(obj, torch.nn.Module):
+            if isinstance(obj, torch.jit.ScriptModule):
+                saved = io.BytesIO()
+                torch.jit.save(obj, saved)
+                return _script, (saved.getvalue(),)
+            if id(obj) not in self._modules:
+                self._look_into(obj)
+            return NotImplemented
         if isinstance(obj, torch.jit.ScriptFunction):
             return self._script_function(obj)
-        if isinstance(obj, torch.jit.ScriptModule):
-            saved = io.BytesIO()
-            torch.jit.save(obj, saved)
-            return _script, (saved.getvalue(),)
-        return super().reducer_override(obj)
+        self._ordinary.add(kind)
+        return NotImplemented
+
+    def _look_into(self, module: torch.nn.Module) -> None:
+        """Note what is in it: a module travels as a copy, with parameters of its own."""
+        stack: list[Any] = [module]
+        # Not by the methods of modules, which some of them have to refuse.
+        while stack:
+            inner = stack.pop()
+            if id(inner) not in self._modules:
+                self._modules.add(id(inner))
+                self._of_modules.update(map(id, inner.__dict__.get("_parameters", {}).values()))
+                stack += [child for child in inner.__dict__.get("_modules", {}).values() if child is not None]
 
     def _add_recorded(self, tensor: torch.Tensor) -> int:
         index = self._recorded_at.get(id(tensor))
@@ -299,17 +330,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         saved = io.BytesIO()
         torch.jit.save(function, saved)
         return _script_function, (saved.getvalue(),)
-
-
-def _parameters(module: torch.nn.Module) -> list[Any]:
-    """Of a module and all below it; not by its methods, which some modules have to refuse."""
-    found: list[Any] = []
-    stack: list[Any] = [module]
-    while stack:
-        inner = stack.pop()
-        found += inner.__dict__.get("_parameters", {}).values()
-        stack += [child for child in inner.__dict__.get("_modules", {}).values() if child is not None]
-    return found
 
 
 def _reduce_exception(error: BaseException) -> Any:

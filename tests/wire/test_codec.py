@@ -66,6 +66,27 @@ def test_one_object_stays_one():
     assert first is second
 
 
+def test_an_ordered_dict_keeps_its_order_and_all_else():
+    value = collections.OrderedDict(b=1, a=[2])
+    value.move_to_end("b")
+    value.note, value["self"] = "an attribute", value
+    found = travel(value)
+    assert type(found) is collections.OrderedDict
+    assert list(found) == ["a", "b", "self"]
+    assert (found["a"], found["b"], found.note) == ([2], 1, "an attribute")
+    assert found["self"] is found
+
+
+def test_a_module_in_two_places_stays_one():
+    inner = torch.nn.Linear(2, 2)
+    outer = torch.nn.Sequential(inner, torch.nn.Sequential(inner))
+    outer.register_forward_hook(print)
+    found_outer, found_inner = travel((outer, inner))
+    assert found_outer[0] is found_outer[1][0] is found_inner
+    assert list(found_outer._forward_hooks.values()) == [print]
+    assert all(torch.equal(a, b) for a, b in zip(found_outer.parameters(), outer.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("size", [10, LARGE - 1, LARGE, 3 * LARGE])
 def test_large_buffers(size):
     numpy = pytest.importorskip("numpy")

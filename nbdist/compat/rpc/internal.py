@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import ChainMap
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -44,11 +43,6 @@ class RemoteException(NamedTuple):
 Reducer = Callable[[Any], Any]
 _TENSOR, _RREF, _SCRIPT = "tensor", "rref", "script"
 
-_in_calls: dict[type, Reducer] = {}
-"""What programs have registered, for the pickler of nbdist's calls: torch's RemoteModule travels by this way."""
-
-codec._Pickler.dispatch_table = ChainMap(_in_calls, codec._Pickler.dispatch_table)
-
 
 class _InternalRPCPickler:
     """Serializes a value to bytes and a list of tensors, and back."""
@@ -59,7 +53,7 @@ class _InternalRPCPickler:
     def _register_reducer(self, obj_class: type, reducer: Reducer) -> None:
         """Have instances of a class serialized by ``reducer``, in calls too; the first one registered stays."""
         self._reducers.setdefault(obj_class, reducer)
-        _in_calls.setdefault(obj_class, self._reducers[obj_class])
+        codec.register_reducer(obj_class, self._reducers[obj_class])  # torch's RemoteModule travels in this way
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         """``obj`` without its tensors, and they."""
