@@ -88,7 +88,7 @@ class _Step:
     ) -> None:
         self.call = call
         self.region = region
-        self.slots = [entry.slot for entry in entries if entry.slot is not None]
+        self.entries = entries
         self.alone = alone
 
 
@@ -245,9 +245,16 @@ class Part:
             finally:
                 with self._lock:
                     self._running.remove(step)
-                    for slot in step.slots:
-                        self._lines.leave(slot)
+                    for entry in step.entries:
+                        self._leave(entry)
         return False
+
+    def _leave(self, entry: Entry) -> None:
+        """It has run: nothing of it is kept for as long as the pass goes on."""
+        if entry.slot is not None:
+            self._lines.leave(entry.slot)
+        self._regions.pop(entry, None)
+        entry.gradients = []
 
     def _next_step(self) -> _Step | None:
         if any(step.alone for step in self._running):

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,9 @@ class Passes:
         sends = list(context.sends.values())
         run.observer = self.observing.observer(head, context)
         run.most_threads = 1 if _may_wait(run) else _most_threads()
-        run.part = Part(sends, head, partial(self._send_back, run), partial(self._send_marks, run), run.observer)
+        # Not by the run itself, which has the part: a circle would keep all of them until the next collection.
+        known = weakref.proxy(run)
+        run.part = Part(sends, head, partial(self._send_back, known), partial(self._send_marks, known), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
         self.observing.begun(run)
         return run

@@ -3,14 +3,18 @@
 import gc
 import os
 import threading
+import time
+import weakref
 
 import pytest
 import torch
-from autograd_functions import forward_and_own, kilobytes
+from autograd_functions import forward_and_own, kilobytes, stage
 
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
+from nbdist.autograd.part import Part
+from nbdist.autograd.run import Run
 
 ALLOWED = 1500
 """KB that allocators may have put aside since; a thousand contexts that left 2 KB each would show."""
@@ -42,3 +46,44 @@ def test_a_thousand_contexts_leave_no_memory_in_use():
         assert threading.active_count() == threads
     grown = {name: after[name] - before[name] for name in before}
     assert max(grown.values()) < ALLOWED, grown
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_a_pass_leaves_no_circle(world, mode):
+    """What only a collection could free would stay until there is one, and with it the gradients that came."""
+    gc.collect()
+    gc.disable()
+    try:
+        known = {name: weakref.ref(gradient) for name, gradient in arriving(mode)}
+        assert len(known) == 6
+        deadline = time.monotonic() + 5
+        while (left := [name for name, ref in known.items() if ref() is not None]) or of_passes():
+            assert time.monotonic() < deadline, (left, of_passes())
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def arriving(mode):
+    """The gradients that come to this process's workers in one pass, by whom and for what."""
+    found = []
+
+    def note(part, message, outputs, gradients):
+        found.extend((f"{message}.{index}", gradient) for index, gradient in zip(outputs, gradients, strict=True))
+        return arrive(part, message, outputs, gradients)
+
+    arrive = Part.arrive
+    Part.arrive = note
+    try:
+        with dist_autograd.context() as context_id:
+            outs = [rpc.rpc_sync("worker1", stage, args=(torch.ones(3), "first", index)) for index in range(2)]
+            outs = [rpc.rpc_sync("worker2", stage, args=(out, "second", index)) for index, out in enumerate(outs)]
+            dist_autograd.backward(context_id, [sum(outs).sum()], mode=mode)
+    finally:
+        Part.arrive = arrive
+    return found
+
+
+def of_passes():
+    """What there is of any pass."""
+    return [one for one in gc.get_objects() if type(one) in (Run, Part)]
