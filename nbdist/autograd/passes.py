@@ -146,7 +146,7 @@ class Passes:
         run.observer = self.observing.observer(head, context)
         run.most_threads = 1 if _may_wait(run) else _most_threads()
         # Not by the run itself, which has the part: a circle would keep all of them until the next collection.
-        known = weakref.proxy(run)
+        known = weakref.ref(run)
         run.part = Part(sends, head, partial(self._send_back, known), partial(self._send_marks, known), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
         self.observing.begun(run)
@@ -325,8 +325,14 @@ class Passes:
             self._post(run, run.head.id.root, *out)
 
     def _send_back(
-        self, run: Run, end: Received, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
+        self,
+        known: weakref.ref[Run],
+        end: Received,
+        outputs: Sequence[int],
+        gradients: Sequence[torch.Tensor | None],
     ) -> None:
+        run = known()
+        assert run is not None  # whoever runs its part has it
         with run.lock:
             token = self._token(run, end.peer, is_mark=False)
             out: Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
@@ -337,7 +343,9 @@ class Passes:
         if out is not None:
             self._post(run, end.peer, *out)
 
-    def _send_marks(self, run: Run, marks: Marks) -> None:
+    def _send_marks(self, known: weakref.ref[Run], marks: Marks) -> None:
+        run = known()
+        assert run is not None
         with run.lock:
             out = self._announce(run, marks)
         self._post_marks(run, out)
