@@ -78,6 +78,8 @@ class Notebook:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
         self.cells = {}
+        self.comms = []
+        """Whatever widgets have sent, for whichever cell."""
         self.answers = []
         self.pid = self.manager.provisioner.pid
         self._stacks = pathlib.Path(os.environ["NBDIST_RUNTIME_DIR"], f"stacks-{self.pid}")
@@ -149,6 +151,8 @@ class Notebook:
                 self.client.input(self.answers.pop(0)(request["content"]))
 
     def _on_output(self, message):
+        if message["msg_type"].startswith("comm_"):
+            self.comms.append(message)
         cell = self.cells.get(message["parent_header"].get("msg_id"))
         if cell is None:
             return

@@ -18,14 +18,18 @@ def load(shell: InteractiveShell) -> None:
     from nbdist.cluster.shell_channel import answer_through_stream
     from nbdist.magics.commands import DistMagics
     from nbdist.magics.session import Session
+    from nbdist.views import displays
 
     answer_through_stream(getattr(shell, "kernel", None))
     session = Session.of(shell)
     shell.register_magics(DistMagics(shell, session))
+    displays.register(shell)
 
 
 def unload(shell: InteractiveShell) -> None:
     """End the cluster, and take away what `load` added to every cell."""
     from nbdist.magics.session import Session
+    from nbdist.views import displays
 
+    displays.unregister(shell)
     Session.of(shell).close()

@@ -44,13 +44,13 @@ class MessageForker:
         self._references = references
         self._to = to
         self.handed: list[Fork] = []
-        self.kept: list[RRef[Any]] = []
+        self.kept: list[object] = []
 
     def fork(self, reference: RRef[Any]) -> Fork:
         """Describe a new fork of ``reference``."""
         fork = self._references.hand_over(reference, self._to)
         self.handed.append(fork)
-        self.kept.append(reference)
+        self.kept.append(reference._hold)
         return fork
 
     def take_back(self) -> None:
@@ -70,6 +70,7 @@ class References:
         self._failures: dict[GlobalId, Failure] = {}
         self._parked: dict[GlobalId, list[tuple[int, Job]]] = {}
         self._waiting: dict[GlobalId, list[Callable[[], None]]] = {}
+        self._watched: dict[GlobalId, list[Callable[[], None]]] = {}
         self.released: deque[tuple[GlobalId, GlobalId | None]] = deque()
         """What finalisers have noted, for `reap`."""
         agent.handle(ForkRequest, lambda m, sender, _: self._perform_locked(self.forks.on_fork_request, m, sender))
@@ -119,6 +120,7 @@ class References:
                 self._failures[rref] = failure
             instructions = self.forks.set_state(rref, state)
         self.perform(instructions)
+        self._tell(rref)
         return state
 
     def fulfil(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
@@ -175,15 +177,19 @@ class References:
         with self._lock:
             instructions = self.forks.confirm(fork, state)
         self.perform(instructions)
+        self._tell(fork)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> None:
         """``remote()`` did not get through."""
         with self._lock:
             instructions = self.forks.fail(fork, may_exist=may_exist)
         self.perform(instructions)
+        self._tell(fork)
 
     def check_alive(self, rref: RRef[Any]) -> None:
         """Raise what is known to be wrong with a reference held here."""
+        if rref._hold is None:
+            raise RRefError(f"{rref!r} was let go of by release()")
         if rref._fork is None:
             return
         if self._agent.closed:
@@ -258,10 +264,44 @@ class References:
         self.perform(instructions)
         for then in waiting:
             then()
+        self._tell(message.fork)
 
     def _on_state(self, message: RRefState) -> None:
         with self._lock:
             self.forks.on_state(message)
+        self._tell(message.rref)
+
+    # -- for whoever shows them ---------------------------------------------------------------
+
+    def when_changed(self, rref: RRef[Any], then: Callable[[], None]) -> Callable[[], None]:
+        """Call ``then`` with each news of a reference, its end included; returns a function that ends that.
+
+        It is called by whatever thread has the news, and must not block.
+        """
+        ids = [rref._id, *([rref._fork] if rref._fork is not None else [])]
+        with self._lock:
+            for id in ids:
+                self._watched.setdefault(id, []).append(then)
+
+        def end() -> None:
+            with self._lock:
+                for id in ids:
+                    left = [other for other in self._watched.pop(id, ()) if other is not then]
+                    if left:
+                        self._watched[id] = left
+
+        return end
+
+    def _tell(self, id: GlobalId | None = None) -> None:
+        """There is news of this one, or of all."""
+        if not self._watched:
+            return
+        with self._lock:
+            found = (
+                [*self._watched.get(id, ())] if id is not None else [t for all in self._watched.values() for t in all]
+            )
+        for then in found:
+            then()
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -279,6 +319,7 @@ class References:
             with self._lock:
                 instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
             self.perform(instructions)
+            self._tell(fork if fork is not None else rref)
 
     def release_all(self) -> None:
         """Let go of every fork held here, whatever objects still hold it: the world ends."""
@@ -306,6 +347,7 @@ class References:
                 if not self._parked[rref]:
                     del self._parked[rref]
         self.perform(instructions)
+        self._tell()
         for rref in never:
             self.settle(rref, None, RRefError("the worker that was to create the value is lost"))
         return going_on
@@ -319,6 +361,7 @@ class References:
             self._waiting.clear()
         for future in values.values():
             future.try_settle(None, RRefError("RPC was shut down before the value came to be"))
+        self._tell()
 
     # -- doing --------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from nbdist.ids import GlobalId
 from nbdist.rpc.forks import Standing
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.peeking import Peek, look
 from nbdist.wire.codec import register_reference
 from nbdist.wire.messages import State
 
@@ -38,6 +39,18 @@ def set_agent_finder(finder: Callable[[], Agent]) -> None:
     _find_agent = finder
 
 
+class _Hold:
+    """What keeps a value: its reference has it, and so has each message with which that is on its way."""
+
+    __slots__ = ("_agent", "_fork", "_id")
+
+    def __init__(self, agent: Agent, id: GlobalId, fork: GlobalId | None) -> None:
+        self._agent, self._id, self._fork = agent, id, fork
+
+    def __del__(self) -> None:
+        self._agent.references.release_later(self._id, self._fork)
+
+
 class RRef(Generic[T]):
     """A reference to a value on some worker; ``RRef(value)`` makes the calling worker its owner."""
 
@@ -48,6 +61,7 @@ class RRef(Generic[T]):
         self._fork: GlobalId | None = None
         self._owner = agent.me.incarnation
         self._creation: Promise[Any] | None = None
+        self._hold: _Hold | None = _Hold(agent, self._id, None)
         agent.references.own(self._id)
         agent.references.settle(self._id, value, None)
 
@@ -62,12 +76,8 @@ class RRef(Generic[T]):
     ) -> RRef[T]:
         self = cls.__new__(cls)
         self._agent, self._id, self._fork, self._owner, self._creation = agent, id, fork, owner, creation
+        self._hold = _Hold(agent, id, fork)
         return self
-
-    def __del__(self) -> None:
-        agent = getattr(self, "_agent", None)
-        if agent is not None:
-            agent.references.release_later(self._id, self._fork)
 
     # -- what is known without asking ---------------------------------------------------------
 
@@ -98,10 +108,16 @@ class RRef(Generic[T]):
         return f"UserRRef(RRefId = {self._id}, ForkId = {self._fork})"
 
     def __repr__(self) -> str:
-        standing = "owned here" if self._fork is None else f"on {self.owner_name()}, {self._standing()}"
+        standing = (
+            "owned here"
+            if self._fork is None and self._hold is not None
+            else f"on {self.owner_name()}, {self._standing()}"
+        )
         return f"<RRef {_summary(self.state)} {standing}>"
 
     def _standing(self) -> str:
+        if self._hold is None:
+            return "released"
         if self._agent.closed:
             return "ended"
         standing = self._agent.references.forks.standing(cast(GlobalId, self._fork))
@@ -111,10 +127,10 @@ class RRef(Generic[T]):
 
     def to_here(self, timeout: float = -1.0) -> T:
         """A copy of the value, fetched from its owner; on the owner, the value itself."""
+        self._agent.references.check_alive(self)
         if self._fork is None:
             seconds = self._agent.timeout_of(timeout)
             return cast(T, self._agent.references.local_value(self._id, seconds))
-        self._agent.references.check_alive(self)
         return cast(T, self._agent.caller.fetch(self, timeout))
 
     def local_value(self) -> T:
@@ -125,6 +141,7 @@ class RRef(Generic[T]):
                 f"For UserRRef(rref_id={self._id}, fork_id={self._fork}), can't call localValue() on user "
                 f"{here}. Call it on owner {self.owner()}"
             )
+        self._agent.references.check_alive(self)
         return cast(T, self._agent.references.local_value(self._id, None))
 
     def rpc_sync(self, timeout: float = -1.0) -> Proxy:
@@ -138,6 +155,19 @@ class RRef(Generic[T]):
     def remote(self, timeout: float = -1.0) -> Proxy:
         """As `rpc_sync`, with an RRef to the result, which stays on the owner."""
         return Proxy(self, self._agent.caller.method_remote, timeout)
+
+    def peek(self, timeout: float = -1.0) -> Peek:
+        """What the value looks like: a tensor's range, norm and histogram, a module's parameters. It stays there."""
+        self._agent.references.check_alive(self)
+        if self._fork is None:
+            return _look(self)
+        found: Peek = self._agent.caller.sync(self.owner(), _look, (self,), None, timeout)
+        return found
+
+    def release(self) -> None:
+        """Let go of the value, as if this object were collected; nothing can be asked of it afterwards."""
+        self._hold = None  # messages on their way have it as well
+        self._agent.references.reap()
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass from the value, which is a tensor of one element, on its owner.
@@ -165,6 +195,10 @@ class RRef(Generic[T]):
 
 
 register_reference(RRef)
+
+
+def _look(rref: RRef[Any]) -> Peek:
+    return look(rref.local_value(), rref.owner_name())
 
 
 def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:

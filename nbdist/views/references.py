@@ -1,0 +1,57 @@
+"""What can be known of a remote reference without asking, and how it is shown where it is the value of a cell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from nbdist.rpc.rref import RRef
+from nbdist.views import cards
+from nbdist.views.cards import Facts
+
+__all__ = ["OVER", "Bundle", "bundle", "bundle_of_many", "facts_of", "over"]
+
+OVER = frozenset({"failed", "dead", "released", "ended"})
+"""The standings after which there is no news."""
+
+Bundle = dict[str, Any]
+
+
+def facts_of(rref: RRef[Any]) -> Facts:
+    """What is known of it now."""
+    references = rref._agent.references
+    state = rref.state
+    forks = references.forks.forks_of(rref._id) if rref.is_owner() else None
+    standing = "here" if rref.is_owner() and rref._hold is not None else rref._standing()
+    why = ""
+    if standing in ("failed", "dead"):
+        try:
+            references.check_alive(rref)
+        except Exception as error:
+            why = str(error)
+    return Facts(rref.owner_name(), standing, state, forks, why)
+
+
+def over(facts: Facts) -> Facts:
+    """The same of a reference that has been collected."""
+    return dataclasses.replace(facts, standing="released")
+
+
+def bundle(rref: RRef[Any], live: Callable[[RRef[Any]], Bundle]) -> Bundle:
+    """A reference for a page: as text and HTML, and ``live(rref)``, if that is to be had."""
+    facts = facts_of(rref)
+    return {"text/plain": cards.text(facts), "text/html": cards.card(facts), **live(rref)}
+
+
+def bundle_of_many(value: list[Any] | dict[Any, Any]) -> Bundle | None:
+    """A list or dict of nothing but references, as one table; None where it is something else."""
+    items = value.values() if isinstance(value, dict) else value
+    if not value or not all(isinstance(item, RRef) for item in items):
+        return None
+    if isinstance(value, dict):
+        rows = [(repr(key), facts_of(item)) for key, item in value.items()]
+        return {"text/plain": cards.table_text(rows, "{}"), "text/html": cards.table(rows)}
+    found = [facts_of(item) for item in value]
+    told = cards.table_text([("", facts) for facts in found], "[]")
+    return {"text/plain": told, "text/html": cards.table([(str(n), facts) for n, facts in enumerate(found)])}

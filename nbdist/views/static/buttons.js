@@ -1,0 +1,80 @@
+// Buttons whose presses go to the kernel, and what to tell where they do not arrive.
+
+const PATIENCE = 1500; // ms
+
+export const UNHEARD =
+  "The kernel is busy, and this front end cannot reach it meanwhile (it has no subshells, or they are switched off).";
+
+/** Sends presses; `unheard(true)` is called when one is not received in time, `unheard(false)` when one is. */
+export function presser(send, unheard, patience = PATIENCE) {
+  let number = 0;
+  const waiting = new Map();
+  return {
+    press(message) {
+      number += 1;
+      waiting.set(number, setTimeout(() => unheard(true), patience));
+      send({ ...message, number });
+    },
+    received(known) {
+      clearTimeout(waiting.get(known));
+      waiting.delete(known);
+      unheard(false);
+    },
+    close() {
+      for (const timer of waiting.values()) clearTimeout(timer);
+      waiting.clear();
+    },
+  };
+}
+
+/** The presser of a view: its messages, and the line in which it says what is wrong. */
+export function connect(model, line, instead) {
+  let lost = false;
+  const show = () => {
+    const notice = model.get("notice");
+    line.textContent = lost ? `${UNHEARD} ${instead}` : notice;
+    line.hidden = !line.textContent;
+  };
+  const made = presser(
+    (message) => model.send(message),
+    (is) => {
+      lost = is;
+      show();
+    },
+  );
+  const listen = (message) => {
+    if (message && "received" in message) made.received(message.received);
+  };
+  model.on("msg:custom", listen);
+  model.on("change:notice", show);
+  show();
+  return {
+    press: made.press,
+    close() {
+      made.close();
+      model.off("msg:custom", listen);
+      model.off("change:notice", show);
+    },
+  };
+}
+
+export function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+export function button(label, title, press) {
+  const made = element("button", "nbdist-button", label);
+  made.type = "button";
+  made.title = title;
+  made.onclick = press;
+  return made;
+}
+
+/** A view that is closed would vanish from the page: let a copy of it stay in its place. */
+export function leavePicture(el) {
+  const place = el.closest(".jp-OutputArea-output") ?? el;
+  if (place.parentNode) place.parentNode.insertBefore(el.cloneNode(true), place);
+}

@@ -1,0 +1,103 @@
+"""The card of a remote reference.
+
+It is made at the first display of a reference, never before, and there is one for each, however often that is shown.
+It holds what is known, not the reference, which it must not keep alive; and it asks for nothing: it changes when news
+of the reference has come anyway.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import ipywidgets
+import traitlets
+from ipywidgets.widgets.widget_string import HTMLStyle
+
+from nbdist.rpc.rref import RRef
+from nbdist.views import cards, references
+from nbdist.views.widgets.view import View, script, style
+
+__all__ = ["MOST", "RRefCard", "card_of"]
+
+MOST = 64
+"""So many are live; one that was shown before these is a picture from then on."""
+
+
+class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has no annotations
+    """What is known of one reference, and buttons to ask for more, or to let go of it."""
+
+    _esm = script("buttons.js", "card.js")
+    _css = style("common.css")
+    peeked = traitlets.Unicode("").tag(sync=True)
+    live = traitlets.Bool(True).tag(sync=True)
+
+    def __init__(self, rref: RRef[Any]) -> None:
+        self._known = weakref.ref(rref)
+        self._facts = references.facts_of(rref)
+        layout, style = _shared()
+        super().__init__(value=cards.card(self._facts), layout=layout, style=style)
+        self._end = rref._agent.references.when_changed(rref, self.changed)
+        weakref.finalize(rref, self.changed).atexit = False
+        if references.facts_of(rref) != self._facts:  # there was news before anybody listened
+            self.changed()
+
+    def publish(self) -> None:
+        """Show what is known now; if the reference is no more, for the last time."""
+        rref = self._known()
+        if rref is not None:
+            self._facts = references.facts_of(rref)
+            self.value = cards.card(self._facts)
+        if rref is None or self._facts.standing in references.OVER:
+            if rref is None:
+                self.value = cards.card(references.over(self._facts))
+            self.freeze()
+
+    def press(self, message: dict[str, Any]) -> None:
+        """Peek, or release."""
+        rref = self._known()
+        if rref is None:
+            raise LookupError("the reference is gone")
+        if message.get("press") == "peek":
+            self.peeked = cards.peek_html(rref.peek())
+        elif message.get("press") == "release":
+            rref.release()
+            self.changed()
+
+    def freeze(self) -> None:
+        """Be a picture from now on."""
+        self._end()
+        self.live = False
+        _cards.pop(self._key, None)
+        self.close()
+
+    @property
+    def _key(self) -> int:
+        return id(self._known)
+
+
+_cards: OrderedDict[int, RRefCard] = OrderedDict()
+_by_rref: weakref.WeakKeyDictionary[RRef[Any], weakref.ref[RRefCard]] = weakref.WeakKeyDictionary()
+_looks: list[ipywidgets.Widget] = []
+
+
+def card_of(rref: RRef[Any]) -> RRefCard:
+    """The card of a reference; a new one where it has none that is live."""
+    known = _by_rref.get(rref)
+    found = known() if known is not None else None
+    if found is None or found.comm is None:
+        found = RRefCard(rref)
+        _by_rref[rref] = weakref.ref(found)
+    _cards[found._key] = found
+    _cards.move_to_end(found._key)
+    while len(_cards) > MOST:
+        _cards[next(iter(_cards))].freeze()
+    return found
+
+
+def _shared() -> list[ipywidgets.Widget]:
+    """The layout and style that all cards have in common."""
+    if not _looks or any(look.comm is None for look in _looks):
+        _looks[:] = ipywidgets.Layout(), HTMLStyle()
+    return _looks

@@ -1,0 +1,162 @@
+"""What all live views share: a snapshot that is published, and buttons that act though a cell is busy.
+
+A view is data and a drawing. The data, one JSON value, is made anew when something has changed, by a thread of its own
+and ten times a second at most; the drawing is a module in `static`, which the page runs. A press of a button comes as a
+message, which is put in a queue by whoever receives it and acted upon by another thread: so a view can neither hold up
+the kernel nor be held up by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+__all__ = ["PERIOD", "View", "script", "style"]
+
+PERIOD = 0.1
+"""Seconds between two snapshots of a view, at least."""
+
+STATIC = Path(__file__).parent.parent / "static"
+_IMPORT = re.compile(r'^import .* from "\./.*";\n', re.MULTILINE)
+_log = logging.getLogger("nbdist.views")
+
+
+def script(*names: str) -> Any:
+    """Modules of `static` as one, each after those that it imports: a page has no place to import them from."""
+    text = "\n".join(_IMPORT.sub("", (STATIC / name).read_text(encoding="utf-8")) for name in names)
+    return traitlets.Unicode(text).tag(sync=True)
+
+
+def style(*names: str) -> Any:
+    """The styles of a view."""
+    return traitlets.Unicode("\n".join((STATIC / name).read_text(encoding="utf-8") for name in names)).tag(sync=True)
+
+
+class View(anywidget.AnyWidget):
+    """A widget of one snapshot."""
+
+    snapshot = traitlets.Dict().tag(sync=True)
+    notice = traitlets.Unicode("").tag(sync=True)
+    """What went wrong when a button was pressed last."""
+
+    _anywidget_id = traitlets.Unicode("nbdist").tag(sync=True)
+    _pressed: queue.SimpleQueue[dict[str, Any] | None] | None = None
+
+    def __init__(self, **traits: Any) -> None:
+        super().__init__(**traits)
+        self.on_msg(_receive)
+
+    def add_traits(self, **traits: Any) -> None:
+        """Those that the class lacks: anywidget adds some to each widget, which makes a class for each."""
+        missing = {name: trait for name, trait in traits.items() if not self.has_trait(name)}
+        if missing:
+            super().add_traits(**missing)
+
+    def open(self) -> None:
+        """Open the comm; what comes over it is for the thread to which the page sends it, busy or not."""
+        super().open()
+        # ipykernel from 7.4 on hands a message to the thread that published last, which may be the one that is busy.
+        if hasattr(self.comm, "_reply_subshell_for"):
+            self.comm._reply_subshell_for = _where_it_was_sent
+
+    def close(self) -> None:
+        """Be a picture from now on."""
+        if self._pressed is not None:
+            self._pressed.put(None)
+        super().close()
+
+    # -- the snapshot -------------------------------------------------------------------------
+
+    def look(self) -> dict[str, Any]:
+        """What is to be drawn now."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """There is news: have it published soon. To be called by any thread."""
+        _painter.add(self)
+
+    def publish(self) -> None:
+        """Publish the snapshot."""
+        self.snapshot = self.look()
+
+    # -- buttons ------------------------------------------------------------------------------
+
+    def press(self, message: dict[str, Any]) -> None:
+        """A button was pressed; called by a thread of the view's own."""
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """A message of the page's: say that it has come, and leave it to the other thread."""
+        self.send({"received": message.get("number")})
+        if self._pressed is None:
+            self._pressed = queue.SimpleQueue()
+            threading.Thread(target=_act, args=(weakref.ref(self), self._pressed), name="view", daemon=True).start()
+        self._pressed.put(message)
+
+
+def _receive(view: View, message: Any, _: Any) -> None:
+    if isinstance(message, dict):
+        view.receive(message)
+
+
+def _act(known: weakref.ref[View], pressed: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    while (message := pressed.get()) is not None:
+        view = known()
+        if view is None:
+            return
+        try:
+            view.notice = ""
+            view.press(message)
+        except Exception as error:
+            view.notice = f"{type(error).__name__}: {error}"
+        del view
+
+
+def _where_it_was_sent(_: Any, default: Any) -> Any:
+    return default
+
+
+class _Painter:
+    """The thread that publishes what has changed; it is there while there is something to publish."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed: dict[int, weakref.ref[View]] = {}
+        self._thread: threading.Thread | None = None
+        self._sleep: Callable[[float], Any] = threading.Event().wait
+
+    def add(self, view: View) -> None:
+        """Publish this one, too."""
+        with self._lock:
+            self._changed[id(view)] = weakref.ref(view)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="views", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                changed, self._changed = self._changed, {}
+                if not changed:
+                    self._thread = None
+                    return
+            for known in changed.values():
+                view = known()
+                if view is not None:
+                    try:
+                        view.publish()
+                    except Exception:
+                        _log.exception("a view could not be drawn")
+                del view
+            self._sleep(PERIOD)
+
+
+_painter = _Painter()

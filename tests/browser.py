@@ -1,0 +1,156 @@
+"""A real Jupyter server, and a page of it in a real browser: for tests of what lives in a page."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FRONTS = {"lab": ("jupyterlab", "lab/tree", "LabApp"), "notebook": ("notebook", "notebooks", "JupyterNotebookApp")}
+PATIENCE = 60
+
+
+def needs_browser():
+    """A mark for tests that need one."""
+    missing = "" if CHROMIUM else "there is no Chromium here (Debian's package is called chromium)"
+    return pytest.mark.skipif(bool(missing), reason=missing)
+
+
+class Page:
+    """One notebook, open in a browser."""
+
+    def __init__(self, page, folder):
+        self.page = page
+        self.folder = folder
+        self.complaints = []
+        """What the page had to complain of on its console."""
+        self.strangers = []
+        """What it asked others for than its server."""
+        page.on("console", lambda told: self.complaints.append(told.text) if told.type == "error" else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", self._look_at)
+
+    def _look_at(self, request):
+        if not re.match(r"(https?|wss?)://(localhost|127\.0\.0\.1)[:/]|data:|blob:|about:", request.url):
+            self.strangers.append(request.url)
+
+    def run(self, index):
+        """Begin to run a cell."""
+        cell = self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+        cell.scroll_into_view_if_needed()
+        cell.locator(".jp-InputArea-editor").click()
+        self.page.keyboard.press("Control+Enter")
+
+    def cell(self, index):
+        """A cell, to look for things in."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+
+    def finish(self, index, timeout=PATIENCE):
+        """Run a cell, and wait for its end."""
+        self.run(index)
+        self.ended(index, timeout)
+
+    def ended(self, index, timeout=PATIENCE):
+        """Wait for a cell's end."""
+        prompt = self.cell(index).locator(".jp-InputPrompt")
+        deadline = time.monotonic() + timeout
+        while not re.search(r"\[\d+\]", prompt.text_content() or ""):
+            assert time.monotonic() < deadline, f"cell {index} has not ended: {self.told(index)}"
+            self.page.wait_for_timeout(50)
+
+    def told(self, index):
+        """The text below a cell."""
+        return self.cell(index).locator(".jp-OutputArea").first.text_content()
+
+    def save(self):
+        """Write the notebook, and read it."""
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+s")
+        self.page.wait_for_timeout(1500)
+        return nbformat.read(self.folder / "book.ipynb", 4)
+
+    def heap(self):
+        """Bytes in use by the page's scripts, after a collection."""
+        session = self.page.context.new_cdp_session(self.page)
+        session.send("HeapProfiler.collectGarbage")
+        return session.send("Runtime.getHeapUsage")["usedSize"]
+
+
+@contextlib.contextmanager
+def notebook(cells, front, folder, *, kernel=True, trusted=True, outputs=None):
+    """A notebook of these cells in a front end, connected to its kernel."""
+    from playwright.sync_api import sync_playwright
+
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    for cell, told in zip(book.cells, outputs or [], strict=False):
+        cell.outputs = told
+    book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(book, folder / "book.ipynb")
+    module, path, app = FRONTS[front]
+    log = folder / "server.log"
+    places = {f"JUPYTER_{what}_DIR": str(folder / what.lower()) for what in ("CONFIG", "DATA", "RUNTIME")}
+    places |= {f"JUPYTERLAB_{what}_DIR": str(folder / what.lower()) for what in ("SETTINGS", "WORKSPACES")}
+    options = ["--no-browser", "--allow-root", "--ServerApp.port=0", "--IdentityProvider.token=secret"]
+    with log.open("w") as told:
+        server = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                module,
+                *options,
+                f"--ServerApp.root_dir={folder}",
+                f"--{app}.expose_app_in_browser=1",
+            ],
+            env={**os.environ, **places, "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=told,
+            stderr=told,
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):(\d+)/", log.read_text())):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        with sync_playwright() as play:
+            browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+            try:
+                page = browser.new_page(viewport={"width": 1400, "height": 1000})
+                opened = Page(page, folder)
+                page.goto(f"http://localhost:{found[1]}/{path}/book.ipynb?token=secret")
+                page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=PATIENCE * 1000)
+                if kernel:
+                    _await_kernel(opened)
+                    opened.complaints.clear()  # Notebook 7.6 has one of its own when it starts
+                yield opened
+            finally:
+                browser.close()
+    finally:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(20)
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+
+
+def _await_kernel(opened):
+    """Until the kernel answers: the light says idle also before there is a connection."""
+    connected = """async () => {
+        const app = window.jupyterapp ?? window.jupyterlab;
+        for (const kernel of app?.serviceManager?.kernels?._kernelConnections ?? []) {
+            if (kernel.connectionStatus === "connected") { await kernel.info; return true; }
+        }
+        return !app;
+    }"""
+    deadline = time.monotonic() + PATIENCE
+    while not opened.page.evaluate(connected):
+        assert time.monotonic() < deadline, "the kernel is not connected"
+        opened.page.wait_for_timeout(100)
+    opened.page.wait_for_timeout(500)

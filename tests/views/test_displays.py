@@ -1,0 +1,126 @@
+"""References as the values of cells: what reaches the page, from a real kernel."""
+
+import pytest
+from frontend import Notebook
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(scope="module")
+def watched():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 2 --backend none")
+        notebook.run("import torch, time, gc")
+        yield notebook
+
+
+@pytest.fixture(scope="module")
+def unwatched():
+    with Notebook(watched=False) as notebook:
+        notebook.run("%dist_init -n 2 --backend none\nimport torch")
+        yield notebook
+
+
+def shown(cell):
+    (result,) = cell.of("execute_result")
+    return result["data"]
+
+
+def states(notebook, model, name):
+    """The values that a trait of a widget was given."""
+    own = [each["content"] for each in notebook.comms if each["content"]["comm_id"] == model]
+    return [content["data"]["state"][name] for content in own if name in content.get("data", {}).get("state", {})]
+
+
+def closed(notebook, model):
+    """Whether a widget has been closed."""
+    return any(each["msg_type"] == "comm_close" and each["content"]["comm_id"] == model for each in notebook.comms)
+
+
+def test_where_somebody_watches_there_is_a_card(watched):
+    cell = watched.run("rref = rpc.remote('worker1', torch.nn.Linear, args=(3, 2))\nrref")
+    told = shown(cell)
+    assert told["text/plain"] == "<RRef on worker1>"
+    assert "worker1" in told["text/html"]
+    model = told[WIDGET]["model_id"]
+    watched.until(lambda: any("Linear" in each and "confirmed" in each for each in states(watched, model, "value")))
+
+
+def test_a_reference_has_one_card(watched):
+    watched.run("one = rpc.remote('worker1', torch.ones, args=(3,))")
+    ids = {shown(watched.run("one"))[WIDGET]["model_id"] for _ in range(3)}
+    assert len(ids) == 1
+    count = "len(__import__('ipywidgets').widgets.widget._instances)"
+    before = int(watched.run(count).result)
+    watched.run("rpc.remote('worker1', torch.ones, args=(3,))")
+    assert int(watched.run(count).result) == before + 1  # layout and style are shared
+
+
+def test_a_card_keeps_nothing_alive_and_is_closed_with_its_reference(watched):
+    (told,) = watched.run("short = rpc.remote('worker1', torch.ones, args=(2,)); display(short)").displays
+    model = told[WIDGET]["model_id"]
+    watched.run("del short; gc.collect()")
+    watched.until(lambda: closed(watched, model))
+    assert "released" in states(watched, model, "value")[-1]
+    assert states(watched, model, "live") == [True, False]
+
+
+def test_so_many_are_live(watched):
+    watched.run("many = [rpc.remote('worker0', int, args=(n,)) for n in range(70)]")
+    watched.run("for each in many: display(each)", timeout=120)
+    assert watched.run("len(__import__('nbdist.views.widgets.card', fromlist=['_'])._cards)").result == "64"
+    watched.run("del many, each; gc.collect()")
+
+
+def test_no_display_makes_a_call(watched):
+    watched.run("quiet = rpc.remote('worker1', torch.ones, args=(2,)); quiet.to_here()")
+    watched.run(
+        "from nbdist import trace\nsent = []\n"
+        "end = trace.subscribe(lambda event, told: sent.append(event) if event == 'call.sent' else None)"
+    )
+    watched.run("quiet")
+    watched.run("[quiet, quiet]")
+    watched.run("repr(quiet)")
+    assert watched.run("end(); sent").result == "[]"
+
+
+def test_lists_and_dicts_are_one_table(watched):
+    watched.run("pair = [rpc.remote(name, torch.ones, args=(2,)) for name in ('worker0', 'worker1')]")
+    told = shown(watched.run("pair"))
+    assert told["text/plain"] == "[<RRef on worker0>, <RRef on worker1>]"
+    assert told["text/html"].count("<tr>") == 3
+    assert WIDGET not in told
+    assert shown(watched.run("{'a': pair[0]}"))["text/plain"] == "{'a': <RRef on worker0>}"
+    assert watched.run("[1, 2]").result == "[1, 2]"
+    assert watched.run("{}").result == "{}"
+    assert "text/html" not in shown(watched.run("[pair[0], 1]"))
+
+
+def test_where_nobody_watches_it_is_the_same_each_time(unwatched):
+    unwatched.run("def slowly(x):\n    import time; time.sleep(0.2)\n    return x")
+    code = "x = rpc.remote('worker1', slowly, args=(torch.ones(2),))\nx"
+    first, second = (shown(unwatched.run(code)) for _ in range(2))
+    assert first == second
+    assert WIDGET not in first
+    assert "Tensor float32(2,)" in first["text/html"]
+    assert "confirmed" in first["text/html"]
+
+
+def test_peek_and_release(watched):
+    watched.run("rref = rpc.remote('worker1', torch.arange, args=(4.0,))")
+    assert "mean 1.5" in watched.run("rref.peek()").result
+    watched.run("rref.release()")
+    failed = watched.run("rref.to_here()", check=False)
+    assert failed.error["ename"] == "RRefError"
+    assert "release()" in failed.error["evalue"]
+    assert "released" in watched.run("repr(rref)").result
+
+
+def test_the_first_display_takes_no_longer_than_it_may(watched):
+    """Told, not asserted: it is measured on a quiet machine."""
+    watched.run(
+        "bundle = get_ipython().display_formatter.format\n"
+        "fresh = [rpc.remote('worker0', int, args=(n,)) for n in range(20)]\ntimes = []\n"
+        "for each in fresh:\n    begun = time.perf_counter(); bundle(each); times.append(time.perf_counter() - begun)"
+    )
+    print("the first display of a reference:", watched.run("f'{sorted(times)[10] * 1e3:.2f} ms'").result)
