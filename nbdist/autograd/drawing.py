@@ -5,7 +5,7 @@ Pure: data in, text out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,8 @@ def as_text(trace: Trace) -> str:
     return "\n".join(lines)
 
 
-def as_svg(trace: Trace) -> str:
-    """The graph as a picture."""
+def as_svg(trace: Trace, part: Collection[Key] | None = None) -> str:
+    """The graph as a picture; what is not ``part`` of something, if that is given, is grey."""
     count = sum(len(nodes) for nodes in trace.nodes.values())
     if count > _MOST:
         return _text_picture(f"{count} nodes are too many to draw; repr() tells the edges between the workers")
@@ -65,7 +65,9 @@ def as_svg(trace: Trace) -> str:
         title = f"message {edge.autograd_message_id}: {_tensors(edge)} for {edge.function}"
         parts.append(_line(places[sent], places[received], "#d97706", title))
     for worker, nodes in trace.nodes.items():
-        parts += [_box(places[worker, node.number], node) for node in nodes]
+        for node in nodes:
+            faint = part is not None and (worker, node.number) not in part
+            parts.append(_box(places[worker, node.number], node, faint=faint))
     return "".join([*parts, "</svg>"])
 
 
@@ -149,7 +151,7 @@ def _line(source: tuple[float, float], target: tuple[float, float], colour: str,
     )
 
 
-def _box(place: tuple[float, float], node: NodeInfo) -> str:
+def _box(place: tuple[float, float], node: NodeInfo, *, faint: bool) -> str:
     x, y = place
     name = node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
     if node.kind == "receive":
@@ -159,7 +161,8 @@ def _box(place: tuple[float, float], node: NodeInfo) -> str:
     title = f"{node.name} {shape}" + (f", message {node.message}" if node.message is not None else "")
     title += "".join(f"\n{more}" for more in (node.module, node.line) if more)
     return (
-        f'<g><title>{escape(title)}</title><rect x="{x}" y="{y}" width="{_BOX[0]}" height="{_BOX[1]}" '
+        f'<g opacity="{0.3 if faint else 1}"><title>{escape(title)}</title>'
+        f'<rect x="{x}" y="{y}" width="{_BOX[0]}" height="{_BOX[1]}" '
         f'rx="{12 if node.kind == "leaf" else 3}" fill="{_FILL[node.kind]}" stroke="#888"/>'
         f'<text x="{x + _BOX[0] / 2}" y="{y + 17}" text-anchor="middle" fill="#222">{escape(shown)}</text></g>'
     )

@@ -22,7 +22,7 @@ from nbdist.autograd.seen import Key, Pass
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 
-__all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "trace"]
+__all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "plan_from", "trace"]
 
 
 _NOWHERE = Origin()
@@ -124,9 +124,13 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
     """What `backward` from these roots would do in that mode, without doing it."""
     tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
     edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
+    context = api.recorder().contexts.get(api.current_id() if context_id is None else int(context_id))
+    return plan_from(context, [(edge.node, edge.output_nr) for edge in edges], mode)
+
+
+def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: api.Mode) -> Plan:
+    """The same from edges of the graph."""
     here = api.recorder()
-    context = here.contexts.get(api.current_id() if context_id is None else int(context_id))
-    starts = [(edge.node, edge.output_nr) for edge in edges]
     found = _collect(context, starts)
     numbers = context.number_all(starts)
     return planned(found, [(here.name, numbers[node]) for node, _ in starts], mode)
@@ -171,7 +175,7 @@ def trace(context_id: int | None = None) -> Trace:
 
 def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
     here = api.recorder()
-    found = Trace(context.id, passes=context.watch.passes if context.watch is not None else [])
+    found = Trace(context.id, passes=context.watch.passes if context.watch is not None and not starts else [])
     members = {record.incarnation: record for record in here.membership.members()}
     found.nodes[here.name], found.edges, touched = local_nodes(context.id, starts)
     known = {here.me}

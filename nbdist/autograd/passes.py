@@ -100,7 +100,7 @@ class Passes:
         watching = watch.watching if watch is not None else context.watching
         head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
         if watch is not None:
-            watch.begin(id, "smart" if smart else "fast")
+            watch.begin(id, "smart" if smart else "fast", roots.edges)
         run = self._begin(head, context, Ledger(me), outcome if outcome is not None else Latch())
         begun = Token(me, 0, False)
         run.sent.append((begun, me))

@@ -65,6 +65,7 @@ class Recorder:
         self.passes = Passes(self, self.contexts)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()
+        self._watchers: list[tuple[Callable[[Context], None], bool]] = []
         self._paused: set[int] = set()
         self._freezes = 0
         self._freezing = threading.Lock()
@@ -102,12 +103,22 @@ class Recorder:
             raise UsageError(
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not nest"
             )
+        watchers = list(self._watchers)
+        lines = lines or any(with_lines for _, with_lines in watchers)
         context = self.contexts.new(lines=lines)
         self.contexts.set_current(context)
         if lines:
             context.noting = noted()
             context.noting.__enter__()
+        for then, _ in watchers:
+            then(context)
         return context
+
+    def when_opened(self, then: Callable[[Context], None], *, lines: bool = False) -> Callable[[], None]:
+        """Call ``then`` with each context that is made here from now on; returns a function that ends that."""
+        watcher = (then, lines)
+        self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher)
 
     def close(self, context: Context) -> None:
         """End a context everywhere."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.autograd import messages
+from nbdist.autograd.edges import Node
 from nbdist.autograd.messages import Control, Happening, PassId, Watching
 from nbdist.autograd.seen import Event, Key, Pass, Share
 from nbdist.errors import UsageError
@@ -76,6 +77,10 @@ class Watch:
         self._frozen = False
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
+        self.on_begin: Callable[[PassId, Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
+        """Called where a pass begins on this worker, before anything of it runs."""
+        self.on_news: Callable[[], None] | None = None
+        """Called when something was seen, by whatever thread; it must not block."""
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -113,6 +118,19 @@ class Watch:
             lines += [f"  {seen!r}" for seen in self._passes.values()]
         lines += [f"  {event.worker} is halted before {event.name} (node {event.node})" for event in self.halted]
         return "\n".join(lines)
+
+    def seen(self, id: PassId) -> tuple[Pass | None, list[Event], list[Event]]:
+        """What is known now of one pass: itself, what has happened, and where it is halted. It is not waited for."""
+        with self._changed:
+            known = self._passes.get(id)
+            if known is None:
+                return None, [], []
+            return known, list(known.events), [each.at for each in known.shares.values() if each.at is not None]
+
+    @property
+    def paused(self) -> bool:
+        """Whether passes are to halt."""
+        return self._control.paused
 
     def _open(self) -> list[Pass]:
         return [seen for seen in self._passes.values() if not seen.over]
@@ -238,6 +256,7 @@ class Watch:
             self._freeze()
             self._changed.notify_all()
         self._ended(self)
+        self._tell_news()
 
     def __enter__(self) -> Watch:
         return self
@@ -249,8 +268,10 @@ class Watch:
 
     # -- what comes ---------------------------------------------------------------------------
 
-    def begin(self, id: PassId, mode: str) -> None:
-        """A pass has begun here."""
+    def begin(self, id: PassId, mode: Literal["smart", "fast"], roots: Sequence[tuple[Node, int]]) -> None:
+        """A pass begins here."""
+        if self.on_begin is not None:
+            self.on_begin(id, mode, roots)
         with self._changed:
             self._of(id, mode)
             self._freeze()
@@ -272,6 +293,7 @@ class Watch:
                 self._tell(sender)
             self._freeze()
             self._changed.notify_all()
+        self._tell_news()
 
     def on_over(self, message: messages.Over) -> None:
         """A pass has ended."""
@@ -281,6 +303,7 @@ class Watch:
             seen.told = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
             self._freeze()
             self._changed.notify_all()
+        self._tell_news()
 
     def on_lost(self, worker: int) -> None:
         """A worker is gone; what it has not told will not come."""
@@ -295,6 +318,11 @@ class Watch:
                     known.at = None
             self._freeze()
             self._changed.notify_all()
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        if self.on_news is not None:
+            self.on_news()
 
     def _of(self, id: PassId, mode: str) -> Pass:
         seen = self._passes.get(id)

@@ -17,12 +17,13 @@ from nbdist.cluster.cells import Cell
 from nbdist.cluster.sinks import current_sink
 from nbdist.cluster.status import collect
 from nbdist.errors import NbdistError, UsageError
-from nbdist.magics.lines import CellLine, parse_cell, parse_init, parse_value, reader
+from nbdist.magics.lines import CellLine, parse_cell, parse_init, parse_value, parse_watch, reader
 from nbdist.magics.session import Session
 from nbdist.views.clusters import Cluster
 from nbdist.views.progress import StartProgress
 from nbdist.views.status import StatusTable
 from nbdist.views.timeline import Timeline
+from nbdist.views.watching import Watcher
 
 __all__ = ["DistMagics"]
 
@@ -259,6 +260,38 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             if line.strip():
                 told.save(line.strip())
         return value
+
+    @no_var_expand
+    @cell_magic
+    @_shortly
+    def watch(self, line: str, cell: str) -> Any:
+        """Run a cell here, and see the backward passes in it as they run.
+
+        %%watch [--paused] [-a] [--no-norms]
+
+        --paused       hold each pass before its first node: the view has buttons to step and run it
+        -a, --noblock  run the cell in the background; gives the handle on the pass: .step(3), .run(until="nan"), …
+        --no-norms     do not compute the norms of gradients
+        """
+        options = parse_watch(line)
+        self._session.cluster()
+        watcher = Watcher(paused=options.paused, norms=not options.no_norms)
+        shown = display(watcher, display_id=True)
+
+        def end() -> None:
+            watcher.shown = False
+            shown.update(watcher)
+            watcher.shown = True
+
+        watcher.shown = True
+        if options.noblock:
+            watcher.begin(lambda: self._run_here(cell), end)
+            return watcher
+        try:
+            with watcher:
+                return self._run_here(cell)
+        finally:
+            end()
 
     def _run_here(self, code: str) -> Any:
         """Run code as this cell's; the value of its last expression."""

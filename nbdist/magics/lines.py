@@ -9,12 +9,22 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nbdist.cluster.spec import Spec
 from nbdist.errors import UsageError
 
-__all__ = ["CELL_OPTIONS", "INIT_OPTIONS", "CellLine", "ValueLine", "parse_cell", "parse_init", "parse_value", "reader"]
+__all__ = [
+    "CELL_OPTIONS",
+    "INIT_OPTIONS",
+    "CellLine",
+    "ValueLine",
+    "parse_cell",
+    "parse_init",
+    "parse_value",
+    "parse_watch",
+    "reader",
+]
 
 
 class _Reader(argparse.ArgumentParser):
@@ -185,6 +195,24 @@ def parse_init(line: str) -> Spec:
     )
     spec.check()
     return spec
+
+
+class WatchLine(NamedTuple):
+    """What stands behind ``%%watch``."""
+
+    paused: bool
+    noblock: bool
+    no_norms: bool
+
+
+def parse_watch(line: str) -> WatchLine:
+    """Read the line of ``%%watch``."""
+    reader = _Reader("%%watch [--paused] [-a] [--no-norms]")
+    reader.add_argument("--paused", action="store_true")
+    reader.add_argument("-a", "--noblock", action="store_true")
+    reader.add_argument("--no-norms", action="store_true")
+    found: Any = reader.read(line)
+    return WatchLine(found.paused, found.noblock, found.no_norms)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -2,14 +2,14 @@
 
 A view is data and a drawing. The data, one JSON value, is made anew when something has changed, by a thread of its own
 and ten times a second at most; the drawing is a module in `static`, which the page runs. A press of a button comes as a
-message, which is put in a queue by whoever receives it and acted upon by another thread: so a view can neither hold up
-the kernel nor be held up by it.
+message, and whoever receives it leaves it to a thread of its own: so a view can neither hold up the kernel nor be held
+up by it, nor by an earlier press that still waits for something.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import queue
 import re
 import threading
 import weakref
@@ -27,18 +27,31 @@ PERIOD = 0.1
 
 STATIC = Path(__file__).parent.parent / "static"
 _IMPORT = re.compile(r'^import .* from "\./.*";\n', re.MULTILINE)
+_BUNDLED = re.compile(r'^import \* as (\w+) from "\./(dagre)\.js";\n', re.MULTILINE)
 _log = logging.getLogger("nbdist.views")
 
 
 def script(*names: str) -> Any:
     """Modules of `static` as one, each after those that it imports: a page has no place to import them from."""
-    text = "\n".join(_IMPORT.sub("", (STATIC / name).read_text(encoding="utf-8")) for name in names)
+    text = "\n".join(_IMPORT.sub("", _BUNDLED.sub(_bundled, _read(name))) for name in names)
     return traitlets.Unicode(text).tag(sync=True)
+
+
+def _bundled(found: re.Match[str]) -> str:
+    """A module of others, whose names are not to meet ours: it stays one of its own."""
+    source = json.dumps(_read(f"{found[2]}.js"))
+    return (
+        f'const {found[1]} = await import(URL.createObjectURL(new Blob([{source}], {{ type: "text/javascript" }})));\n'
+    )
+
+
+def _read(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
 
 
 def style(*names: str) -> Any:
     """The styles of a view."""
-    return traitlets.Unicode("\n".join((STATIC / name).read_text(encoding="utf-8") for name in names)).tag(sync=True)
+    return traitlets.Unicode("\n".join(map(_read, names))).tag(sync=True)
 
 
 class View(anywidget.AnyWidget):
@@ -49,7 +62,6 @@ class View(anywidget.AnyWidget):
     """What went wrong when a button was pressed last."""
 
     _anywidget_id = traitlets.Unicode("nbdist").tag(sync=True)
-    _pressed: queue.SimpleQueue[dict[str, Any] | None] | None = None
 
     def __init__(self, **traits: Any) -> None:
         super().__init__(**traits)
@@ -67,12 +79,6 @@ class View(anywidget.AnyWidget):
         # ipykernel from 7.4 on hands a message to the thread that published last, which may be the one that is busy.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = _where_it_was_sent
-
-    def close(self) -> None:
-        """Be a picture from now on."""
-        if self._pressed is not None:
-            self._pressed.put(None)
-        super().close()
 
     # -- the snapshot -------------------------------------------------------------------------
 
@@ -94,12 +100,9 @@ class View(anywidget.AnyWidget):
         """A button was pressed; called by a thread of the view's own."""
 
     def receive(self, message: dict[str, Any]) -> None:
-        """A message of the page's: say that it has come, and leave it to the other thread."""
+        """A message of the page's: say that it has come, and leave it to another thread."""
         self.send({"received": message.get("number")})
-        if self._pressed is None:
-            self._pressed = queue.SimpleQueue()
-            threading.Thread(target=_act, args=(weakref.ref(self), self._pressed), name="view", daemon=True).start()
-        self._pressed.put(message)
+        threading.Thread(target=_act, args=(self, message), name="pressed", daemon=True).start()
 
 
 def _receive(view: View, message: Any, _: Any) -> None:
@@ -107,17 +110,12 @@ def _receive(view: View, message: Any, _: Any) -> None:
         view.receive(message)
 
 
-def _act(known: weakref.ref[View], pressed: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    while (message := pressed.get()) is not None:
-        view = known()
-        if view is None:
-            return
-        try:
-            view.notice = ""
-            view.press(message)
-        except Exception as error:
-            view.notice = f"{type(error).__name__}: {error}"
-        del view
+def _act(view: View, message: dict[str, Any]) -> None:
+    try:
+        view.notice = ""
+        view.press(message)
+    except Exception as error:
+        view.notice = f"{type(error).__name__}: {error}"
 
 
 def _where_it_was_sent(_: Any, default: Any) -> Any:

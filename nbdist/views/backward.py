@@ -1,0 +1,242 @@
+"""A backward pass as data to draw: what it would do, what has been seen of it, and what that says together.
+
+Pure: a plan and events in, one JSON value out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.autograd.inspection import NodeInfo, Plan
+from nbdist.autograd.seen import Event, Key
+
+__all__ = ["Backward", "Share", "name_of"]
+
+
+@dataclass
+class Share:
+    """One worker's share of a pass."""
+
+    worker: str
+    nodes: int = 0
+    done: int = 0
+    busy: float = 0.0
+    first: float | None = None
+    last: float | None = None
+    waits_for: list[str] = field(default_factory=list)
+    """The workers whose gradients it has still to get."""
+
+    @property
+    def idle(self) -> float:
+        """From its first node to its last, without what it ran."""
+        return max(0.0, (self.last or 0.0) - (self.first or 0.0) - self.busy)
+
+
+class Backward:
+    """One pass: its plan, and what has happened of it until now."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.nodes: dict[Key, NodeInfo] = {
+            (worker, node.number): node for worker, each in plan.trace.nodes.items() for node in each
+        }
+        self._after = self._find_next()
+        self._before: dict[Key, list[Key]] = {key: [] for key in self.nodes}
+        for key, targets in self._after.items():
+            for target, _ in targets:
+                self._before[target].append(key)
+        self._targets: dict[int, list[Key]] = {}
+        for targets in self._after.values():
+            for target, message in targets:
+                if message is not None:
+                    self._targets.setdefault(message, []).append(target)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.state: dict[Key, str] = {}
+        self.got: dict[Key, int] = dict.fromkeys(self.nodes, 0)
+        self.seconds: dict[Key, float] = {}
+        self.norm: dict[Key, float] = {}
+        self.ended: dict[Key, float] = {}
+        self.messages: dict[int, str] = {}
+        self.bad: Key | None = None
+        """Where a NaN or Inf was found first."""
+
+    def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
+        """Where the gradients of each node go, and by which message."""
+        sources = {
+            (e.autograd_message_id, i): (e.sender, s) for e in self.plan.trace.edges for i, s in enumerate(e.sources)
+        }
+        found: dict[Key, list[tuple[Key, int | None]]] = {}
+        for (worker, number), node in self.nodes.items():
+            targets: list[tuple[Key, int | None]] = [((worker, to), None) for to in node.inputs]
+            if node.message is not None:
+                targets += [(sources[node.message, index], node.message) for index in node.tensors]
+            found[worker, number] = targets
+        return found
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def take(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> None:
+        """Have it as these events of the pass tell, and halted there."""
+        self._clear()
+        for event in sorted(events, key=lambda event: event.time):
+            self._enter(event)
+        for event in halted:
+            if event.key is not None and event.key in self.nodes:
+                self.state[event.key] = "halted"
+                if event.norm is not None:
+                    self.norm[event.key] = event.norm
+
+    def _enter(self, event: Event) -> None:
+        key = event.key
+        if event.what in ("marked", "arrived", "sent") and event.message is not None:
+            self.messages[event.message] = event.what
+            if event.what == "arrived":
+                for target in self._targets.get(event.message, ()):
+                    self.got[target] += 1
+        if key is None or key not in self.nodes:
+            return
+        if event.norm is not None:
+            self.norm[key] = event.norm
+        if event.what == "running":
+            self.state[key] = "running"
+        elif event.what == "done":
+            self.state[key] = "done"
+            self.seconds[key] = event.seconds or 0.0
+            self.ended[key] = event.time
+            for target, message in self._after[key]:
+                if message is None:
+                    self.got[target] += 1
+        elif event.what == "nan" and self.bad is None:
+            self.bad = key
+
+    # -- what that says -----------------------------------------------------------------------
+
+    def state_of(self, key: Key) -> str:
+        """How far a node is."""
+        known = self.state.get(key)
+        if known is not None:
+            return known
+        if key not in self.plan.waits_for:
+            return "unused"
+        return "ready" if self.got[key] >= self.plan.waits_for[key] else "waiting"
+
+    def waits(self, key: Key) -> list[str]:
+        """For which workers' gradients a node waits."""
+        if self.state_of(key) != "waiting":
+            return []
+        return sorted({worker for worker, _ in self._missing(key) if worker != key[0]})
+
+    def _missing(self, key: Key) -> list[Key]:
+        return [other for other in self._before[key] if other in self.plan.waits_for and other not in self.ended]
+
+    def shares(self) -> list[Share]:
+        """The workers' shares."""
+        found = {worker: Share(worker) for worker in self.plan.trace.nodes}
+        for key in self.plan.waits_for:
+            share = found[key[0]]
+            share.nodes += 1
+            if key in self.ended:
+                share.done += 1
+                share.busy += self.seconds[key]
+                begun = self.ended[key] - self.seconds[key]
+                share.first = begun if share.first is None else min(share.first, begun)
+                share.last = self.ended[key] if share.last is None else max(share.last, self.ended[key])
+            share.waits_for = sorted({*share.waits_for, *self.waits(key)})
+        return [share for share in found.values() if share.nodes or self.plan.trace.nodes[share.worker]]
+
+    def critical_path(self) -> list[Key]:
+        """The nodes of which each waited for the one before it: from the first that ran to the last."""
+        if not self.ended:
+            return []
+        path = [max(self.ended, key=lambda key: self.ended[key])]
+        while before := [key for key in self._before[path[-1]] if key in self.ended]:
+            path.append(max(before, key=lambda key: self.ended[key]))
+        return path[::-1]
+
+    def largest(self) -> Key | None:
+        """The node that was given the gradient of the largest norm, where norms were asked for."""
+        return max(self.norm, key=lambda key: self.norm[key]) if self.norm else None
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that a page needs to draw it."""
+        trace = self.plan.trace
+        path = set(self.critical_path())
+        index = {key: number for number, key in enumerate(self.nodes)}
+        workers = {worker: number for number, worker in enumerate(trace.nodes)}
+        begun = min((end - self.seconds[key] for key, end in self.ended.items()), default=0.0)
+        nodes = [
+            {
+                "w": workers[key[0]],
+                "n": key[1],
+                "name": name_of(node),
+                "kind": node.kind,
+                "module": node.module or "",
+                "line": node.line or "",
+                "shape": f"{node.dtype}{list(node.shape)}" if node.shape is not None else "",
+                "state": self.state_of(key),
+                "waits": self.plan.waits_for.get(key, 0),
+                "got": self.got[key],
+                "for": self.waits(key),
+                "ms": _ms(self.seconds.get(key)),
+                "at": _ms(self.ended[key] - begun) if key in self.ended else None,
+                "norm": self.norm.get(key),
+                "path": key in path,
+                "bad": key == self.bad,
+            }
+            for key, node in self.nodes.items()
+        ]
+        edges = {edge.autograd_message_id: edge for edge in trace.edges}
+        used = {edge.autograd_message_id for edge in self.plan.edges}
+        links = [
+            [index[key], index[target]]
+            for key, targets in self._after.items()
+            for target, message in targets
+            if message is None
+        ]
+        messages = [
+            {
+                "id": message,
+                "from": index[key],
+                "to": index[target],
+                "bytes": edges[message].nbytes,
+                "call": edges[message].function,
+                "state": self.messages.get(message, "expected" if message in used else "unused"),
+            }
+            for key, targets in self._after.items()
+            for target, message in targets
+            if message is not None
+        ]
+        shares = [
+            {
+                "worker": share.worker,
+                "nodes": share.nodes,
+                "done": share.done,
+                "busy": _ms(share.busy),
+                "idle": _ms(share.idle),
+                "for": share.waits_for,
+            }
+            for share in self.shares()
+        ]
+        return {
+            "workers": list(trace.nodes),
+            "nodes": nodes,
+            "links": links,
+            "messages": messages,
+            "shares": shares,
+            "unreachable": trace.unreachable,
+        }
+
+
+def name_of(node: NodeInfo) -> str:
+    """A node's name as it is drawn."""
+    if node.kind == "receive":
+        return "receive"
+    return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return round(seconds * 1000, 4) if seconds is not None else None

@@ -1,0 +1,80 @@
+"""What is said of a backward pass when it is over, or as far as it has come: as text, and as HTML with its picture."""
+
+from __future__ import annotations
+
+from html import escape
+
+from nbdist.autograd.drawing import as_svg
+from nbdist.autograd.seen import Key
+from nbdist.views.backward import Backward, name_of
+
+__all__ = ["as_html", "as_text"]
+
+_SHOWN = 12
+
+
+def as_text(found: Backward) -> list[str]:
+    """Lines: a worker each, and what stands out."""
+    lines = []
+    for share in found.shares():
+        line = f"  {share.worker}: {share.done} of {share.nodes} nodes"
+        if share.done:
+            line += f", busy {_time(share.busy)}, waited {_time(share.idle)}"
+        if share.waits_for:
+            line += f"; waits for {', '.join(share.waits_for)}"
+        lines.append(line)
+    return lines + [f"  {line}" for line in _remarks(found)]
+
+
+def as_html(found: Backward, told: str) -> str:
+    """The picture and the table, which stay in a saved notebook."""
+    head = "".join(
+        f'<th style="text-align:left">{name}</th>' for name in ("worker", "nodes", "busy", "waited", "waits for")
+    )
+    rows = []
+    for share in found.shares():
+        cells = (
+            share.worker,
+            f"{share.done}/{share.nodes}",
+            _time(share.busy),
+            _time(share.idle),
+            ", ".join(share.waits_for),
+        )
+        rows.append("<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in cells) + "</tr>")
+    remarks = "".join(f"<div>{escape(line)}</div>" for line in _remarks(found))
+    return (
+        f'<div style="font-family:sans-serif;font-size:13px"><div>{escape(told)}</div>'
+        f'<div style="overflow:auto">{as_svg(found.plan.trace, found.plan.waits_for)}</div>'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{remarks}</div>"
+    )
+
+
+def _remarks(found: Backward) -> list[str]:
+    lines = []
+    path = found.critical_path()
+    if path:
+        shown = [*path[: _SHOWN // 2], None, *path[-_SHOWN // 2 :]] if len(path) > _SHOWN else path
+        names = ["…" if key is None else _named(found, key) for key in shown]
+        lines.append(f"critical path, {len(path)} nodes: {' → '.join(names)}")
+    if found.bad is not None:
+        lines.append(f"the first NaN or Inf came up at {_where(found, found.bad)}")
+    largest = found.largest()
+    if largest is not None:
+        lines.append(f"the largest norm, {found.norm[largest]:.4g}, was given to {_where(found, largest)}")
+    if found.plan.unused:
+        lines.append(f"{len(found.plan.unused)} messages take no part")
+    return lines
+
+
+def _named(found: Backward, key: Key) -> str:
+    return f"{name_of(found.nodes[key])}@{key[0]}"
+
+
+def _where(found: Backward, key: Key) -> str:
+    node = found.nodes[key]
+    made = [part for part in (node.module, node.line) if part]
+    return f"{_named(found, key)} (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

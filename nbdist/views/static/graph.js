@@ -1,0 +1,143 @@
+// Where the boxes of a backward pass stand: lanes by worker, gradients from left to right. Pure.
+
+import * as dagre from "./dagre.js";
+
+export const MOST = 300; // more nodes than this are shown by module at first
+export const BOX = { width: 116, height: 30 };
+const GAP = { rank: 26, row: 8, lane: 14 };
+const NAME = 84; // the lanes' names stand before the boxes
+
+/** The boxes to draw: nodes, and groups of those that one module made on one worker and that are not expanded. */
+export function boxes(snapshot, expanded, grouped) {
+  const found = [];
+  const of = new Array(snapshot.nodes.length);
+  const groups = new Map();
+  snapshot.nodes.forEach((node, index) => {
+    const key = `${node.w} ${node.module}`;
+    if (grouped && node.module && node.kind === "operation" && !expanded.has(key)) {
+      if (!groups.has(key)) {
+        groups.set(key, found.length);
+        found.push({ id: key, w: node.w, nodes: [], group: node.module });
+      }
+      of[index] = groups.get(key);
+      found[of[index]].nodes.push(index);
+    } else {
+      of[index] = found.length;
+      found.push({ id: `${node.w}:${node.n}`, w: node.w, nodes: [index], group: null });
+    }
+  });
+  // A group of which something leads out and back in again cannot be one box.
+  const links = new Map();
+  const add = (from, to, message) => {
+    if (of[from] === of[to]) return;
+    const key = `${of[from]} ${of[to]} ${message ? message.id : ""}`;
+    if (!links.has(key)) links.set(key, { from: of[from], to: of[to], message: message ?? null });
+  };
+  for (const [from, to] of snapshot.links) add(from, to);
+  for (const message of snapshot.messages) add(message.from, message.to, message);
+  return { boxes: found, links: [...links.values()] };
+}
+
+/** How far to the right each box stands: one further than all whose gradients it gets. Circles are cut. */
+export function ranks(count, links) {
+  const graph = new dagre.Graph({ multigraph: true });
+  graph.setGraph({ rankdir: "LR", nodesep: GAP.row, ranksep: GAP.rank, ranker: "longest-path" });
+  graph.setDefaultEdgeLabel(() => ({}));
+  for (let index = 0; index < count; index += 1) graph.setNode(String(index), { ...BOX });
+  links.forEach((link, index) => graph.setEdge(String(link.from), String(link.to), {}, String(index)));
+  dagre.layout(graph);
+  return Array.from({ length: count }, (_, index) => {
+    const { x, y } = graph.node(String(index));
+    return { x, y };
+  });
+}
+
+/** Lanes and places: what dagre has found, pulled apart by worker. */
+export function layout(snapshot, expanded = new Set(), grouped = snapshot.nodes.length > MOST) {
+  const { boxes: found, links } = boxes(snapshot, expanded, grouped);
+  const raw = found.length ? ranks(found.length, links) : [];
+  const columns = [...new Set(raw.map((place) => Math.round(place.x)))].sort((a, b) => a - b);
+  const column = new Map(columns.map((x, index) => [x, index]));
+  const lanes = [];
+  const places = new Array(found.length);
+  let top = 0;
+  snapshot.workers.forEach((worker, number) => {
+    const own = found.map((box, index) => index).filter((index) => found[index].w === number);
+    own.sort((a, b) => raw[a].y - raw[b].y);
+    const used = new Map();
+    for (const index of own) {
+      const at = column.get(Math.round(raw[index].x));
+      const row = used.get(at) ?? 0;
+      used.set(at, row + 1);
+      places[index] = {
+        x: NAME + at * (BOX.width + GAP.rank),
+        y: top + GAP.lane / 2 + row * (BOX.height + GAP.row),
+      };
+    }
+    const rows = Math.max(1, ...used.values());
+    const height = GAP.lane + rows * (BOX.height + GAP.row) - GAP.row;
+    lanes.push({ worker, top, height });
+    top += height;
+  });
+  const width = NAME + Math.max(1, columns.length) * (BOX.width + GAP.rank);
+  return { boxes: found, links, places, lanes, width, height: top };
+}
+
+/** How far a box is: that of its one node, or of a group the state that matters most. */
+export function stateOf(box, snapshot) {
+  const states = new Set(box.nodes.map((index) => snapshot.nodes[index].state));
+  for (const state of ["halted", "running"]) if (states.has(state)) return state;
+  if (states.size === 1) return [...states][0];
+  states.delete("unused");
+  if (states.size === 1) return [...states][0];
+  return states.has("done") ? "partly" : states.has("ready") ? "ready" : "waiting";
+}
+
+/** What stands in a box. */
+export function label(box, snapshot) {
+  const [first] = box.nodes;
+  const text = box.group ? `${box.group.split(".").slice(-2).join(".")} (${box.nodes.length})` : snapshot.nodes[first].name;
+  return text.length > 17 ? `${text.slice(0, 16)}…` : text;
+}
+
+/** The count below it: how many gradients have come, and for whom it waits. */
+export function count(box, snapshot) {
+  if (box.group) {
+    const done = box.nodes.filter((index) => snapshot.nodes[index].state === "done").length;
+    return `${done}/${box.nodes.length} done`;
+  }
+  const node = snapshot.nodes[box.nodes[0]];
+  if (node.state === "unused") return "takes no part";
+  if (node.state === "done") return node.ms === null ? "done" : `${time(node.ms)}`;
+  const waits = node.for.length ? ` waits for ${node.for.join(", ")}` : "";
+  return node.waits ? `${node.got}/${node.waits}${waits}` : node.state;
+}
+
+export function time(ms) {
+  return ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : ms >= 1 ? `${ms.toFixed(1)} ms` : `${Math.round(ms * 1000)} µs`;
+}
+
+export function bytes(count) {
+  const units = ["B", "KB", "MB", "GB", "TB"];
+  let value = count;
+  let unit = 0;
+  while (value >= 1000 && unit < units.length - 1) {
+    value /= 1000;
+    unit += 1;
+  }
+  return `${value >= 100 || !unit ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
+}
+
+/** All that is known of a node, as rows of a name and a text. */
+export function details(node, worker) {
+  const rows = [["node", `${worker}:${node.n} ${node.name}`]];
+  if (node.module) rows.push(["module", node.module]);
+  if (node.line) rows.push(["made by", node.line]);
+  if (node.shape) rows.push(["shape", node.shape]);
+  rows.push(["state", node.for.length ? `${node.state} for ${node.for.join(", ")}` : node.state]);
+  if (node.waits) rows.push(["gradients", `${node.got} of ${node.waits} have come`]);
+  if (node.norm !== null) rows.push(["norm of what it got", node.norm.toPrecision(5)]);
+  if (node.ms !== null) rows.push(["time", time(node.ms)]);
+  if (node.bad) rows.push(["", "here a NaN or Inf came up first"]);
+  return rows;
+}

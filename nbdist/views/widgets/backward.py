@@ -1,0 +1,54 @@
+"""The live view of a backward pass: what a `Watcher` sees, and buttons for what it can do."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from nbdist.errors import UsageError
+from nbdist.views.watching import Watcher
+from nbdist.views.widgets.view import View, script, style
+
+__all__ = ["BackwardView"]
+
+_SLOW = 0.3
+"""Seconds between two nodes in slow motion."""
+
+
+class BackwardView(View):
+    """One watched cell."""
+
+    _esm = script("buttons.js", "graph.js", "backward.js")
+    _css = style("common.css", "backward.css")
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._slow = threading.Event()
+        super().__init__(snapshot=watcher.snapshot())
+        watcher.changed = self.changed
+
+    def look(self) -> dict[str, Any]:
+        """The pass as it is now."""
+        return self._watcher.snapshot()
+
+    def press(self, message: dict[str, Any]) -> None:
+        """Do what a button says."""
+        watcher, what = self._watcher, message.get("press")
+        if what != "slow":
+            self._slow.clear()
+        if what == "pause":
+            watcher.pause()
+        elif what == "run":
+            watcher.run()
+        elif what == "step":
+            watcher.step(1, message.get("worker"))
+        elif what == "until":
+            until = message.get("until")
+            watcher.run((str(until[0]), int(until[1])) if isinstance(until, list) else until)
+        elif what == "slow":
+            self._slow.set()
+            while self._slow.is_set() and watcher.step(1):
+                threading.Event().wait(_SLOW)
+        else:
+            raise UsageError(f"there is no button {what!r}")
+        self.changed()
