@@ -41,3 +41,7 @@ def world(three):
     while any(agent.recorder.contexts.all() for agent in three):
         assert time.monotonic() < deadline, "a context is left somewhere"
         time.sleep(0.01)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--pictures", help="a folder in which tests of pages leave pictures of them")

@@ -1,0 +1,123 @@
+// Run by tests/views/test_static.py, under node.
+
+import assert from "node:assert/strict";
+import test from "node:test";
+
+import { presser } from "../../nbdist/views/static/buttons.js";
+import { boxes, bytes, count, details, label, layout, stateOf, time } from "../../nbdist/views/static/graph.js";
+
+function node(w, n, more = {}) {
+  const known = { name: "Mul", kind: "operation", module: "", line: "", shape: "float32[2]", state: "waiting" };
+  return { w, n, ...known, waits: 1, got: 0, for: [], ms: null, at: null, norm: null, path: false, bad: false, ...more };
+}
+
+function chain(count, workers, module = () => "") {
+  const nodes = Array.from({ length: count }, (_, n) => node(n % workers, n, { module: module(n) }));
+  const links = [];
+  const messages = [];
+  for (let n = 1; n < count; n += 1) {
+    if (nodes[n].w === nodes[n - 1].w) links.push([n - 1, n]);
+    else messages.push({ id: n, from: n - 1, to: n, bytes: 8, call: "f", state: "expected" });
+  }
+  return { workers: Array.from({ length: workers }, (_, w) => `worker${w}`), nodes, links, messages };
+}
+
+test("gradients go to the right, each worker has its lane, and no box lies upon another", () => {
+  const snapshot = chain(40, 4);
+  const found = layout(snapshot);
+  assert.equal(found.boxes.length, 40);
+  for (const link of found.links) assert.ok(found.places[link.from].x < found.places[link.to].x);
+  const seen = new Set();
+  found.boxes.forEach((box, index) => {
+    const { x, y } = found.places[index];
+    const lane = found.lanes[box.w];
+    assert.ok(y >= lane.top && y + 30 <= lane.top + lane.height);
+    assert.ok(!seen.has(`${x} ${y}`));
+    seen.add(`${x} ${y}`);
+  });
+});
+
+test("a worker without nodes has a lane as well, and nothing at all is a picture too", () => {
+  const found = layout({ workers: ["worker0", "worker1"], nodes: [node(0, 0)], links: [], messages: [] });
+  assert.equal(found.lanes.length, 2);
+  assert.ok(layout({ workers: [], nodes: [], links: [], messages: [] }).width > 0);
+});
+
+test("many nodes are shown by module, and a module that is asked for in full", () => {
+  const snapshot = chain(400, 1, (n) => `Net.layer${Math.floor(n / 40)}`);
+  const folded = layout(snapshot);
+  assert.equal(folded.boxes.length, 10);
+  assert.equal(folded.links.length, 9);
+  const opened = layout(snapshot, new Set(["0 Net.layer3"]));
+  assert.equal(opened.boxes.length, 9 + 40);
+  assert.equal(label(folded.boxes[0], snapshot), "Net.layer0 (40)");
+  assert.equal(layout(snapshot, new Set(), false).boxes.length, 400);
+});
+
+test("a module that is left and entered again makes a circle, which is drawn all the same", () => {
+  const snapshot = chain(9, 1, (n) => (n % 2 ? "A" : "B"));
+  const found = layout(snapshot, new Set(), true);
+  assert.equal(found.boxes.length, 2);
+  assert.equal(found.places.length, 2);
+});
+
+test("the state of a group is that of its most urgent node", () => {
+  const of = (...states) => {
+    const nodes = states.map((state, n) => node(0, n, { state }));
+    return stateOf({ nodes: nodes.map((_, n) => n) }, { nodes });
+  };
+  assert.equal(of("done", "halted", "waiting"), "halted");
+  assert.equal(of("done", "running"), "running");
+  assert.equal(of("done", "done"), "done");
+  assert.equal(of("done", "unused"), "done");
+  assert.equal(of("done", "waiting"), "partly");
+  assert.equal(of("ready", "waiting"), "ready");
+  assert.equal(of("unused"), "unused");
+});
+
+test("what stands below a node", () => {
+  const tell = (more) => count({ nodes: [0] }, { nodes: [node(0, 0, more)] });
+  assert.equal(tell({ waits: 2, got: 1, for: ["worker1"] }), "1/2 waits for worker1");
+  assert.equal(tell({ state: "done", ms: 1.25 }), "1.3 ms");
+  assert.equal(tell({ state: "unused" }), "takes no part");
+  assert.equal(tell({ waits: 0, state: "ready" }), "ready");
+  const group = { group: "A", nodes: [0, 1] };
+  assert.equal(count(group, { nodes: [node(0, 0, { state: "done" }), node(0, 1)] }), "1/2 done");
+});
+
+test("details name the module, the line and for whom a node waits", () => {
+  const rows = details(node(1, 7, { module: "Net.fc", line: "cell:3: y = fc(x)", for: ["worker2"], norm: 2 }), "worker1");
+  const told = rows.map((row) => row.join(" ")).join("\n");
+  for (const part of ["worker1:7 Mul", "Net.fc", "cell:3: y = fc(x)", "waiting for worker2", "2.0000"]) {
+    assert.ok(told.includes(part), part);
+  }
+});
+
+test("times and sizes for people", () => {
+  assert.deepEqual([0.0123, 2.34, 1234].map(time), ["12 µs", "2.3 ms", "1.23 s"]);
+  assert.deepEqual([0, 999, 1500, 123456789].map(bytes), ["0 B", "999 B", "1.5 KB", "123 MB"]);
+});
+
+test("a press that is not heard in time is told, and one that is heard takes that back", async () => {
+  const sent = [];
+  const told = [];
+  const wire = presser((message) => sent.push(message), (is) => told.push(is), 20);
+  wire.press({ press: "step" });
+  await new Promise((then) => setTimeout(then, 60));
+  assert.deepEqual(told, [true]);
+  wire.received(sent[0].number);
+  wire.press({ press: "run" });
+  wire.received(sent[1].number);
+  await new Promise((then) => setTimeout(then, 60));
+  assert.deepEqual(told, [true, false, false]);
+  assert.deepEqual(sent.map((message) => message.press), ["step", "run"]);
+});
+
+test("a thousand nodes", () => {
+  const snapshot = chain(1000, 4);
+  for (let n = 10; n < 1000; n += 7) snapshot.links.push([n - 8, n]);
+  const begun = performance.now();
+  const found = layout(snapshot, new Set(), false);
+  console.log(`1,000 nodes are laid out in ${(performance.now() - begun).toFixed(0)} ms`);
+  assert.equal(found.boxes.length, 1000);
+});

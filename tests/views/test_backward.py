@@ -1,0 +1,162 @@
+"""What is known of a backward pass: against a real one over three workers of one process."""
+
+import json
+
+import pytest
+import torch
+
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.errors import UsageError
+from nbdist.testing import World
+from nbdist.views import report
+from nbdist.views.watching import Watcher
+
+weight = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def world():
+    with World(3) as world, world[0].activate():
+        yield world
+
+
+def weigh(x):
+    return (x * weight).exp()
+
+
+def by_way_of(name, x):
+    return rpc.rpc_sync(name, weigh, args=(x,)) + x.sin()
+
+
+def unused(x):
+    return x.cos()
+
+
+def forward(x):
+    rpc.rpc_sync("worker2", unused, args=(x,))
+    return (rpc.rpc_sync("worker1", by_way_of, args=("worker2", x)) * x).sum()
+
+
+def spoil(x):
+    return (x - 1.0).sqrt()  # whose gradient at 1 is infinite
+
+
+def on_first(world, cell):
+    """As it is in a process of one agent: it is every thread's."""
+
+    def run():
+        with world[0].activate():
+            cell()
+
+    return run
+
+
+def leaf():
+    return torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+
+def states(watcher):
+    found = watcher.backward
+    return [found.state_of(key) for key in found.nodes]
+
+
+def test_a_pass_that_is_over(world):
+    x = leaf()
+    with Watcher() as watcher, dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [forward(x)])
+        assert watcher.last.seconds >= 0
+        while not watcher.last.complete:
+            pass
+        found = watcher.backward
+        assert {
+            state for key, state in zip(found.nodes, states(watcher), strict=True) if key in found.plan.waits_for
+        } == {"done"}
+        assert "unused" in states(watcher)  # what was sent to worker2 and did not come into the loss
+        assert watcher.state == "over"
+    shares = {share.worker: share for share in found.shares()}
+    assert all(share.done == share.nodes for share in shares.values())
+    assert set(shares) == {"worker0", "worker1", "worker2"}
+    path = found.critical_path()
+    assert path[0][0] == "worker0"
+    assert len(path) > 3
+    assert found.largest() is not None
+    assert "critical path" in "\n".join(report.as_text(found))
+    assert "opacity" in report.as_html(found, "told")
+    assert json.loads(json.dumps(watcher.snapshot()))["over"]
+
+
+def test_step_by_step_counts_and_who_is_waited_for(world):
+    x = leaf()
+    watcher = Watcher(paused=True)
+
+    def cell():
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [forward(x)])
+            found.update(dist_autograd.get_gradients(context_id))
+
+    found = {}
+    watcher.begin(on_first(world, cell))
+    (first,) = watcher.step(1)
+    assert states(watcher).count("done") == 1
+    drawn = watcher.snapshot()
+    assert watcher.state == "paused"
+    by_key = {(drawn["workers"][node["w"]], node["n"]): node for node in drawn["nodes"]}
+    assert by_key[first.key]["state"] == "done"
+    assert by_key[first.key]["ms"] is not None
+    waiting = [node for node in drawn["nodes"] if node["for"]]
+    assert waiting
+    assert all(node["got"] < node["waits"] for node in waiting)
+    for done in range(2, 5):
+        watcher.step(1)
+        assert states(watcher).count("done") == done
+    watcher.run()
+    watcher.wait(30)
+    expected = torch.autograd.grad(((weigh(x) + x.sin()) * x).sum(), [x])
+    assert torch.equal(found[x], expected[0])
+
+
+def test_run_to_the_first_nan(world):
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    watcher = Watcher(paused=True)
+
+    def cell():
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [rpc.rpc_sync("worker2", spoil, args=(x,)).sum()])
+
+    watcher.begin(on_first(world, cell))
+    event = watcher.run(until="nan")
+    assert event.worker == "worker2"
+    found = watcher.backward
+    assert found.bad == event.key
+    assert "the first NaN or Inf came up at Sqrt@worker2" in "\n".join(report.as_text(found))
+    watcher.run()
+    watcher.wait(30)
+
+
+def test_a_cell_that_fails_says_so(world):
+    watcher = Watcher()
+
+    def cell():
+        raise ValueError("no")
+
+    watcher.begin(cell)
+    with pytest.raises(ValueError, match="no"):
+        watcher.wait(10)
+    assert watcher.state == "ended"
+
+
+def test_of_many_passes_some_are_looked_at_and_all_of_them_run(world):
+    x = leaf()
+    with Watcher() as watcher:
+        for _ in range(30):
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [forward(x)])
+        assert watcher.count == 30
+    with dist_autograd.context() as context_id:  # nobody watches any more
+        assert world[0].recorder.contexts.get(context_id).watch is None
+
+
+def test_where_no_pass_is_under_way(world):
+    with Watcher() as watcher, pytest.raises(UsageError, match="no backward pass"):
+        watcher.step(1)

@@ -1,0 +1,146 @@
+"""The view of a backward pass in a real page: buttons that act on the pass itself, while the cell that runs it is busy."""
+
+import pytest
+from browser import needs_browser, notebook
+
+pytestmark = [needs_browser(), pytest.mark.timeout(240)]
+
+START = """
+import torch
+%load_ext nbdist
+%dist_init -n 3 --backend none
+"""
+WORKERS = """
+%%remote
+import torch
+w = torch.full((4,), 2.0 + rank, dtype=torch.float64, requires_grad=True)
+"""
+HERE = """
+def weigh(x):
+    import __main__
+    return (x * __main__.w).tanh()
+
+def spoil(x):
+    return (x - 1.0).sqrt()
+
+def hook(factor):
+    import __main__
+    __main__.w.register_hook(lambda gradient: gradient * factor)
+
+def gradient(context_id):
+    import __main__
+    from nbdist import autograd
+    return autograd.get_gradients(context_id)[__main__.w].tolist()
+"""
+CELL = """%%watch --paused
+x = torch.linspace(0.1, 0.4, 4, dtype=torch.float64).requires_grad_()
+with dist_autograd.context() as context_id:
+    y = rpc.rpc_sync("worker0", weigh, args=(x,))
+    z = rpc.rpc_sync("worker1", weigh, args=(y,))
+    loss = (z * rpc.rpc_sync("worker2", weigh, args=(y,))).sum()
+    dist_autograd.backward(context_id, [loss])
+    watched = [dist_autograd.get_gradients(context_id)[x].tolist()]
+    watched += [rpc.rpc_sync(f"worker{n}", gradient, args=(context_id,)) for n in range(3)]
+"""
+BAD = """%%watch --paused
+x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+with dist_autograd.context() as context_id:
+    y = rpc.rpc_sync("worker1", weigh, args=(x,))
+    loss = y.sum() + rpc.rpc_sync("worker2", spoil, args=(x,)).sum()
+    dist_autograd.backward(context_id, [loss])
+"""
+PLAIN = (
+    """
+plain = None
+"""
+    + CELL.partition("\n")[2].replace("watched", "plain")
+    + "\nprint(watched == plain)"
+)
+
+
+def press(page, index, name):
+    page.cell(index).get_by_role("button", name=name, exact=True).click()
+
+
+def done(page, index):
+    return page.cell(index).locator(".node.done").count()
+
+
+def await_done(page, index, count):
+    page.page.wait_for_function(
+        """([index, count]) => document.querySelectorAll('.jp-Notebook .jp-Cell')[index]
+            .querySelectorAll('.node.done').length === count""",
+        arg=[index, count],
+        timeout=10_000,
+    )
+
+
+@pytest.mark.parametrize("front", ["lab", "notebook"])
+def test_pause_step_and_run(front, tmp_path, request):
+    with notebook([START, WORKERS, HERE, CELL, PLAIN, BAD], front, tmp_path) as page:
+        for index in range(3):
+            page.finish(index)
+        page.run(3)
+        page.cell(3).locator(".node.halted").first.wait_for()
+        assert done(page, 3) == 0
+        for count in range(1, 4):
+            press(page, 3, "Step")
+            await_done(page, 3, count)
+        page.page.wait_for_timeout(500)
+        assert done(page, 3) == 3  # exactly those, and it is the cell's own pass that waits
+        assert "*" in page.cell(3).locator(".jp-InputPrompt").text_content()
+        page.cell(3).locator(".node.done").first.click()
+        assert "1 of 1 have come" in page.cell(3).locator(".nbdist-details").text_content()
+        if picture := request.config.getoption("--pictures"):
+            page.cell(3).locator(".nbdist-view").screenshot(path=f"{picture}/backward-{front}.png")
+        press(page, 3, "Run")
+        page.ended(3)
+        page.finish(4)
+        assert "True" in page.told(4)  # as it is where nobody looks
+
+        page.run(5)
+        page.cell(5).locator(".node.halted").first.wait_for()
+        press(page, 5, "To NaN")
+        bad = page.cell(5).locator(".node.bad")
+        bad.wait_for(timeout=10_000)
+        assert "Sqrt" in bad.text_content()
+        assert "*" in page.cell(5).locator(".jp-InputPrompt").text_content()
+        bad.click()
+        assert "worker2" in page.cell(5).locator(".nbdist-details").text_content()
+        press(page, 5, "Run")
+        page.ended(5)
+        assert not page.complaints
+        assert not page.strangers
+
+        saved = page.save()
+        static = saved.cells[3].outputs[0]["data"]["text/html"]
+        assert "<svg" in static
+        assert "critical path" in static
+        assert "the first NaN or Inf came up at Sqrt@worker2" in saved.cells[5].outputs[0]["data"]["text/html"]
+
+
+def test_the_handle_does_what_the_buttons_do(tmp_path):
+    cells = [
+        START,
+        WORKERS,
+        HERE,
+        CELL.replace("--paused", "--paused -a"),
+        "handle = _\nprint(len(handle.step(3)))",
+        "rpc.rpc_sync('worker0', hook, args=(10.0,)); handle.run(); handle.wait(30)",
+        "hooked = watched[1]\n"
+        + CELL.partition("\n")[2].replace("watched", "again")
+        + "\nprint(hooked == again[1], watched[0] == again[0])",
+    ]
+    with notebook(cells, "lab", tmp_path) as page:
+        for index in range(4):
+            page.finish(index)
+        page.cell(3).locator(".node.halted").first.wait_for()
+        assert "the pass above" in page.told(3)
+        page.finish(4)
+        assert "3" in page.told(4)
+        await_done(page, 3, 3)
+        page.finish(5)
+        page.cell(3).get_by_text("over").first.wait_for()
+        page.finish(6)
+        assert "True True" in page.told(6)  # the hook that was added while it was paused counted, in that pass too
+        assert not page.complaints
