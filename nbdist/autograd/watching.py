@@ -270,11 +270,11 @@ class Watch:
 
     def begin(self, id: PassId, mode: Literal["smart", "fast"], roots: Sequence[tuple[Node, int]]) -> None:
         """A pass begins here."""
-        if self.on_begin is not None:
-            self.on_begin(id, mode, roots)
         with self._changed:
             self._of(id, mode)
             self._freeze()
+        if self.on_begin is not None:
+            self.on_begin(id, mode, roots)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """News from a worker."""

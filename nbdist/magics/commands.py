@@ -14,12 +14,14 @@ from IPython.display import display
 from nbdist import autograd, rpc
 from nbdist.cluster import labels
 from nbdist.cluster.cells import Cell
+from nbdist.cluster.comparing import differences
 from nbdist.cluster.sinks import current_sink
 from nbdist.cluster.status import collect
 from nbdist.errors import NbdistError, UsageError
-from nbdist.magics.lines import CellLine, parse_cell, parse_init, parse_value, parse_watch, reader
+from nbdist.magics.lines import CellLine, parse_cell, parse_diff, parse_init, parse_value, parse_watch, reader
 from nbdist.magics.session import Session
 from nbdist.views.clusters import Cluster
+from nbdist.views.difference import DiffTable
 from nbdist.views.progress import StartProgress
 from nbdist.views.status import StatusTable
 from nbdist.views.timeline import Timeline
@@ -217,6 +219,21 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         found = options.read(line)
         names = [name for word in found.names for name in word.split(",") if name]
         return names, " ".join(found.targets) if found.targets else None
+
+    @no_var_expand
+    @line_magic
+    @_shortly
+    def dist_diff(self, line: str) -> DiffTable:
+        """Say whether a value is the same on all workers, or where it first differs: %dist_diff EXPRESSION [-r TARGET].
+
+        A tensor, a module, a state_dict, anything: it is compared where it is, part by part.
+        """
+        expression, targets = parse_diff(line)
+        cluster = self._session.cluster()
+        cell = cluster.execute(expression, targets, keep=True, quiet=True)
+        rrefs = cluster.references(cell)
+        by_name = {rref.owner_name(): rref for rref in (rrefs if isinstance(rrefs, list) else [rrefs])}
+        return DiffTable(expression, list(by_name), *differences(by_name))
 
     # -- cells ----------------------------------------------------------------------------------
 

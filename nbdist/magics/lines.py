@@ -20,6 +20,7 @@ __all__ = [
     "CellLine",
     "ValueLine",
     "parse_cell",
+    "parse_diff",
     "parse_init",
     "parse_value",
     "parse_watch",
@@ -213,6 +214,14 @@ def parse_watch(line: str) -> WatchLine:
     reader.add_argument("--no-norms", action="store_true")
     found: Any = reader.read(line)
     return WatchLine(found.paused, found.noblock, found.no_norms)
+
+
+def parse_diff(line: str) -> tuple[str, str | None]:
+    """Read the line of ``%dist_diff``: an expression, as it stands there, and a target."""
+    found = re.fullmatch(r"(.*?)(?:\s(?:-r|--rank|--targets)[\s=]+(.+))?", line.strip())
+    if found is None or not found[1].strip():
+        raise UsageError("compare what? write: %dist_diff EXPRESSION [-r TARGET]")
+    return found[1].strip(), found[2]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

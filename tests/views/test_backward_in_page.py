@@ -1,4 +1,4 @@
-"""The view of a backward pass in a real page: buttons that act on the pass itself, while the cell that runs it is busy."""
+"""The view of a backward pass in a real page: buttons that act on the pass itself, while its cell is busy."""
 
 import pytest
 from browser import needs_browser, notebook

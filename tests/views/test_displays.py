@@ -124,3 +124,50 @@ def test_the_first_display_takes_no_longer_than_it_may(watched):
         "for each in fresh:\n    begun = time.perf_counter(); bundle(each); times.append(time.perf_counter() - begun)"
     )
     print("the first display of a reference:", watched.run("f'{sorted(times)[10] * 1e3:.2f} ms'").result)
+
+
+def test_dist_diff(watched):
+    watched.run("%%remote\nimport torch\nstate = {'w': torch.ones(2), 'rank': rank}")
+    assert watched.run("%dist_diff state['w']").result == "state['w'] is equal on 2 workers"
+    told = watched.run("%dist_diff state").result
+    assert told == "state differs: 1 of 2 parts, from worker0's\n  state.rank on worker1: 1 instead of 0"
+    assert watched.run("%dist_diff state -r 1").result == "state is equal on worker1 (2 parts)"
+    assert watched.run("%dist_diff", check=False).error["ename"] == "UsageError"
+    failed = watched.run("%dist_diff nothing", check=False)
+    assert "nothing" in failed.error["evalue"]
+
+
+def test_a_watched_cell_in_the_background(watched):
+    watched.run("def twice(x):\n    return x * 2")
+    cell = watched.run(
+        "%%watch --paused -a\nx = torch.ones(2, requires_grad=True)\n"
+        "with dist_autograd.context() as context_id:\n"
+        "    dist_autograd.backward(context_id, [rpc.rpc_sync('worker1', twice, args=(x,)).sum()])\n"
+        "    got = dist_autograd.get_gradients(context_id)[x].tolist()"
+    )
+    assert ".step(3)" in cell.result
+    assert watched.run("handle = _\nlen(handle.step(2))").result == "2"
+    assert "paused" in watched.run("print(handle)").stdout
+    watched.run("handle.run(); handle.wait(30)")
+    assert watched.run("got").result == "[2.0, 2.0]"
+    assert "critical path" in watched.run("print(handle)").stdout
+
+
+def test_a_watched_cell_that_fails(watched):
+    failed = watched.run("%%watch\n1 / 0", check=False)
+    assert failed.error["ename"] == "ZeroDivisionError"
+    assert watched.run("%%watch\n1 + 1").result == "2"
+
+
+def test_a_watched_cell_that_is_interrupted_while_it_is_paused(watched):
+    known = len(watched.comms)
+    cell = watched.send(
+        "%%watch --paused\nx = torch.ones(2, requires_grad=True)\n"
+        "with dist_autograd.context() as context_id:\n"
+        "    dist_autograd.backward(context_id, [rpc.rpc_sync('worker1', twice, args=(x,)).sum()])"
+    )
+    watched.until(lambda: any(" nodes, paused" in str(each) for each in watched.comms[known:]))
+    watched.interrupt()
+    watched.finish(cell)
+    assert cell.error["ename"] in ("KeyboardInterrupt", "Interrupted")
+    assert watched.run("1 + 1").result == "2"

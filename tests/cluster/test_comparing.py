@@ -1,0 +1,115 @@
+import math
+from collections import namedtuple
+
+import numpy
+import pytest
+import torch
+
+from nbdist import rpc
+from nbdist.cluster.comparing import _print, compare, differences, flatten
+from nbdist.testing import World
+from nbdist.views.difference import DiffTable
+
+Pair = namedtuple("Pair", "a b")
+VALUES = {}
+
+
+@pytest.fixture
+def world():
+    with World(3) as world, world[0].activate():
+        yield world
+
+
+def value_of(name):
+    return VALUES[name]
+
+
+def compared(*values):
+    VALUES.update({f"worker{n}": value for n, value in enumerate(values)})
+    rrefs = {name: rpc.remote(name, value_of, args=(name,)) for name in VALUES}
+    return DiffTable("x", list(rrefs), *differences(rrefs))
+
+
+def test_the_parts_of_a_value():
+    value = {"a": [torch.ones(1), 2], "b": Pair(1, 2), 3: "x", "m": torch.nn.Linear(1, 1)}
+    paths = [path for path, _ in flatten(value)]
+    assert paths == [".a (length)", ".a[0]", ".a[1]", ".b", "[3]", ".m.weight", ".m.bias"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3),
+        torch.zeros(0, 2),
+        torch.tensor(True),
+        torch.tensor([1 + 2j]).conj(),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, 3).t(),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, requires_grad=True),
+    ],
+    ids=str,
+)
+def test_the_print_of_a_tensor_is_that_of_its_values(tensor):
+    assert _print("", tensor) == _print("", tensor.detach().clone())
+    if tensor.numel():
+        other = (~tensor if tensor.dtype is torch.bool else tensor.detach().to_dense() * 2).clone()
+        assert _print("", tensor).digest != _print("", other).digest
+
+
+def test_prints_of_other_values():
+    assert _print("", {"b", "a"}) == _print("", {"a", "b"})
+    assert _print("", lambda: 1).kind == "function"
+    assert next(flatten(numpy.ones(2)))[1].dtype is torch.float64
+
+
+def test_where_two_tensors_first_differ_and_by_how_much():
+    one = torch.zeros(2, 3)
+    other = one.clone()
+    other[1, 0], other[1, 2] = 0.5, -2.0
+    assert compare(one, other) == "first at [1, 0]: 0.5 instead of 0; 2 of 6 values, at most 2 apart"
+    assert compare(torch.tensor(1), torch.tensor(3)) == "3 instead of 1, at most 2 apart"
+    assert compare(torch.tensor([True]), torch.tensor([False])) == "first at [0]: False instead of True"
+    nan = torch.tensor([math.nan, 1.0])
+    assert compare(nan, torch.tensor([math.nan, 2.0])).startswith("first at [1]: 2 instead of 1; 1 of 2 values")
+    assert compare(torch.tensor([0.0]), torch.tensor([-0.0])).startswith("its bits only")
+    assert compare("1", "2") == "2 instead of 1"
+    assert "pickled otherwise" in compare("1", "1")
+
+
+def test_equal_on_all_workers(world):
+    found = compared(*[[1, torch.ones(2)]] * 3)
+    assert found
+    assert repr(found) == "x is equal on 3 workers (3 parts)"
+
+
+def test_one_that_differs_is_named(world):
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        models[2][1].weight[0, 1] += 0.25
+    found = compared(*models)
+    assert not found
+    (line,) = found.differences
+    assert (line.path, line.worker) == (".1.weight", "worker2")
+    assert "first at [0, 1]" in line.told
+    assert "at most 0.25 apart" in line.told
+    assert "x differs: 1 of 4 parts, from worker0's" in repr(found)
+    assert "worker2" in found._repr_html_()
+
+
+def test_other_shapes_types_and_keys(world):
+    found = compared({"a": torch.ones(2), "b": 1}, {"a": torch.ones(3), "b": "1"}, {"a": torch.ones(2), "c": 1})
+    told = {(each.path, each.worker): each.told for each in found.differences}
+    assert told[".a", "worker1"] == "Tensor float32(3,) instead of Tensor float32(2,)"
+    assert told[".b", "worker1"] == "str instead of int"
+    assert told[".b", "worker2"] == "only worker0 has it"
+    assert told[".c", "worker2"] == "only worker2 has it"
+    assert found.differing == 3
+
+
+def test_so_much_is_told(world):
+    found = compared(*[{n: n + shift for n in range(50)} for shift in range(3)])
+    assert len(found.differences) == 20
+    assert found.differing == 50
