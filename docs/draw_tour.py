@@ -19,7 +19,7 @@ CELLS = (
     "%load_ext nbdist\n%dist_init -n 3 --seed 1",
     '%%remote\nx = torch.full((2,), float(rank))\ndist.all_reduce(x)\nprint("sum:", x)',
     'import torch\nw = rpc.remote("worker1", torch.ones, args=(128, 64))  # the value stays on worker1\n'
-    'print(rpc.rpc_sync("worker2", lambda there: there.to_here().sum(), args=(w,)))\nw',
+    'print(rpc.rpc_sync("worker2", lambda there: there.to_here().sum(), args=(w,)))\nw.peek()',
     "%%remote 2\ny = torch.ones(2, 3) @ torch.ones(2, 3)",
     "%%remote 1\nimport os\nos._exit(3)",
     "%dist_restart\n%dist_shutdown",
