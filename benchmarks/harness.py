@@ -117,7 +117,7 @@ def touch_memory(most: int = 8 << 30) -> None:
     """
     touch = "import mmap, sys; m = mmap.mmap(-1, int(sys.argv[1]))\nfor i in range(0, len(m), 4096): m[i] = 1"
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    subprocess.run([sys.executable, "-c", touch, str(min(most, available // 2))], check=True)
+    subprocess.run([sys.executable, "-c", touch, str(min(most, available // 2))])  # a container may have less than that
 
 
 def table(times: Times, base: str, subject: str, limits: Mapping[str, float]) -> str:

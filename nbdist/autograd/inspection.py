@@ -153,6 +153,8 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: api.Mode = "smart") -> 
         behind: list[Key] = [(key[0], number) for number in node.inputs]
         if node.message is not None:
             for index in node.tensors:
+                if (node.message, index) not in sources:  # its sender could not be asked
+                    continue
                 edge, source = sources[node.message, index]
                 used.add(edge.autograd_message_id)
                 if mode == "smart":

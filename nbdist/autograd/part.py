@@ -198,6 +198,11 @@ class Part:
         with self._lock:
             return [slot for slot, state in self.states.items() if state is State.EXPECTED]
 
+    def peers(self) -> set[int]:
+        """The workers to which gradients are going from here, or have gone."""
+        with self._lock:
+            return {end.peer for end in self._awaited}
+
     @property
     def unsure(self) -> bool:
         """Whether something waits for the end of the marking."""

@@ -92,15 +92,17 @@ class Passes:
     ) -> Run:
         """Begin a pass here, and run nothing yet; ``outcome`` is settled with its end, else only `wait` tells of it."""
         me = self._transport.me
+        watch = context.watch if context.watch is not None and not context.watch.closed else None
+        if watch is not None:
+            watch.prepare("smart" if smart else "fast", roots.edges)
         id = PassId(me, next(self._numbers))
         with context.lock:
             since = min((other.number for other in context.runs if other.root == me), default=id.number)
         context.roots.update(dict.fromkeys(roots.edges))
-        watch = context.watch if context.watch is not None and not context.watch.closed else None
         watching = watch.watching if watch is not None else context.watching
         head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
         if watch is not None:
-            watch.begin(id, "smart" if smart else "fast", roots.edges)
+            watch.begin(id, "smart" if smart else "fast")
         run = self._begin(head, context, Ledger(me), outcome if outcome is not None else Latch())
         begun = Token(me, 0, False)
         run.sent.append((begun, me))
@@ -467,6 +469,9 @@ class Passes:
         if outcome is not None:
             run.error = run.error or error
             outcome.try_settle(None, error)
+            run.part.stop()
+            if run.observer is not None:
+                run.observer.stop()  # who waits for the outcome may be halted in the pass itself
             return
         failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
         self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
@@ -498,7 +503,7 @@ class Passes:
             self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
 
     def _needed(self, run: Run) -> set[int]:
-        needed = set(run.told)
+        needed = run.told | run.part.peers()
         needed.update(run.context.sends[slot.message].peer for slot in run.part.missing())
         if run.ledger is not None:
             needed |= run.ledger.workers

@@ -110,8 +110,12 @@ class Recorder:
         if lines:
             context.noting = noted()
             context.noting.__enter__()
-        for then, _ in watchers:
-            then(context)
+        try:
+            for then, _ in watchers:
+                then(context)
+        except BaseException:
+            self.close(context)
+            raise
         return context
 
     def when_opened(self, then: Callable[[Context], None], *, lines: bool = False) -> Callable[[], None]:

@@ -16,6 +16,7 @@ nothing is asked of them, and nothing is seen by anybody as long as there is no 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["Until", "Watch"]
 
 _ids = itertools.count(1)
+_log = logging.getLogger("nbdist.autograd")
 
 Until = Literal["nan", "message"] | Key | None
 
@@ -77,8 +79,8 @@ class Watch:
         self._frozen = False
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
-        self.on_begin: Callable[[PassId, Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
-        """Called where a pass begins on this worker, before anything of it runs."""
+        self.on_begin: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
+        """Called where a pass begins on this worker, before there is anything of it."""
         self.on_news: Callable[[], None] | None = None
         """Called when something was seen, by whatever thread; it must not block."""
 
@@ -131,6 +133,12 @@ class Watch:
     def paused(self) -> bool:
         """Whether passes are to halt."""
         return self._control.paused
+
+    @property
+    def latest(self) -> PassId | None:
+        """The pass that was heard of last."""
+        with self._changed:
+            return next(reversed(self._passes), None)
 
     def _open(self) -> list[Pass]:
         return [seen for seen in self._passes.values() if not seen.over]
@@ -257,6 +265,7 @@ class Watch:
             self._changed.notify_all()
         self._ended(self)
         self._tell_news()
+        self.on_begin = self.on_news = None
 
     def __enter__(self) -> Watch:
         return self
@@ -268,13 +277,20 @@ class Watch:
 
     # -- what comes ---------------------------------------------------------------------------
 
-    def begin(self, id: PassId, mode: Literal["smart", "fast"], roots: Sequence[tuple[Node, int]]) -> None:
+    def prepare(self, mode: Literal["smart", "fast"], roots: Sequence[tuple[Node, int]]) -> None:
+        """A pass is going to begin here; whoever wants to see it before is given the time for that."""
+        if self.on_begin is not None:
+            try:
+                self.on_begin(mode, roots)
+            except Exception:
+                _log.exception("a backward pass could not be drawn")
+
+    def begin(self, id: PassId, mode: Literal["smart", "fast"]) -> None:
         """A pass begins here."""
         with self._changed:
             self._of(id, mode)
             self._freeze()
-        if self.on_begin is not None:
-            self.on_begin(id, mode, roots)
+        self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """News from a worker."""
@@ -321,8 +337,9 @@ class Watch:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        if self.on_news is not None:
-            self.on_news()
+        then = self.on_news
+        if then is not None:
+            then()
 
     def _of(self, id: PassId, mode: str) -> Pass:
         seen = self._passes.get(id)

@@ -36,7 +36,7 @@ class _Encoded(NamedTuple):
     message: Call
     frames: list[Buffer]
     forker: MessageForker
-    target: RRef[Any] | None
+    hold: object
     slots: Sequence[Slot] = ()
 
 
@@ -222,7 +222,8 @@ class Caller:
             target=target._id if target is not None else None,
         )
         if target is not None:
-            agent.references.check_alive(target)
+            # Until it is answered, though the reference be let go of: it may be repeated, or wait there for others.
+            call.hold = agent.references.hold_of(target)
         context = agent.recorder.current() if agent.recorder is not None else None
 
         first = self._encode(call, to, mode, builtin, body, target, context)
@@ -299,7 +300,7 @@ class Caller:
             agent.origin() if agent.origin is not None else "",
             call.recording,
         )
-        return _Encoded(message, encoded.frames, forker, target, encoded.slots)
+        return _Encoded(message, encoded.frames, forker, call.hold, encoded.slots)
 
     def _post(self, call: Pending, encoded: _Encoded) -> None:
         try:

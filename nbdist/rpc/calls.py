@@ -31,6 +31,8 @@ class Pending:
     thread: int
     result: Fork | None = None
     target: GlobalId | None = None
+    hold: object = None
+    """What keeps the target."""
     seq: int = 0
     again: Callable[[], None] | None = None
     unsent: Callable[[], None] | None = None

@@ -6,11 +6,13 @@ Pure, and run where the value is: a look at ten gigabytes sends one kilobyte.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
 __all__ = ["Histogram", "Numbers", "Parameter", "Peek", "look"]
 
@@ -19,6 +21,7 @@ _FIRST = 8
 _SHOWN = 400
 _BARS = " ▁▂▃▄▅▆▇█"
 _ROWS = 40
+_PART = 1 << 20
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -29,7 +32,7 @@ class Histogram(msgspec.Struct, frozen=True):
     counts: list[int]
 
     def __str__(self) -> str:
-        most = max(self.counts)
+        most = max(1, *self.counts)
         bars = "".join(_BARS[math.ceil(count / most * (len(_BARS) - 1))] for count in self.counts)
         return f"{self.low:.4g} {bars} {self.high:.4g}"
 
@@ -92,34 +95,79 @@ def look(value: Any, owner: str) -> Peek:
     if isinstance(value, torch.Tensor):
         return Peek(kind, owner, numbers=_numbers(value))
     if isinstance(value, torch.nn.Module):
-        found = [_parameter(name, parameter) for name, parameter in value.named_parameters()]
+        try:
+            found = [_parameter(name, parameter) for name, parameter in value.named_parameters()]
+        except Exception as error:  # a stand-in for a module elsewhere refuses
+            return Peek(kind, owner, text=f"{type(error).__name__}: {error}")
         return Peek(kind, owner, parameters=found, text="" if found else "no parameters")
     length = len(value) if isinstance(value, Sized) and isinstance(value, Mapping | Sequence | set) else None
+    return Peek(kind, owner, text=_shortly(value), length=length)
+
+
+def _shortly(value: Any) -> str:
     try:
-        text = repr(value)
+        text = _short.repr(value) if isinstance(value, _LONG) else repr(value)
     except Exception as error:  # of the user's class
-        text = f"its repr() raises {type(error).__name__}: {error}"
-    return Peek(kind, owner, text=text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…", length=length)
+        return f"its repr() raises {type(error).__name__}: {error}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+_LONG = (str, bytes, list, tuple, set, frozenset, dict)
+_short = reprlib.Repr()
+_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 30
+_short.maxstring = _short.maxother = _short.maxlong = _SHOWN
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
-    about = list(tensor.shape), _name_of(tensor.dtype), str(tensor.device)
-    if tensor.is_meta:  # which has no values
+    shape = list(tensor.shape) if not tensor.is_nested else []
+    about = shape, _name_of(tensor.dtype), str(tensor.device)
+    try:
+        with torch.no_grad():
+            return _summary(about, _values(tensor))
+    except Exception:  # of a kind of tensor that has no values, or that torch cannot compute with
         return Numbers(*about, None, None, None, None, 0, 0, [], None)
-    with torch.no_grad():
-        flat = _values(tensor)
-        first = [_text(each) for each in flat[:_FIRST].tolist()]
-        if flat.is_complex() or not flat.numel():
-            return Numbers(*about, None, None, None, _norm(flat), *_odd(flat), first, None)
-        # Half precision overflows in sums, and integers have no mean.
-        real = flat.double() if flat.device.type != "mps" else flat.float()
-        finite = real[torch.isfinite(real)]
-        if not finite.numel():
-            return Numbers(*about, None, None, None, None, *_odd(flat), first, None)
-        low, high = float(finite.min()), float(finite.max())
-        counts = torch.histc(finite.cpu(), _BINS, low, high).long().tolist() if low < high else [finite.numel()]
-        mean, norm = float(finite.mean()), float(torch.linalg.vector_norm(finite))
-        return Numbers(*about, low, high, mean, norm, *_odd(flat), first, Histogram(low, high, counts))
+
+
+def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
+    first = [_text(each) for each in flat[:_FIRST].tolist()]
+    low, high, total, squares, count, nans, infs = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
+    for part in _in_parts(flat):
+        finite = part[torch.isfinite(part)]
+        nans += int(torch.isnan(part).sum())
+        infs += int(torch.isinf(part).sum())
+        if finite.numel():
+            squares += float(torch.linalg.vector_norm(finite)) ** 2
+            if not part.is_complex():
+                low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+                total += float(finite.sum())
+            count += finite.numel()
+    norm = math.sqrt(squares) if count else None
+    if low > high:
+        return Numbers(*about, None, None, None, norm, nans, infs, first, None)
+    return Numbers(*about, low, high, total / count, norm, nans, infs, first, _histogram(flat, low, high, count))
+
+
+def _histogram(flat: torch.Tensor, low: float, high: float, count: int) -> Histogram:
+    if low == high:
+        return Histogram(low, high, [count])
+    counts = torch.zeros(_BINS, dtype=torch.int64)
+    for part in _in_parts(flat):
+        finite = part[torch.isfinite(part)]
+        place = (
+            (finite / 2 - low / 2) / (high / 2 - low / 2) * _BINS
+        )  # halves: their range may be too wide for a number
+        counts += torch.bincount(place.long().clamp(0, _BINS - 1).cpu(), minlength=_BINS)
+    return Histogram(low, high, counts.tolist())
+
+
+def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """In a type that does not overflow in sums, and one after the other: the owner may have no room for a copy."""
+    for start in range(0, flat.numel(), _PART):
+        part = flat[start : start + _PART]
+        if part.is_complex():
+            yield part.to(torch.complex128)
+        else:
+            yield part.double() if part.device.type != "mps" else part.float()
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,28 +182,17 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _norm(flat: torch.Tensor) -> float | None:
-    return float(torch.linalg.vector_norm(flat)) if flat.numel() and bool(torch.isfinite(flat).all()) else None
-
-
-def _odd(flat: torch.Tensor) -> tuple[int, int]:
-    """How many values are not numbers, and how many are infinite."""
-    return int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
-
-
 def _parameter(name: str, parameter: torch.Tensor) -> Parameter:
-    with torch.no_grad():
-        flat = _values(parameter if not parameter.is_meta else torch.empty(0))
-        wide = flat if flat.is_complex() else flat.double() if flat.device.type != "mps" else flat.float()
-        return Parameter(
-            name,
-            list(parameter.shape),
-            _name_of(parameter.dtype),
-            str(parameter.device),
-            parameter.requires_grad,
-            _norm(wide),
-            int(torch.isnan(flat).sum()),
-        )
+    found = _numbers(parameter) if not is_lazy(parameter) else None
+    return Parameter(
+        name,
+        list(parameter.shape) if found is not None else [],
+        _name_of(parameter.dtype),
+        str(parameter.device),
+        parameter.requires_grad,
+        found.norm if found is not None else None,
+        found.nans if found is not None else 0,
+    )
 
 
 def _name_of(dtype: torch.dtype) -> str:

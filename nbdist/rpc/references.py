@@ -6,6 +6,7 @@ Python may collect an `RRef` in any thread and in the middle of anything, so its
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from nbdist.rpc.dispatch import Job
 
 __all__ = ["MessageForker", "References", "creation_error"]
+
+
+_log = logging.getLogger("nbdist.rpc")
 
 
 def creation_error(why: object) -> RRefError:
@@ -48,9 +52,9 @@ class MessageForker:
 
     def fork(self, reference: RRef[Any]) -> Fork:
         """Describe a new fork of ``reference``."""
+        self.kept.append(self._references.hold_of(reference))  # before it is let go of by another thread
         fork = self._references.hand_over(reference, self._to)
         self.handed.append(fork)
-        self.kept.append(reference._hold)
         return fork
 
     def take_back(self) -> None:
@@ -186,6 +190,14 @@ class References:
         self.perform(instructions)
         self._tell(fork)
 
+    def hold_of(self, rref: RRef[Any]) -> object:
+        """What keeps the value for as long as it is kept itself; an error where there is something wrong with it."""
+        hold = rref._hold
+        if hold is None:
+            raise RRefError(f"{rref!r} was let go of by release()")
+        self.check_alive(rref)
+        return hold
+
     def check_alive(self, rref: RRef[Any]) -> None:
         """Raise what is known to be wrong with a reference held here."""
         if rref._hold is None:
@@ -301,7 +313,10 @@ class References:
                 [*self._watched.get(id, ())] if id is not None else [t for all in self._watched.values() for t in all]
             )
         for then in found:
-            then()
+            try:
+                then()
+            except Exception:  # what shows a reference must not keep the news from those who use it
+                _log.exception("a reference could not be shown")
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -347,9 +362,9 @@ class References:
                 if not self._parked[rref]:
                     del self._parked[rref]
         self.perform(instructions)
-        self._tell()
         for rref in never:
             self.settle(rref, None, RRefError("the worker that was to create the value is lost"))
+        self._tell()
         return going_on
 
     def clear(self) -> None:

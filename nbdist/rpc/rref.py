@@ -159,15 +159,15 @@ class RRef(Generic[T]):
     def peek(self, timeout: float = -1.0) -> Peek:
         """What the value looks like: a tensor's range, norm and histogram, a module's parameters. It stays there."""
         self._agent.references.check_alive(self)
+        seconds = self._agent.timeout_of(timeout)
         if self._fork is None:
-            return _look(self)
-        found: Peek = self._agent.caller.sync(self.owner(), _look, (self,), None, timeout)
+            return _look(self, seconds)
+        found: Peek = self._agent.caller.sync(self.owner(), _look, (self, seconds), None, timeout)
         return found
 
     def release(self) -> None:
         """Let go of the value, as if this object were collected; nothing can be asked of it afterwards."""
-        self._hold = None  # messages on their way have it as well
-        self._agent.references.reap()
+        self._hold = None  # calls under way, and messages on their way, have it as well
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass from the value, which is a tensor of one element, on its owner.
@@ -197,8 +197,8 @@ class RRef(Generic[T]):
 register_reference(RRef)
 
 
-def _look(rref: RRef[Any]) -> Peek:
-    return look(rref.local_value(), rref.owner_name())
+def _look(rref: RRef[Any], timeout: float) -> Peek:
+    return look(rref.to_here(timeout), rref.owner_name())
 
 
 def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:

@@ -5,6 +5,8 @@ Pure: a plan and events in, one JSON value out.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,9 +50,9 @@ class Backward:
             for target, _ in targets:
                 self._before[target].append(key)
         self._targets: dict[int, list[Key]] = {}
-        for targets in self._after.values():
+        for key, targets in self._after.items():
             for target, message in targets:
-                if message is not None:
+                if message is not None and key in plan.waits_for:
                     self._targets.setdefault(message, []).append(target)
         self._clear()
 
@@ -73,28 +75,36 @@ class Backward:
         for (worker, number), node in self.nodes.items():
             targets: list[tuple[Key, int | None]] = [((worker, to), None) for to in node.inputs]
             if node.message is not None:
-                targets += [(sources[node.message, index], node.message) for index in node.tensors]
+                known = [(node.message, index) for index in node.tensors if (node.message, index) in sources]
+                targets += [(sources[each], node.message) for each in known]
             found[worker, number] = targets
         return found
 
+    def before(self, key: Key) -> list[Key]:
+        """The nodes whose gradients go to this one."""
+        return self._before[key]
+
     # -- what happens -------------------------------------------------------------------------
 
-    def take(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> None:
-        """Have it as these events of the pass tell, and halted there."""
-        self._clear()
+    def after(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> Backward:
+        """The same pass when these events have happened, and halted there."""
+        found = copy.copy(self)  # what follows from the plan is theirs together
+        found._clear()
         for event in sorted(events, key=lambda event: event.time):
-            self._enter(event)
+            found._enter(event)
         for event in halted:
             if event.key is not None and event.key in self.nodes:
-                self.state[event.key] = "halted"
+                found.state[event.key] = "halted"
                 if event.norm is not None:
-                    self.norm[event.key] = event.norm
+                    found.norm[event.key] = event.norm
+        return found
 
     def _enter(self, event: Event) -> None:
         key = event.key
         if event.what in ("marked", "arrived", "sent") and event.message is not None:
-            self.messages[event.message] = event.what
-            if event.what == "arrived":
+            new = self.messages.get(event.message) != "arrived"
+            self.messages[event.message] = event.what if new else "arrived"
+            if event.what == "arrived" and new:
                 for target in self._targets.get(event.message, ()):
                     self.got[target] += 1
         if key is None or key not in self.nodes:
@@ -131,7 +141,17 @@ class Backward:
         return sorted({worker for worker, _ in self._missing(key) if worker != key[0]})
 
     def _missing(self, key: Key) -> list[Key]:
-        return [other for other in self._before[key] if other in self.plan.waits_for and other not in self.ended]
+        return [
+            other
+            for other in self._before[key]
+            if other in self.plan.waits_for and (other not in self.ended or self._is_on_its_way(other, key))
+        ]
+
+    def _is_on_its_way(self, receive: Key, to: Key) -> bool:
+        return any(
+            target == to and message is not None and self.messages.get(message) != "arrived"
+            for target, message in self._after[receive]
+        )
 
     def shares(self) -> list[Share]:
         """The workers' shares."""
@@ -158,8 +178,9 @@ class Backward:
         return path[::-1]
 
     def largest(self) -> Key | None:
-        """The node that was given the gradient of the largest norm, where norms were asked for."""
-        return max(self.norm, key=lambda key: self.norm[key]) if self.norm else None
+        """The node that was given the gradient of the largest norm that is one, where norms were asked for."""
+        found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}
+        return max(found, key=lambda key: found[key]) if found else None
 
     def snapshot(self) -> dict[str, Any]:
         """All that a page needs to draw it."""
@@ -183,7 +204,7 @@ class Backward:
                 "for": self.waits(key),
                 "ms": _ms(self.seconds.get(key)),
                 "at": _ms(self.ended[key] - begun) if key in self.ended else None,
-                "norm": self.norm.get(key),
+                "norm": _number(self.norm.get(key)),
                 "path": key in path,
                 "bad": key == self.bad,
             }
@@ -236,6 +257,11 @@ def name_of(node: NodeInfo) -> str:
     if node.kind == "receive":
         return "receive"
     return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
+
+
+def _number(norm: float | None) -> float | str | None:
+    """As JSON has it, which knows no NaN."""
+    return norm if norm is None or math.isfinite(norm) else str(norm)
 
 
 def _ms(seconds: float | None) -> float | None:

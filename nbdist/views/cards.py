@@ -13,7 +13,7 @@ from typing import Any
 from nbdist.rpc.peeking import Histogram, Numbers, Parameter, Peek
 from nbdist.wire.messages import State
 
-__all__ = ["Facts", "card", "peek_html", "size", "table", "table_text", "text"]
+__all__ = ["MOST", "Facts", "card", "peek_html", "size", "table", "text"]
 
 _STANDINGS = {
     "here": ("owned here", "#3b82c4"),
@@ -24,7 +24,8 @@ _STANDINGS = {
     "released": ("released", "#718096"),
     "ended": ("ended", "#718096"),
 }
-_MOST = 200
+MOST = 200
+"""So many rows a table has at most."""
 
 
 @dataclass(frozen=True)
@@ -64,25 +65,19 @@ def card(facts: Facts) -> str:
     )
 
 
-def table_text(rows: Sequence[tuple[str, Facts]], brackets: str) -> str:
-    """References in a list or a dict, as text."""
-    inner = ", ".join(f"{key}: {text(facts)}" if key else text(facts) for key, facts in rows)
-    return f"{brackets[0]}{inner}{brackets[1]}"
-
-
-def table(rows: Sequence[tuple[str, Facts]]) -> str:
-    """References in a list or a dict, a row each."""
+def table(rows: Sequence[tuple[str, Facts]], count: int) -> str:
+    """The first of so many references in a list or a dict, a row each."""
     names = ("", "owner", "value", "device", "bytes", "state")
     head = "".join(f'<th style="text-align:left">{name}</th>' for name in names)
     lines = []
-    for key, facts in rows[:_MOST]:
+    for key, facts in rows:
         state = facts.state
         device = (state.device if state is not None else None) or ""
         nbytes = size(state.nbytes) if state is not None and state.nbytes is not None else ""
         cells = [escape(told) for told in (key, facts.owner, _value(state), device, nbytes)]
         told = "".join(f'<td style="text-align:left">{cell}</td>' for cell in [*cells, _badge(facts.standing)])
         lines.append(f"<tr>{told}</tr>")
-    left = f"<div>… and {len(rows) - _MOST} more</div>" if len(rows) > _MOST else ""
+    left = f"<div>… and {count - len(rows)} more</div>" if count > len(rows) else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{left}"
 
 
@@ -162,7 +157,7 @@ def _numbers(numbers: Numbers) -> str:
 
 def _histogram(histogram: Histogram) -> str:
     counts = histogram.counts
-    most, width, height = max(counts), 8, 40
+    most, width, height = max(1, *counts), 8, 40
     bars = "".join(
         f'<rect x="{index * width}" y="{height - (tall := count / most * height):.1f}" width="{width - 1}" '
         f'height="{tall:.1f}" fill="#3b82c4"><title>{count}</title></rect>'
@@ -178,10 +173,10 @@ def _parameters(rows: Sequence[Parameter]) -> str:
     names = ("parameter", "shape", "device", "requires_grad", "norm", "NaN")
     head = "".join(f'<th style="text-align:left">{name}</th>' for name in names)
     lines = []
-    for row in rows[:_MOST]:
+    for row in rows[:MOST]:
         shape, norm = f"{row.dtype}{tuple(row.shape)}", f"{row.norm:.4g}" if row.norm is not None else ""
         cells = (row.name, shape, row.device, str(row.requires_grad), norm, str(row.nans))
         told = "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in cells)
         lines.append(f"<tr>{told}</tr>")
-    left = f"<div>… and {len(rows) - _MOST} more</div>" if len(rows) > _MOST else ""
+    left = f"<div>… and {len(rows) - MOST} more</div>" if len(rows) > MOST else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{left}"

@@ -7,7 +7,10 @@ moment for what is on its way anyway, so that it is the same each time.
 from __future__ import annotations
 
 import threading
-import weakref
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -21,28 +24,33 @@ __all__ = ["register", "unregister"]
 
 _PATIENCE = 1.0
 _HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'
-_views: weakref.WeakKeyDictionary[Watcher, Any] = weakref.WeakKeyDictionary()
+_MOST = 8
+"""So many views of passes are live; older ones are pictures."""
+_before: list[tuple[Any, type, Any]] = []
+"""What showed things before."""
+_views: deque[Any] = deque()
 
 
 def register(shell: Any) -> None:
     """Have a shell show references, and lists and dicts of them."""
-    formatter = shell.display_formatter.mimebundle_formatter
-    formatter.for_type(RRef, _show)
-    formatter.for_type(Watcher, _show_watched)
-    for kind in (list, dict):
-        formatter.for_type(kind, _show_many)
+    bundles = shell.display_formatter.mimebundle_formatter
+    printers: dict[type, Any] = {RRef: _show, Watcher: _show_watched, list: _show_many, dict: _show_many}
+    _before[:] = [(bundles, kind, bundles.for_type(kind, printer)) for kind, printer in printers.items()]
     if getattr(shell, "kernel", None) is not None:  # a terminal shows text only, and as much as is known
-        shell.display_formatter.formatters["text/plain"].for_type(RRef, _print)
+        texts = shell.display_formatter.formatters["text/plain"]
+        _before.append((texts, RRef, texts.for_type(RRef, _print)))
     # It takes a tenth of a second to import, and the first reference is to be shown in a thousandth.
     threading.Thread(target=_prepare, name="views", daemon=True).start()
 
 
 def unregister(shell: Any) -> None:
     """Leave them to the shell again."""
-    formatter = shell.display_formatter.mimebundle_formatter
-    for kind in (RRef, Watcher, list, dict):
-        formatter.pop(kind, None)
-    shell.display_formatter.formatters["text/plain"].pop(RRef, None)
+    for formatter, kind, before in _before:
+        if before is None:
+            formatter.pop(kind, None)
+        else:
+            formatter.for_type(kind, before)
+    _before.clear()
 
 
 def _prepare() -> None:
@@ -57,23 +65,30 @@ def _print(rref: RRef[Any], printer: Any, _: bool) -> None:
 def _show(rref: RRef[Any]) -> Bundle:
     if current_sink().interactive:
         return bundle(rref, _live)
-    _await(rref)
+    _await([rref])
     return bundle(rref, lambda _: {})
 
 
-def _show_many(value: list[Any] | dict[Any, Any]) -> Bundle | None:
+def _show_many(value: list[Any] | dict[Any, Any]) -> Any:
+    if type(value) not in (list, dict):  # a class of the user's, which may have its own way
+        own = getattr(value, "_repr_mimebundle_", None)
+        return own(include=None, exclude=None) if own is not None else None
     if not current_sink().interactive:
-        for each in value.values() if isinstance(value, dict) else value:
-            if isinstance(each, RRef):
-                _await(each)
+        items = value.values() if isinstance(value, dict) else value
+        _await([item for item in items if isinstance(item, RRef)])
     return bundle_of_many(value)
 
 
 def _live(rref: RRef[Any]) -> Bundle:
     from nbdist.views.widgets.card import card_of
 
-    found: Any = card_of(rref)._repr_mimebundle_()
-    return {kind: told for kind, told in found[0].items() if kind != "text/plain"}
+    return _widget(card_of(rref))
+
+
+def _widget(view: Any) -> Bundle:
+    """A live view for the page, if it is one still."""
+    found = view._repr_mimebundle_()
+    return {kind: told for kind, told in found[0].items() if kind != "text/plain"} if found is not None else {}
 
 
 def _show_watched(watcher: Watcher) -> Bundle:
@@ -83,7 +98,7 @@ def _show_watched(watcher: Watcher) -> Bundle:
     found = watcher.backward
     told = report.as_html(found, watcher.told()) if found is not None else escape(watcher.told())
     shown: Bundle = {"text/plain": repr(watcher), "text/html": told}
-    if current_sink().interactive or watcher in _views:
+    if current_sink().interactive or watcher.view is not None:
         shown |= _view_of(watcher)
     return shown
 
@@ -91,26 +106,29 @@ def _show_watched(watcher: Watcher) -> Bundle:
 def _view_of(watcher: Watcher) -> Bundle:
     from nbdist.views.widgets.backward import BackwardView
 
-    view = _views.get(watcher)
-    if view is None:
-        view = _views[watcher] = BackwardView(watcher)
-    found: Any = view._repr_mimebundle_()
-    return {kind: told for kind, told in found[0].items() if kind != "text/plain"}
+    if watcher.view is None:
+        watcher.view = BackwardView(watcher)
+        _views.append(watcher.view)
+        while len(_views) > _MOST:
+            _views.popleft().close()
+    return _widget(watcher.view)
 
 
-def _await(rref: RRef[Any]) -> None:
-    """Wait until it is known what it refers to, if that takes no longer than a moment."""
-    known = threading.Event()
+def _await(rrefs: Sequence[RRef[Any]]) -> None:
+    """Wait until it is known what they refer to, if that takes no longer than a moment for all of them."""
+    deadline = time.monotonic() + _PATIENCE
+    for rref in rrefs:
+        if rref.is_owner():
+            continue
+        known = threading.Event()
+        end = rref._agent.references.when_changed(rref, partial(_look, rref, known))
+        try:
+            _look(rref, known)
+            known.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            end()
 
-    def look() -> None:
-        if rref.state is not None or rref._standing() not in ("pending", "confirmed"):
-            known.set()
 
-    if rref.is_owner():
-        return
-    end = rref._agent.references.when_changed(rref, look)
-    try:
-        look()
-        known.wait(_PATIENCE)
-    finally:
-        end()
+def _look(rref: RRef[Any], known: threading.Event) -> None:
+    if rref.state is not None or rref._standing() not in ("pending", "confirmed"):
+        known.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,17 +42,23 @@ def over(facts: Facts) -> Facts:
 def bundle(rref: RRef[Any], live: Callable[[RRef[Any]], Bundle]) -> Bundle:
     """A reference for a page: as text and HTML, and ``live(rref)``, if that is to be had."""
     facts = facts_of(rref)
-    return {"text/plain": cards.text(facts), "text/html": cards.card(facts), **live(rref)}
+    return {
+        "text/plain": cards.text(facts),
+        "text/html": cards.card(facts),
+        **(live(rref) if facts.standing not in OVER else {}),
+    }
 
 
 def bundle_of_many(value: list[Any] | dict[Any, Any]) -> Bundle | None:
-    """A list or dict of nothing but references, as one table; None where it is something else."""
+    """A list or dict of nothing but references, as one table; None where it is something else.
+
+    Its text is the shell's own, in which each of them is a line.
+    """
     items = value.values() if isinstance(value, dict) else value
     if not value or not all(isinstance(item, RRef) for item in items):
         return None
     if isinstance(value, dict):
-        rows = [(repr(key), facts_of(item)) for key, item in value.items()]
-        return {"text/plain": cards.table_text(rows, "{}"), "text/html": cards.table(rows)}
-    found = [facts_of(item) for item in value]
-    told = cards.table_text([("", facts) for facts in found], "[]")
-    return {"text/plain": told, "text/html": cards.table([(str(n), facts) for n, facts in enumerate(found)])}
+        rows = [(repr(key), facts_of(item)) for key, item in itertools.islice(value.items(), cards.MOST)]
+    else:
+        rows = [(str(number), facts_of(item)) for number, item in enumerate(value[: cards.MOST])]
+    return {"text/html": cards.table(rows, len(value))}

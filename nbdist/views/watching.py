@@ -6,7 +6,7 @@
 
 It is a handle on the pass that is under way, or was last: it pauses, steps and runs it, and is what a view draws. Of
 many passes one after the other it watches one now and then, so that a training loop is not held up by being looked at;
-if it is to be paused, the next one.
+if it is to be paused, the next one. Contexts of other threads are none of its business.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from nbdist.autograd import api
 from nbdist.autograd.contexts import Context
 from nbdist.autograd.edges import Node
-from nbdist.autograd.inspection import plan_from
+from nbdist.autograd.inspection import plan_from, planned, trace
 from nbdist.autograd.messages import PassId
 from nbdist.autograd.seen import Event, Pass
 from nbdist.autograd.watching import Until, Watch
@@ -36,13 +36,15 @@ _EVERY = 1.0
 
 
 class Watcher:
-    """Watches the passes of contexts that begin in this process."""
+    """Watches the passes of contexts that a thread opens: that which makes it, or that of a cell in the background."""
 
     def __init__(self, *, paused: bool = False, norms: bool = True) -> None:
         self.changed: Callable[[], None] = lambda: None
         """Called by whatever thread has news; it must not block."""
         self.shown = False
-        """Whether there is a view of it already."""
+        """Whether there is a view of it already,"""
+        self.view: Any = None
+        """and which, if it is a live one."""
         self.count = 0
         """How many contexts there were."""
         self.error: BaseException | None = None
@@ -50,12 +52,15 @@ class Watcher:
         self._paused = paused
         self._norms = norms
         self._looked = float("-inf")
+        self._watches: list[Watch] = []
+        self._plans: dict[Watch, Backward] = {}
         self._watch: Watch | None = None
         self._id: PassId | None = None
         self._pass: Backward | None = None
         self._ended = False
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
+        self._own = threading.get_ident()
         # Where nodes were made is noted in all contexts of the cell: which of them is looked at shows later.
         self._forget = api.recorder().when_opened(self._on_context, lines=True)
 
@@ -71,11 +76,12 @@ class Watcher:
             if self._ended:
                 return
             self._ended = True
+            watches, self._watches = self._watches, []
             self._changed.notify_all()
         self._forget()
-        watch = self._watch
-        if watch is not None:
+        for watch in watches:
             watch.close()
+        self._plans.clear()
         self._news()
 
     # -- in the background --------------------------------------------------------------------
@@ -84,6 +90,7 @@ class Watcher:
         """Run a cell on a thread of its own, until whose end it is watched, and ``then`` something more."""
 
         def run() -> None:
+            self._own = threading.get_ident()
             try:
                 cell()
             except BaseException as error:
@@ -92,6 +99,7 @@ class Watcher:
                 self.close()
                 then()
 
+        self._own = 0
         self._thread = threading.Thread(target=run, name="watched cell", daemon=True)
         self._thread.start()
 
@@ -111,24 +119,28 @@ class Watcher:
     @property
     def paused(self) -> bool:
         """Whether passes are to halt."""
-        return self._paused
+        watch = self._open()
+        return watch.paused if watch is not None else self._paused
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is watched any more."""
+        return self._ended
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is a pass that has begun, and is not over."""
+        seen = self.last
+        return self._open() is not None and seen is not None and not seen.over
 
     def pause(self) -> None:
         """Halt the pass before its next node on every worker; or the next pass, if none is under way."""
-        self._paused = True
-        watch = self._open()
-        if watch is not None:
-            watch.pause()
-        self._news()
+        self._steer(True)
 
     def run(self, until: Until = None) -> Event | None:
         """Go on: to the end, or as `nbdist.autograd.watching.Watch.run` has it ``until``."""
         if until is None:
-            self._paused = False
-            watch = self._open()
-            if watch is not None:
-                watch.run()
-            self._news()
+            self._steer(False)
             return None
         watch = self._await_pass()
         found = watch.run(until) if watch is not None else None
@@ -143,6 +155,15 @@ class Watcher:
         self._news()
         return found
 
+    def _steer(self, paused: bool) -> None:
+        self._paused = paused
+        with self._changed:
+            watches = list(self._watches)
+        for watch in watches:
+            if not watch.closed:
+                watch.pause() if paused else watch.run()
+        self._news()
+
     def _open(self) -> Watch | None:
         watch = self._watch
         return watch if watch is not None and not watch.closed else None
@@ -151,10 +172,10 @@ class Watcher:
         """The watch of the pass that is under way, or of the next one; None where the cell ends without."""
         with blocking_wait(), self._changed:
             while not self._ended:
-                watch, seen = self._open(), self.last
-                if watch is not None and self._id is not None and (seen is None or not seen.over):
+                watch = self._open()
+                if watch is not None and self.under_way:
                     return watch
-                if self._thread is None or self._thread is threading.current_thread():
+                if threading.get_ident() == self._own:
                     raise UsageError("no backward pass is under way")
                 self._changed.wait()
         return None
@@ -169,19 +190,28 @@ class Watcher:
 
     @property
     def backward(self) -> Backward | None:
-        """What is known of it."""
+        """What is known of it now."""
         with self._changed:
             watch, id, found = self._watch, self._id, self._pass
-        if watch is None or id is None or found is None:
+        if watch is None or id is None:
             return None
-        _, events, halted = watch.seen(id)
-        with self._changed:
-            found.take(events, halted)
-        return found
+        seen, events, halted = watch.seen(id)
+        if found is None and seen is not None and not watch.closed:
+            # It has begun on another worker, which alone knows its roots; but no gradient comes to them.
+            recorded = trace(watch.context_id)
+            whole = Backward(planned(recorded, []))
+            roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before(key)]
+            found = Backward(planned(recorded, roots))
+            with self._changed:
+                if self._id == id:
+                    self._pass = found
+        return found.after(events, halted) if found is not None else None
 
     @property
     def state(self) -> str:
         """In a word."""
+        if self.error is not None:
+            return "failed"
         seen = self.last
         if seen is None:
             return "ended" if self._ended else "waiting for a backward pass"
@@ -189,59 +219,78 @@ class Watcher:
             return "failed"
         if seen.over:
             return "over"
-        return "paused" if self._paused or (self._watch is not None and self._watch.paused) else "running"
+        if self._open() is None:
+            return "ended"
+        return "paused" if self.paused else "running"
 
     def snapshot(self) -> dict[str, Any]:
         """What a page draws."""
         found, seen = self.backward, self.last
-        with self._changed:
-            drawn = found.snapshot() if found is not None else {}
         return {
-            **drawn,
-            "pass": f"{self.count} {self._id}",
+            **(found.snapshot() if found is not None else {}),
+            "pass": f"{self._id}",
             "state": self.state,
-            "paused": self._paused,
+            "paused": self.paused,
+            "ended": self._ended,
             "over": seen is not None and seen.over,
-            "told": self.told(),
+            "told": self._told(found),
         }
 
     def told(self) -> str:
         """A line about how far it is."""
+        return self._told(self.backward)
+
+    def _told(self, found: Backward | None) -> str:
         seen = self.last
+        failed = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
         if seen is None:
-            return self.state
-        ran = sum(share.done for share in found.shares()) if (found := self.backward) is not None else 0
+            return f"{self.state}{failed}"
+        ran = sum(share.done for share in found.shares()) if found is not None else 0
         total = len(found.plan.waits_for) if found is not None else 0
-        error = f": {seen.error.splitlines()[0]}" if seen.error else ""
+        error = f": {seen.error.splitlines()[0]}" if seen.error else failed
         more = f"; {self.count} contexts until now" if self.count > 1 else ""
         return f"{seen.mode.upper()} pass of {seen.root}: {ran} of {total} nodes, {self.state}{error}{more}"
 
     def __repr__(self) -> str:
         found = self.backward
         if found is None:
-            return f"<a watched cell, {self.state}>"
-        return "\n".join([self.told(), *report.as_text(found)])
+            return f"<a watched cell, {self._told(None)}>"
+        return "\n".join([self._told(found), *report.as_text(found)])
 
     # -- what comes ---------------------------------------------------------------------------
 
     def _on_context(self, context: Context) -> None:
+        if threading.get_ident() != self._own:
+            return
         with self._changed:
             self.count += 1
             due = self._paused or time.monotonic() - self._looked >= _EVERY
-            busy = self._open() is not None and self.last is not None and not self.last.over
-            if self._ended or not due or busy:
+            if self._ended or not due or self.under_way or context.watch is not None:
                 return
         watch = api.recorder().passes.observing.watch(context, paused=self._paused, norms=self._norms)
-        watch.on_begin = lambda id, mode, roots: self._on_begin(watch, context, id, mode, roots)
-        watch.on_news = self._news
-
-    def _on_begin(
-        self, watch: Watch, context: Context, id: PassId, mode: api.Mode, roots: Sequence[tuple[Node, int]]
-    ) -> None:
-        found = Backward(plan_from(context, roots, mode))
+        id = context.id  # the context is not to be kept by who looks at it
+        watch.on_begin = lambda mode, roots: self._on_begin(watch, id, mode, roots)
+        watch.on_news = lambda: self._on_news(watch)
         with self._changed:
-            self._watch, self._id, self._pass = watch, id, found
-            self._looked = time.monotonic()
+            ended = self._ended
+            self._watches = [other for other in self._watches if not other.closed]
+            if not ended:
+                self._watches.append(watch)
+        if ended:
+            watch.close()
+
+    def _on_begin(self, watch: Watch, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
+        found = Backward(plan_from(api.recorder().contexts.get(context_id), roots, mode))
+        with self._changed:
+            self._plans[watch] = found
+
+    def _on_news(self, watch: Watch) -> None:
+        id = watch.latest
+        with self._changed:
+            if id is not None and (watch is not self._watch or id != self._id) and not self._ended:
+                self._watch, self._id = watch, id
+                self._pass = self._plans.pop(watch, None)
+                self._looked = time.monotonic()
         self._news()
 
     def _news(self) -> None:

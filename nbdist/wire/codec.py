@@ -242,7 +242,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.plain = False
         if kind in self._ordinary:
             return NotImplemented
-        if kind is OrderedDict:  # as it would be, but for a search for slots: modules have nine of them each
+        if (
+            kind is OrderedDict and kind not in self.dispatch_table
+        ):  # as it would be, but for a search for slots: modules have nine of them each
             return OrderedDict, (), vars(obj) or None, None, iter(obj.items())
         if kind in _reference_types:
             return _reference, (self._refer(obj),)
@@ -253,17 +255,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if isinstance(obj, BaseException):
             return _reduce_exception(obj)
         if isinstance(obj, torch.nn.Module):
+            if id(obj) not in self._modules:
+                self._look_into(obj)
             if isinstance(obj, torch.jit.ScriptModule):
                 saved = io.BytesIO()
                 torch.jit.save(obj, saved)
                 return _script, (saved.getvalue(),)
-            if id(obj) not in self._modules:
-                self._look_into(obj)
             return NotImplemented
         if isinstance(obj, torch.jit.ScriptFunction):
             return self._script_function(obj)
-        self._ordinary.add(kind)
-        return NotImplemented
+        if obj.__class__ is kind:  # a proxy is what it says it is, each of them
+            self._ordinary.add(kind)
+            return NotImplemented
+        return super().reducer_override(obj)
 
     def _look_into(self, module: torch.nn.Module) -> None:
         """Note what is in it: a module travels as a copy, with parameters of its own."""

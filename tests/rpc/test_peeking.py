@@ -68,6 +68,19 @@ def test_other_layouts(make):
     assert numbers(make()).max == pytest.approx(5.0)
 
 
+def test_far_apart_lazy_and_odd():
+    found = numbers(torch.tensor([-1.5e308, 0.0, 1.5e308], dtype=torch.float64))
+    assert sum(found.histogram.counts) == 3
+    assert str(found.histogram)
+    assert numbers(torch.ones(3).to(torch.float8_e4m3fn)).max == 1.0
+    assert numbers(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).dtype == "float32"
+    assert look(torch.nn.LazyLinear(2), "w").parameters[0].shape == []
+    large = torch.zeros(3_000_000)
+    large[2_500_000] = float("nan")
+    large[2_999_999] = -7.0
+    assert (numbers(large).nans, numbers(large).min, sum(numbers(large).histogram.counts)) == (1, -7.0, 2_999_999)
+
+
 def test_looking_leaves_no_graph_and_no_gradient():
     tensor = torch.ones(3, requires_grad=True) * 2
     before = tensor.grad_fn
@@ -85,7 +98,7 @@ def test_a_module():
     assert [row.shape for row in found] == [[2, 3], [2], [1, 2]]
     assert [row.requires_grad for row in found] == [True, True, False]
     assert [row.nans for row in found] == [0, 1, 0]
-    assert found[1].norm is None
+    assert math.isfinite(found[1].norm)
     shown = repr(look(module, "worker2"))
     assert "0.weight" in shown
     assert "1 NaN" in shown

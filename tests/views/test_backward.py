@@ -1,13 +1,19 @@
 """What is known of a backward pass: against a real one over three workers of one process."""
 
+import gc
 import json
+import os
+import signal
+import threading
+import weakref
 
 import pytest
 import torch
 
+import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.errors import UsageError
+from nbdist.errors import UsageError, WorkerLost
 from nbdist.testing import World
 from nbdist.views import report
 from nbdist.views.watching import Watcher
@@ -143,7 +149,8 @@ def test_a_cell_that_fails_says_so(world):
     watcher.begin(cell)
     with pytest.raises(ValueError, match="no"):
         watcher.wait(10)
-    assert watcher.state == "ended"
+    assert watcher.state == "failed"
+    assert "ValueError: no" in watcher.told()
 
 
 def test_of_many_passes_some_are_looked_at_and_all_of_them_run(world):
@@ -160,3 +167,84 @@ def test_of_many_passes_some_are_looked_at_and_all_of_them_run(world):
 def test_where_no_pass_is_under_way(world):
     with Watcher() as watcher, pytest.raises(UsageError, match="no backward pass"):
         watcher.step(1)
+
+
+def test_a_pass_that_begins_on_another_worker(world):
+    x = leaf()
+    watcher = Watcher(paused=True)
+
+    def cell():
+        with dist_autograd.context() as context_id:
+            loss = rpc.remote("worker1", forward_there, args=(x,))
+            loss.backward(context_id)
+            found.update(dist_autograd.get_gradients(context_id))
+
+    found = {}
+    watcher.begin(on_first(world, cell))
+    assert len(watcher.step(2)) == 2
+    with world[0].activate():  # whoever draws it asks for what it consists of
+        assert states(watcher).count("done") == 2
+        assert watcher.backward.plan.waits_for
+    watcher.run()
+    watcher.wait(30)
+    assert torch.equal(found[x], torch.autograd.grad(weigh(x).sum(), [x])[0])
+
+
+def forward_there(x):
+    return weigh(x).sum()
+
+
+def test_what_begins_after_the_cell_is_not_held_up(world):
+    x = leaf()
+    with Watcher(paused=True):
+        context_id = dist_autograd.open()
+        loss = forward(x)
+    dist_autograd.backward(context_id, [loss])
+    context_id.close()
+
+
+def test_two_at_a_time_and_other_threads(world):
+    x = leaf()
+    with Watcher(paused=True) as outer:
+        done = []
+
+        def elsewhere():
+            with world[0].activate(), dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [forward(leaf())])
+            done.append(True)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(30)
+        assert done  # it is not this cell's
+        assert outer.count == 0
+    with Watcher() as first, Watcher() as second, dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [forward(x)])
+    assert (first.last is None) != (second.last is None)
+
+
+def test_a_watched_context_is_not_kept(world):
+    x = leaf()
+    with Watcher() as watcher, dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [forward(x)])
+        context = weakref.ref(world[0].recorder.contexts.get(context_id))
+    gc.collect()
+    assert context() is None
+    assert watcher.backward is not None
+
+
+def test_a_worker_that_dies_while_the_pass_is_paused_ends_the_wait():
+    with nbdist.Cluster(2, backend="none") as cluster:
+        watcher = Watcher(paused=True)
+        x = leaf()
+
+        def cell():
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum()])
+
+        watcher.begin(cell)
+        watcher.step(1)
+        os.kill(cluster.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            watcher.wait(20)
+        assert "WorkerLost" in watcher.told()

@@ -77,6 +77,21 @@ def test_an_ordered_dict_keeps_its_order_and_all_else():
     assert found["self"] is found
 
 
+def test_what_is_registered_comes_before_what_is_quick():
+    codec.register_reducer(Marked, lambda value: (Marked, (value.n + 1,)))
+    assert travel([Marked(1), Marked(2)])[1].n == 3
+
+
+class Marked:
+    def __init__(self, n):
+        self.n = n
+
+
+def test_parameters_of_a_script_module_are_a_copys_too():
+    script = torch.jit.script(torch.nn.Linear(1, 1))
+    assert not codec.encode((script, script.weight), record=True).recorded
+
+
 def test_a_module_in_two_places_stays_one():
     inner = torch.nn.Linear(2, 2)
     outer = torch.nn.Sequential(inner, torch.nn.Sequential(inner))

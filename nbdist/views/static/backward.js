@@ -71,6 +71,8 @@ function render({ model, el }) {
       [chosen] = box.nodes;
     }
     draw();
+    // What had the focus may have been drawn anew.
+    parts.made.find((part) => part.box.nodes.includes(box.nodes[0]))?.group.focus();
   }
 
   function build(snapshot) {
@@ -118,9 +120,10 @@ function render({ model, el }) {
       const name = ["node", kind, state, ...marks, !box.group && box.nodes[0] === chosen && "chosen"].filter(Boolean).join(" ");
       if (group.getAttribute("class") !== name) group.setAttribute("class", name);
       const text = count(box, snapshot);
-      if (below.textContent !== text) {
+      const whole = `${label(box, snapshot)}, ${state}, ${text}`;
+      if (group.getAttribute("aria-label") !== whole) {
         below.textContent = text.length > 22 ? `${text.slice(0, 21)}…` : text;
-        group.setAttribute("aria-label", `${label(box, snapshot)}, ${state}, ${text}`);
+        group.setAttribute("aria-label", whole);
       }
     }
     const messages = new Map(snapshot.messages.map((message) => [message.id, message]));
@@ -135,13 +138,15 @@ function render({ model, el }) {
 
   function tell(snapshot) {
     status.textContent = snapshot.told ?? "";
-    const paused = snapshot.state === "paused";
-    const open = paused || snapshot.state === "running" || snapshot.state === "waiting for a backward pass";
-    buttons.pause.disabled = !open || paused;
-    for (const name of ["step", "message", "nan", "run", "slow"]) buttons[name].disabled = !open;
-    buttons.run.disabled = !open || !snapshot.paused;
-    buttons.worker.disabled = buttons.here.disabled = !open || chosen === null;
+    // As long as the cell goes on: where no pass is under way, the next one is meant.
+    const open = !snapshot.ended;
     const node = snapshot.nodes?.[chosen];
+    buttons.pause.disabled = !open || snapshot.paused;
+    for (const name of ["step", "message", "nan", "slow"]) buttons[name].disabled = !open;
+    buttons.run.disabled = !open || !snapshot.paused;
+    buttons.worker.disabled = !open || !node;
+    buttons.here.disabled = !open || !node || node.state === "done" || node.state === "unused";
+    buttons.group.disabled = !snapshot.nodes;
     told.replaceChildren();
     if (node) {
       for (const [name, text] of details(node, snapshot.workers[node.w])) {

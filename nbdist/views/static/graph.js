@@ -165,7 +165,10 @@ export function details(node, worker) {
   if (node.shape) rows.push(["shape", node.shape]);
   rows.push(["state", node.for.length ? `${node.state} for ${node.for.join(", ")}` : node.state]);
   if (node.waits) rows.push(["gradients", `${node.got} of ${node.waits} have come`]);
-  if (node.norm !== null) rows.push(["norm of what it got", node.norm.toPrecision(5)]);
+  if (node.norm !== null) {
+    // What is not finite comes as text, for JSON knows no such numbers.
+    rows.push(["norm of what it got", typeof node.norm === "number" ? node.norm.toPrecision(5) : node.norm]);
+  }
   if (node.ms !== null) rows.push(["time", time(node.ms)]);
   if (node.bad) rows.push(["", "here a NaN or Inf came up first"]);
   return rows;

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.views.watching import Watcher
-from nbdist.views.widgets.view import View, script, style
+from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["BackwardView"]
 
@@ -18,12 +18,14 @@ _SLOW = 0.3
 class BackwardView(View):
     """One watched cell."""
 
+    _anywidget_id = identity("nbdist.backward")
     _esm = script("buttons.js", "graph.js", "backward.js")
     _css = style("common.css", "backward.css")
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
-        self._slow = threading.Event()
+        self._slow: dict[str, Any] | None = None
+        """The press by which it is in slow motion."""
         super().__init__(snapshot=watcher.snapshot())
         watcher.changed = self.changed
 
@@ -34,8 +36,7 @@ class BackwardView(View):
     def press(self, message: dict[str, Any]) -> None:
         """Do what a button says."""
         watcher, what = self._watcher, message.get("press")
-        if what != "slow":
-            self._slow.clear()
+        self._slow = message if what == "slow" else None
         if what == "pause":
             watcher.pause()
         elif what == "run":
@@ -46,9 +47,11 @@ class BackwardView(View):
             until = message.get("until")
             watcher.run((str(until[0]), int(until[1])) if isinstance(until, list) else until)
         elif what == "slow":
-            self._slow.set()
-            while self._slow.is_set() and watcher.step(1):
-                threading.Event().wait(_SLOW)
+            watcher.pause()
+            while self._slow is message and not watcher.ended:
+                if watcher.under_way:
+                    watcher.step(1)
+                time.sleep(_SLOW)
         else:
             raise UsageError(f"there is no button {what!r}")
         self.changed()

@@ -7,6 +7,7 @@ of the reference has come anyway.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -17,7 +18,7 @@ from ipywidgets.widgets.widget_string import HTMLStyle
 
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, references
-from nbdist.views.widgets.view import View, script, style
+from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["MOST", "RRefCard", "card_of"]
 
@@ -28,6 +29,7 @@ MOST = 64
 class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has no annotations
     """What is known of one reference, and buttons to ask for more, or to let go of it."""
 
+    _anywidget_id = identity("nbdist.card")
     _esm = script("buttons.js", "card.js")
     _css = style("common.css")
     peeked = traitlets.Unicode("").tag(sync=True)
@@ -39,7 +41,8 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         layout, style = _shared()
         super().__init__(value=cards.card(self._facts), layout=layout, style=style)
         self._end = rref._agent.references.when_changed(rref, self.changed)
-        weakref.finalize(rref, self.changed).atexit = False
+        self._gone = weakref.finalize(rref, _tell, weakref.ref(self))
+        self._gone.atexit = False
         if references.facts_of(rref) != self._facts:  # there was news before anybody listened
             self.changed()
 
@@ -68,8 +71,10 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
     def freeze(self) -> None:
         """Be a picture from now on."""
         self._end()
+        self._gone.detach()
+        with _lock:
+            _cards.pop(self._key, None)
         self.live = False
-        _cards.pop(self._key, None)
         self.close()
 
     @property
@@ -77,6 +82,14 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         return id(self._known)
 
 
+def _tell(known: weakref.ref[RRefCard]) -> None:
+    """In a finaliser, which must do no more than this."""
+    card = known()
+    if card is not None:
+        card.changed()
+
+
+_lock = threading.RLock()
 _cards: OrderedDict[int, RRefCard] = OrderedDict()
 _by_rref: weakref.WeakKeyDictionary[RRef[Any], weakref.ref[RRefCard]] = weakref.WeakKeyDictionary()
 _looks: list[ipywidgets.Widget] = []
@@ -84,15 +97,17 @@ _looks: list[ipywidgets.Widget] = []
 
 def card_of(rref: RRef[Any]) -> RRefCard:
     """The card of a reference; a new one where it has none that is live."""
-    known = _by_rref.get(rref)
-    found = known() if known is not None else None
-    if found is None or found.comm is None:
-        found = RRefCard(rref)
-        _by_rref[rref] = weakref.ref(found)
-    _cards[found._key] = found
-    _cards.move_to_end(found._key)
-    while len(_cards) > MOST:
-        _cards[next(iter(_cards))].freeze()
+    with _lock:
+        known = _by_rref.get(rref)
+        found = known() if known is not None else None
+        if found is None or found.comm is None:
+            found = RRefCard(rref)
+            _by_rref[rref] = weakref.ref(found)
+        _cards[found._key] = found
+        _cards.move_to_end(found._key)
+        surplus = list(_cards.values())[: max(0, len(_cards) - MOST)]
+    for old in surplus:
+        old.freeze()
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import re
 import threading
 import weakref
@@ -20,7 +21,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-__all__ = ["PERIOD", "View", "script", "style"]
+__all__ = ["PERIOD", "View", "identity", "script", "style"]
 
 PERIOD = 0.1
 """Seconds between two snapshots of a view, at least."""
@@ -35,6 +36,11 @@ def script(*names: str) -> Any:
     """Modules of `static` as one, each after those that it imports: a page has no place to import them from."""
     text = "\n".join(_IMPORT.sub("", _BUNDLED.sub(_bundled, _read(name))) for name in names)
     return traitlets.Unicode(text).tag(sync=True)
+
+
+def identity(name: str) -> Any:
+    """By which a page tells the styles of one kind of view from those of another."""
+    return traitlets.Unicode(name).tag(sync=True)
 
 
 def _bundled(found: re.Match[str]) -> str:
@@ -61,9 +67,8 @@ class View(anywidget.AnyWidget):
     notice = traitlets.Unicode("").tag(sync=True)
     """What went wrong when a button was pressed last."""
 
-    _anywidget_id = traitlets.Unicode("nbdist").tag(sync=True)
-
     def __init__(self, **traits: Any) -> None:
+        _painter.start()
         super().__init__(**traits)
         self.on_msg(_receive)
 
@@ -88,7 +93,7 @@ class View(anywidget.AnyWidget):
 
     def changed(self) -> None:
         """There is news: have it published soon. To be called by any thread."""
-        _painter.add(self)
+        _painter.add(weakref.ref(self))
 
     def publish(self) -> None:
         """Publish the snapshot."""
@@ -123,30 +128,31 @@ def _where_it_was_sent(_: Any, default: Any) -> Any:
 
 
 class _Painter:
-    """The thread that publishes what has changed; it is there while there is something to publish."""
+    """The thread that publishes what has changed. What is told to it is only queued, so that a finaliser may do it."""
 
     def __init__(self) -> None:
+        self._changed: queue.SimpleQueue[weakref.ref[View]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._changed: dict[int, weakref.ref[View]] = {}
-        self._thread: threading.Thread | None = None
+        self._started = False
         self._sleep: Callable[[float], Any] = threading.Event().wait
 
-    def add(self, view: View) -> None:
-        """Publish this one, too."""
+    def start(self) -> None:
+        """Be there; for each view that is made."""
         with self._lock:
-            self._changed[id(view)] = weakref.ref(view)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="views", daemon=True)
-                self._thread.start()
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._run, name="views", daemon=True).start()
+
+    def add(self, view: weakref.ref[View]) -> None:
+        """Publish this one."""
+        self._changed.put(view)
 
     def _run(self) -> None:
         while True:
-            with self._lock:
-                changed, self._changed = self._changed, {}
-                if not changed:
-                    self._thread = None
-                    return
-            for known in changed.values():
+            changed = {self._changed.get()}
+            while not self._changed.empty():
+                changed.add(self._changed.get())
+            for known in changed:
                 view = known()
                 if view is not None:
                     try:

@@ -1,0 +1,88 @@
+"""A reference that is let go of by hand: what is under way with it is not harmed, and nothing more can be asked."""
+
+import threading
+
+import pytest
+import torch
+
+from nbdist import RRefError, rpc
+from nbdist.testing import Faults, World
+
+
+@pytest.fixture(params=["", "disorderly"])
+def world(request):
+    faults = Faults(reorder={"*": 0.5}) if request.param else None
+    with World(3, **({"faults": faults} if faults else {})) as world, world[0].activate():
+        yield world
+
+
+class Slow:
+    def answer(self, x):
+        threading.Event().wait(0.02)
+        return x + 1
+
+
+def value_of(rref):
+    return rref.to_here()
+
+
+def test_calls_under_way_have_their_answers(world):
+    for _ in range(20):
+        rref = rpc.remote("worker1", Slow)
+        answers = [rref.rpc_async().answer(n) for n in range(3)]
+        rref.release()
+        assert [answer.wait() for answer in answers] == [1, 2, 3]
+
+
+def test_messages_on_their_way_keep_it(world):
+    for n in range(20):
+        rref = rpc.remote("worker1", int, args=(n,))
+        answer = rpc.rpc_async("worker2", value_of, args=(rref,))
+        rref.release()
+        assert answer.wait() == n
+
+
+def test_while_others_hand_it_over(world):
+    """Each hand-over goes through or says that it was let go of."""
+    for n in range(20):
+        rref = rpc.remote("worker1", int, args=(n,))
+        found = []
+
+        def hand_over(rref=rref, found=found):
+            with world[0].activate():
+                try:
+                    found.append(rpc.rpc_sync("worker2", value_of, args=(rref,)))
+                except RRefError as error:
+                    found.append(str(error))
+
+        threads = [threading.Thread(target=hand_over) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        rref.release()
+        for thread in threads:
+            thread.join(30)
+        assert all(answer == n or "release()" in answer for answer in found)
+        assert len(found) == 2
+
+
+def test_nothing_more_can_be_asked(world):
+    for rref in (rpc.remote("worker1", torch.ones, args=(2,)), rpc.RRef(1)):
+        rref.release()
+        rref.release()
+        for ask in (rref.to_here, rref.peek, lambda rref=rref: rpc.rpc_sync("worker2", value_of, args=(rref,))):
+            with pytest.raises(RRefError, match="release"):
+                ask()
+        assert "released" in repr(rref)
+
+
+def test_the_owner_lets_go_of_the_value(world):
+    rref = rpc.remote("worker1", torch.ones, args=(2,))
+    rref.to_here()
+    owner = world[1].references.forks
+    assert owner.owns(rref._id)
+    rref.release()
+    for _ in range(200):
+        rpc.rpc_sync("worker1", int)
+        if not owner.owns(rref._id):
+            break
+    assert not owner.owns(rref._id)
