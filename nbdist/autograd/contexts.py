@@ -205,6 +205,7 @@ class Contexts:
         """A message belongs to this context; None if it is over. ``entered()`` is called where it is new here."""
         context = self._contexts.get(id)
         if context is not None:
+            context.lines = context.lines or lines  # that it is watched may have been known before
             return context
         with self._lock:
             if id in self._over:

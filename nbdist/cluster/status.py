@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
+import sys
+import sysconfig
+import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.errors import NbdistError
 
@@ -33,6 +41,12 @@ class WorkerStatus:
     """Bytes that are its own, not shared with other workers."""
     calls: int | None
     """RPCs that run there."""
+    where: str = ""
+    """The line of the user's code at which it is."""
+    waits: Mapping[str, int] = field(default_factory=dict)
+    """So many calls it has made that are not answered, by whom they are awaited from."""
+    log: tuple[str, ...] = ()
+    """The end of its standard error."""
 
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:
@@ -46,12 +60,12 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
 
 
 def _status(worker: Worker, asked: object) -> WorkerStatus:
-    calls, doing = None, ""
+    report = Report(None)
     with contextlib.suppress(NbdistError):
         if asked is not None:
-            calls, doing = asked.wait(_PATIENCE)  # type: ignore[attr-defined]
+            report = asked.wait(_PATIENCE)  # type: ignore[attr-defined]
     cell = worker.cells[0] if worker.cells else None
-    runs = doing
+    runs = report.doing
     if cell is not None:
         part = cell.parts.get(worker.name)
         since = f" ({time.monotonic() - part.began:.1f} s)" if part is not None and part.began else ""
@@ -59,18 +73,65 @@ def _status(worker: Worker, asked: object) -> WorkerStatus:
         runs = f"{first[:_SHOWN]}{since}"
     pid = worker.pid if worker.lost is None else None
     device = worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})"
-    return WorkerStatus(worker.name, worker.rank, pid, device, worker.state, runs, _own_memory(pid), calls)
+    return WorkerStatus(
+        worker.name,
+        worker.rank,
+        pid,
+        device,
+        worker.state,
+        runs,
+        _own_memory(pid),
+        report.calls,
+        report.where if runs else "",
+        report.waits,
+        tuple(worker.stderr),
+    )
 
 
-def _report() -> tuple[int, str]:
-    """On the worker: how many calls run, and which the longest, this one aside."""
+class Report(NamedTuple):
+    """What a worker says of itself."""
+
+    calls: int | None
+    """How many run,"""
+    doing: str = ""
+    """and which the longest, the one aside that asks."""
+    where: str = ""
+    waits: dict[str, int] = {}  # noqa: RUF012 - never changed
+
+
+def _report() -> Report:
+    """On the worker."""
     from nbdist.rpc.agent import active_agent
 
     agent = active_agent()
     if agent is None:
-        return 0, ""
+        return Report(0)
     others = agent.executor.active - 1
-    return others, agent.executor.doing() if others > 0 else ""
+    waits = Counter(call.worker for call in agent.pending.all())
+    return Report(others, agent.executor.doing() if others > 0 else "", _where(), dict(waits))
+
+
+def _where() -> str:
+    """Where in the user's code some thread is, the main one if it is there."""
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    me = threading.get_ident()
+    for thread in sorted(frames, key=lambda thread: thread != main):
+        frame: FrameType | None = frames[thread] if thread != me else None
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not file.startswith(_INNER) and not file.startswith("<"):
+                name = "cell" if "ipykernel" in file else Path(file).name
+                line = linecache.getline(file, frame.f_lineno).strip()
+                return f"{name}:{frame.f_lineno}" + (f": {line[:_SHOWN]}" if line else "")
+            frame = frame.f_back
+    return ""
+
+
+_INNER = tuple(
+    {sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parents[1])}
+)
+"""Where code is that is not the user's."""
 
 
 def _own_memory(pid: int | None) -> int | None:

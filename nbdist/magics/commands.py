@@ -22,6 +22,7 @@ from nbdist.magics.lines import CellLine, parse_cell, parse_diff, parse_init, pa
 from nbdist.magics.session import Session
 from nbdist.views.clusters import Cluster
 from nbdist.views.difference import DiffTable
+from nbdist.views.panel import Panel
 from nbdist.views.progress import StartProgress
 from nbdist.views.status import StatusTable
 from nbdist.views.timeline import Timeline
@@ -156,6 +157,13 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print("No cluster runs; start one with %dist_init -n 4.")
             return None
         return StatusTable(collect(Cluster.current))
+
+    @line_magic
+    @_shortly
+    def dist_panel(self, line: str) -> Panel:
+        """A row for each worker, live: what runs and where, CPU and memory, calls; buttons to interrupt and restart."""
+        reader("%dist_panel").read(line)
+        return Panel(self._session.cluster())
 
     @line_magic
     def dist_debug(self, line: str) -> StatusTable | None:

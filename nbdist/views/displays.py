@@ -17,6 +17,7 @@ from typing import Any
 from nbdist.cluster.sinks import current_sink
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, report
+from nbdist.views.panel import Panel
 from nbdist.views.references import Bundle, bundle, bundle_of_many, facts_of
 from nbdist.views.watching import Watcher
 
@@ -25,7 +26,7 @@ __all__ = ["register", "unregister"]
 _PATIENCE = 1.0
 _HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'
 _MOST = 8
-"""So many views of passes are live; older ones are pictures."""
+"""So many views of passes and panels are live; older ones are pictures."""
 _before: list[tuple[Any, type, Any]] = []
 """What showed things before."""
 _views: deque[Any] = deque()
@@ -34,7 +35,13 @@ _views: deque[Any] = deque()
 def register(shell: Any) -> None:
     """Have a shell show references, and lists and dicts of them."""
     bundles = shell.display_formatter.mimebundle_formatter
-    printers: dict[type, Any] = {RRef: _show, Watcher: _show_watched, list: _show_many, dict: _show_many}
+    printers: dict[type, Any] = {
+        RRef: _show,
+        Watcher: _show_watched,
+        Panel: _show_panel,
+        list: _show_many,
+        dict: _show_many,
+    }
     _before[:] = [(bundles, kind, bundles.for_type(kind, printer)) for kind, printer in printers.items()]
     if getattr(shell, "kernel", None) is not None:  # a terminal shows text only, and as much as is known
         texts = shell.display_formatter.formatters["text/plain"]
@@ -55,7 +62,8 @@ def unregister(shell: Any) -> None:
 
 def _prepare() -> None:
     import nbdist.views.widgets.backward
-    import nbdist.views.widgets.card  # noqa: F401
+    import nbdist.views.widgets.card
+    import nbdist.views.widgets.panel  # noqa: F401
 
 
 def _print(rref: RRef[Any], printer: Any, _: bool) -> None:
@@ -107,11 +115,25 @@ def _view_of(watcher: Watcher) -> Bundle:
     from nbdist.views.widgets.backward import BackwardView
 
     if watcher.view is None:
-        watcher.view = BackwardView(watcher)
-        _views.append(watcher.view)
-        while len(_views) > _MOST:
-            _views.popleft().close()
+        watcher.view = _keep(BackwardView(watcher))
     return _widget(watcher.view)
+
+
+def _show_panel(panel: Panel) -> Bundle:
+    shown: Bundle = {"text/plain": repr(panel), "text/html": panel._repr_html_()}
+    if current_sink().interactive:
+        from nbdist.views.widgets.panel import PanelView
+
+        shown |= _widget(_keep(PanelView(panel)))
+    return shown
+
+
+def _keep(view: Any) -> Any:
+    """A view that is live, until some more have come."""
+    _views.append(view)
+    while len(_views) > _MOST:
+        _views.popleft().close()
+    return view
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:

@@ -55,7 +55,10 @@ def test_workers_that_the_cell_does_not_wait_for_go_on(two):
 
 def test_a_collective_is_interrupted_and_its_group_can_be_formed_anew(two):
     cell = two.send(f"%%remote 0\n{STARTED}t = torch.ones(1); dist.all_reduce(t)")
-    interrupt_when(two, cell, "started")
+    two.until(lambda: "started" in cell.stdout)
+    time.sleep(0.5)  # until it waits for the other: before that there is nothing to break off
+    two.interrupt()
+    two.finish(cell)
     assert cell.error is not None
     assert "%dist_restart --process-group" in cell.traceback
     two.run("%dist_restart --process-group")

@@ -6,6 +6,8 @@ import test from "node:test";
 import { presser } from "../../nbdist/views/static/buttons.js";
 import { boxes, bytes, count, details, label, layout, stateOf, time } from "../../nbdist/views/static/graph.js";
 
+import { megabytes, points, talk } from "../../nbdist/views/static/sparkline.js";
+
 function node(w, n, more = {}) {
   const known = { name: "Mul", kind: "operation", module: "", line: "", shape: "float32[2]", state: "waiting" };
   return { w, n, ...known, waits: 1, got: 0, for: [], ms: null, at: null, norm: null, path: false, bad: false, ...more };
@@ -111,6 +113,19 @@ test("a press that is not heard in time is told, and one that is heard takes tha
   await new Promise((then) => setTimeout(then, 60));
   assert.deepEqual(told, [true, false, false]);
   assert.deepEqual(sent.map((message) => message.press), ["step", "run"]);
+});
+
+test("a line of the last values", () => {
+  assert.equal(points([0, 1, 2], 80, 20), "0.0,20.0 40.0,10.0 80.0,0.0");
+  assert.equal(points([0.5], 80, 20, 1), "0.0,10.0");
+  assert.equal(points([], 80, 20), "");
+  assert.equal(points([0, 0], 80, 20).includes("NaN"), false);
+  assert.equal(megabytes(3 * 1048576), "3 MB");
+});
+
+test("who waits for whom", () => {
+  const rows = [{ name: "worker0", waits: { worker1: 2 } }, { name: "worker1", waits: {} }, { name: "w2", waits: { a: 1 } }];
+  assert.deepEqual(talk(rows), ["worker0 → worker1: 2 calls", "w2 → a: 1 call"]);
 });
 
 test("a thousand nodes", () => {

@@ -135,7 +135,9 @@ def test_run_to_the_first_nan(world):
     assert event.worker == "worker2"
     found = watcher.backward
     assert found.bad == event.key
-    assert "the first NaN or Inf came up at Sqrt@worker2" in "\n".join(report.as_text(found))
+    told = "\n".join(report.as_text(found))
+    assert "the first NaN or Inf came up at Sqrt@worker2" in told
+    assert "return (x - 1.0).sqrt()" in told  # the line, too, which was noted there
     watcher.run()
     watcher.wait(30)
 

@@ -117,7 +117,8 @@ def _receive(view: View, message: Any, _: Any) -> None:
 
 def _act(view: View, message: dict[str, Any]) -> None:
     try:
-        view.notice = ""
+        if message.get("press") != "looking":  # which nobody pressed
+            view.notice = ""
         view.press(message)
     except Exception as error:
         view.notice = f"{type(error).__name__}: {error}"

@@ -1,0 +1,47 @@
+"""The panel in a real page: buttons that interrupt and restart workers while a cell is busy."""
+
+import pytest
+from browser import needs_browser, notebook
+
+pytestmark = [needs_browser(), pytest.mark.timeout(240)]
+
+START = """
+import torch
+%load_ext nbdist
+%dist_init -n 2 --backend none
+"""
+BUSY = """%%remote 1
+import time
+for second in range(600):
+    time.sleep(0.1)
+"""
+ALIVE = "%remote all rank"
+
+
+@pytest.mark.parametrize("front", ["lab", "notebook"])
+def test_interrupt_and_restart(front, tmp_path, request):
+    with notebook([START, "%dist_panel", BUSY, ALIVE], front, tmp_path) as page:
+        page.finish(0)
+        page.finish(1)
+        panel = page.cell(1).locator(".nbdist-panel")
+        panel.get_by_text("idle").first.wait_for()
+        page.run(2)
+        panel.get_by_text("busy").wait_for(timeout=10_000)
+        panel.get_by_text("time.sleep(0.1)").first.wait_for(timeout=10_000)
+        if picture := request.config.getoption("--pictures"):
+            page.page.wait_for_timeout(4000)
+            panel.screenshot(path=f"{picture}/panel-{front}.png")
+        panel.get_by_role("button", name="Interrupt").nth(1).click()
+        page.ended(2)
+        assert "KeyboardInterrupt" in page.told(2)
+
+        page.run(2)
+        panel.get_by_text("busy").wait_for(timeout=10_000)
+        panel.get_by_role("button", name="Restart").nth(1).click()
+        page.ended(2)
+        assert "WorkerLost" in page.told(2)
+        panel.get_by_text("idle").nth(1).wait_for(timeout=30_000)
+        page.finish(3)
+        assert "[0, 1]" in page.told(3)
+        assert not page.complaints
+        assert not page.strangers
