@@ -71,15 +71,28 @@ class Gradients:
 class _Use:
     """A leaf that is claimed; by several calls at a time if they are of one ``group``."""
 
-    __slots__ = ("before", "group", "holders", "key", "leaf")
+    __slots__ = ("before", "group", "holders", "key", "known", "leaf")
 
-    def __init__(self, key: int, holder: _Holder, group: object | None) -> None:
+    def __init__(
+        self, key: int, holder: _Holder, group: object | None, known: weakref.ref[torch.Tensor] | None = None
+    ) -> None:
         self.key = key
         self.group = group
         self.holders = [holder]
+        self.known = known
+        """The leaf, if it is not kept while it is claimed."""
         self.leaf: torch.Tensor | None = None
         """The leaf, if ``before``, its ``.grad``, is set aside."""
         self.before: torch.Tensor | None = None
+
+
+def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
+    """Who has this leaf; with the lock held. One that was not kept may have died, and this one lie in its place."""
+    use = _claimed.get(key)
+    if use is not None and use.known is not None and use.known() is not leaf:
+        del _claimed[key]
+        return None
+    return use
 
 
 class _Holder:
@@ -110,12 +123,16 @@ class _Holder:
 
     def _taken(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
         """What others have of them, or are giving back."""
-        found = (_claimed[leaf] for leaf in wanted.keys() & _claimed.keys())
-        return [use for use in found if self._group is None or use.group is not self._group or not use.holders]
+        found = (_use_of(key, wanted[key]) for key in wanted.keys() & _claimed.keys())
+        return [
+            use
+            for use in found
+            if use is not None and (self._group is None or use.group is not self._group or not use.holders)
+        ]
 
     def _take(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
         for key, leaf in wanted.items():
-            use = _claimed.get(key)
+            use = _use_of(key, leaf)
             if use is not None:
                 use.holders.append(self)
                 continue
@@ -140,7 +157,9 @@ class _Holder:
         self.leave()
         with _condition:
             while self._left:
-                del _claimed[self._left.pop().key]
+                use = self._left.pop()
+                if _claimed.get(use.key) is use:  # else its leaf has died, and another one lies in its place
+                    del _claimed[use.key]
             _condition.notify_all()
 
 
@@ -167,14 +186,14 @@ class Claim:
         taken: set[Node] = set()
         for node in nodes:
             leaf = node.variable
-            if id(leaf) in self.holder.held:
-                continue
             with _condition:
-                if id(leaf) in _claimed:
-                    taken.add(node)
+                use = _use_of(id(leaf), leaf)
+                if use is not None:
+                    if self.holder not in use.holders:
+                        taken.add(node)
                     continue
                 self.holder.held.add(id(leaf))
-                _claimed[id(leaf)] = _Use(id(leaf), self.holder, None)
+                _claimed[id(leaf)] = _Use(id(leaf), self.holder, None, weakref.ref(leaf))
             if self._into is not None:
                 self._adopted.append((weakref.ref(leaf), leaf.grad))
                 leaf.grad = None

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd import ddp, part, passes
+from nbdist.autograd import ddp, leaves, part, passes
 from nbdist.testing import Faults, World
 
 PATIENCE = 5
@@ -167,3 +167,51 @@ def test_any_program_with_many_threads(disorderly, program):
 
         patch.setattr(part, "run_backward", slowly)
         assert_same(program, disorderly)
+
+
+def accumulator(leaf):
+    return leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+
+
+def test_a_leaf_that_lies_where_another_one_has_died_is_not_taken_for_it():
+    """Checkpoints make leaves that live no longer than their own call; Python gives their place to others."""
+    one, other = (leaves.Claim([], leaves.Gradients(), "group") for _ in range(2))
+    for _ in range(1000):
+        leaf = torch.ones(1, requires_grad=True)
+        place = id(leaf)
+        assert not one.adopt([accumulator(leaf)])
+        assert other.adopt([accumulator(leaf)])  # while it lives it is the first one's
+        del leaf
+        following = torch.ones(1, requires_grad=True)
+        if id(following) == place:
+            break
+    else:
+        pytest.skip("no leaf came to lie in another one's place")
+    assert not other.adopt([accumulator(following)])
+    assert one.adopt([accumulator(following)])
+    one.release()
+    assert one.adopt([accumulator(following)])  # what has died is not given back in its place
+    other.release()
+    assert not one.adopt([accumulator(following)])
+    one.release()
+
+
+REENTRANT = ("reentrant", 26, 33)
+CHECKPOINTS = (
+    (
+        ("checkpoint", 11, 8),
+        ("call", 1, [38, 18], (REENTRANT, REENTRANT, ("leaf", [1, 0], 0), ("leaf", [0, 0], 3)), "sync", 1),
+        ("call", 1, [38, 18], (REENTRANT, REENTRANT, ("leaf", [1, 0], 0), ("leaf", [1, 0], 0)), "sync", 1),
+        REENTRANT,
+        ("leaf", [1, 0], 0),
+        ("leaf", [0, 0], 0),
+    ),
+    [[0]],
+)
+
+
+def test_reentrant_checkpoints_in_several_threads(threads):
+    threads(2)
+    with World(WORKERS, channel="local", options=rpc.RpcBackendOptions(arena_bytes=0)) as world:
+        for _ in range(400):
+            assert_same(CHECKPOINTS, world)
