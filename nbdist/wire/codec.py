@@ -12,6 +12,7 @@ Decoding runs code, as unpickling does; callers authenticate the sender first (G
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import pickle
 import sys
@@ -31,6 +32,11 @@ from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_packable, pack_alone, unpack_tensors
 
 __all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reducer", "register_reference"]
+
+# torch fills a table of its layouts when a sparse tensor is first rebuilt, and a thread that comes meanwhile finds it
+# half full: so it is filled here.
+with contextlib.suppress(Exception):
+    torch.serialization._get_layout(str(torch.strided))
 
 _BIG_GLOBAL = 1 << 20
 _QUICK = 1 << 16
