@@ -14,7 +14,7 @@ from nbdist.autograd.seen import Key
 if TYPE_CHECKING:
     from nbdist.autograd.inspection import Edge, NodeInfo, Trace
 
-__all__ = ["as_svg", "as_text"]
+__all__ = ["as_svg", "as_text", "name_of"]
 
 _BOX = (104, 26)
 _STEP = (132, 38)
@@ -22,6 +22,13 @@ _LANE = 92
 """Where the boxes of a lane begin; its name stands before."""
 _MOST = 400
 _FILL = {"operation": "#f4f4f4", "leaf": "#dbeafe", "receive": "#fde8c8"}
+
+
+def name_of(node: NodeInfo) -> str:
+    """A node's name as it is drawn."""
+    if node.kind == "receive":
+        return "receive"
+    return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
 
 
 def as_text(trace: Trace) -> str:
@@ -153,9 +160,7 @@ def _line(source: tuple[float, float], target: tuple[float, float], colour: str,
 
 def _box(place: tuple[float, float], node: NodeInfo, *, faint: bool) -> str:
     x, y = place
-    name = node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
-    if node.kind == "receive":
-        name = "receive"
+    name = name_of(node)
     shown = name if len(name) <= 15 else name[:14] + "…"
     shape = f"{node.dtype}{list(node.shape)}" if node.shape is not None else ""
     title = f"{node.name} {shape}" + (f", message {node.message}" if node.message is not None else "")

@@ -65,7 +65,7 @@ class Recorder:
         self.passes = Passes(self, self.contexts)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()
-        self._watchers: list[tuple[Callable[[Context], None], bool]] = []
+        self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []
         self._paused: set[int] = set()
         self._freezes = 0
         self._freezing = threading.Lock()
@@ -104,7 +104,7 @@ class Recorder:
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not nest"
             )
         watchers = list(self._watchers)
-        lines = lines or any(with_lines for _, with_lines in watchers)
+        lines = lines or any(wants_lines() for _, wants_lines in watchers)
         context = self.contexts.new(lines=lines)
         self.contexts.set_current(context)
         if lines:
@@ -118,9 +118,12 @@ class Recorder:
             raise
         return context
 
-    def when_opened(self, then: Callable[[Context], None], *, lines: bool = False) -> Callable[[], None]:
-        """Call ``then`` with each context that is made here from now on; returns a function that ends that."""
-        watcher = (then, lines)
+    def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
+        """Call ``then`` with each context that is made here from now on; returns a function that ends that.
+
+        Both are called by the thread that makes one; lines are noted in it if ``wants_lines()`` says so before.
+        """
+        watcher = (then, wants_lines)
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.autograd.drawing import name_of
 from nbdist.autograd.inspection import NodeInfo, Plan
 from nbdist.autograd.seen import Event, Key
 
-__all__ = ["Backward", "Share", "name_of"]
+__all__ = ["Backward", "Share"]
 
 
 @dataclass
@@ -250,13 +251,6 @@ class Backward:
             "shares": shares,
             "unreachable": trace.unreachable,
         }
-
-
-def name_of(node: NodeInfo) -> str:
-    """A node's name as it is drawn."""
-    if node.kind == "receive":
-        return "receive"
-    return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
 
 
 def _number(norm: float | None) -> float | str | None:

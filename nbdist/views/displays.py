@@ -81,9 +81,11 @@ def _show_many(value: list[Any] | dict[Any, Any]) -> Any:
     if type(value) not in (list, dict):  # a class of the user's, which may have its own way
         own = getattr(value, "_repr_mimebundle_", None)
         return own(include=None, exclude=None) if own is not None else None
+    items = value.values() if isinstance(value, dict) else value
+    if not value or not all(isinstance(item, RRef) for item in items):
+        return None
     if not current_sink().interactive:
-        items = value.values() if isinstance(value, dict) else value
-        _await([item for item in items if isinstance(item, RRef)])
+        _await(list(items))
     return bundle_of_many(value)
 
 

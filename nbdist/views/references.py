@@ -49,14 +49,11 @@ def bundle(rref: RRef[Any], live: Callable[[RRef[Any]], Bundle]) -> Bundle:
     }
 
 
-def bundle_of_many(value: list[Any] | dict[Any, Any]) -> Bundle | None:
-    """A list or dict of nothing but references, as one table; None where it is something else.
+def bundle_of_many(value: list[RRef[Any]] | dict[Any, RRef[Any]]) -> Bundle:
+    """A list or dict of references, as one table.
 
     Its text is the shell's own, in which each of them is a line.
     """
-    items = value.values() if isinstance(value, dict) else value
-    if not value or not all(isinstance(item, RRef) for item in items):
-        return None
     if isinstance(value, dict):
         rows = [(repr(key), facts_of(item)) for key, item in itertools.islice(value.items(), cards.MOST)]
     else:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from nbdist.autograd.drawing import as_svg
+from nbdist.autograd.drawing import as_svg, name_of
 from nbdist.autograd.seen import Key
-from nbdist.views.backward import Backward, name_of
+from nbdist.views.backward import Backward
 
 __all__ = ["as_html", "as_text"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -61,8 +62,8 @@ class Watcher:
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._own = threading.get_ident()
-        # Where nodes were made is noted in all contexts of the cell: which of them is looked at shows later.
-        self._forget = api.recorder().when_opened(self._on_context, lines=True)
+        self._recorder = api.recorder()
+        self._forget = self._recorder.when_opened(self._on_context, self._is_due)
 
     def __enter__(self) -> Watcher:
         return self
@@ -195,16 +196,7 @@ class Watcher:
             watch, id, found = self._watch, self._id, self._pass
         if watch is None or id is None:
             return None
-        seen, events, halted = watch.seen(id)
-        if found is None and seen is not None and not watch.closed:
-            # It has begun on another worker, which alone knows its roots; but no gradient comes to them.
-            recorded = trace(watch.context_id)
-            whole = Backward(planned(recorded, []))
-            roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before(key)]
-            found = Backward(planned(recorded, roots))
-            with self._changed:
-                if self._id == id:
-                    self._pass = found
+        _, events, halted = watch.seen(id)
         return found.after(events, halted) if found is not None else None
 
     @property
@@ -259,15 +251,20 @@ class Watcher:
 
     # -- what comes ---------------------------------------------------------------------------
 
+    def _is_due(self) -> bool:
+        """Whether a context that the calling thread opens now is to be looked at."""
+        if threading.get_ident() != self._own or self._ended or self.under_way:
+            return False
+        return self._paused or time.monotonic() - self._looked >= _EVERY
+
     def _on_context(self, context: Context) -> None:
         if threading.get_ident() != self._own:
             return
         with self._changed:
             self.count += 1
-            due = self._paused or time.monotonic() - self._looked >= _EVERY
-            if self._ended or not due or self.under_way or context.watch is not None:
-                return
-        watch = api.recorder().passes.observing.watch(context, paused=self._paused, norms=self._norms)
+        if not self._is_due() or context.watch is not None:
+            return
+        watch = self._recorder.passes.observing.watch(context, paused=self._paused, norms=self._norms)
         id = context.id  # the context is not to be kept by who looks at it
         watch.on_begin = lambda mode, roots: self._on_begin(watch, id, mode, roots)
         watch.on_news = lambda: self._on_news(watch)
@@ -280,9 +277,23 @@ class Watcher:
             watch.close()
 
     def _on_begin(self, watch: Watch, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        found = Backward(plan_from(api.recorder().contexts.get(context_id), roots, mode))
+        found = Backward(plan_from(self._recorder.contexts.get(context_id), roots, mode))
         with self._changed:
             self._plans[watch] = found
+
+    def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
+        """A pass has begun on another worker, which alone knows its roots; but no gradient comes to them."""
+        seen = watch.seen(id)[0]
+        if seen is None or watch.closed:
+            return
+        recorded = trace(watch.context_id)
+        whole = Backward(planned(recorded, []))
+        roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before(key)]
+        found = Backward(planned(recorded, roots))
+        with self._changed:
+            if self._id == id:
+                self._pass = found
+        self._news()
 
     def _on_news(self, watch: Watch) -> None:
         id = watch.latest
@@ -291,6 +302,8 @@ class Watcher:
                 self._watch, self._id = watch, id
                 self._pass = self._plans.pop(watch, None)
                 self._looked = time.monotonic()
+                if self._pass is None:
+                    self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
         self._news()
 
     def _news(self) -> None:

@@ -208,8 +208,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         by_value: bool,
         record: bool = False,
     ) -> None:
-        # cloudpickle's own is a chain of them, which takes long to find that there is nothing for an object.
-        self.dispatch_table = {**cloudpickle.Pickler.dispatch_table, **_reducers}
+        # cloudpickle's own is a chain of tables, which takes long to find that there is nothing for an object.
+        self.dispatch_table = {}
+        for table in reversed([_reducers, *cloudpickle.Pickler.dispatch_table.maps]):
+            self.dispatch_table.update(table)
         # A method of this pickler as its callback would be a circle, and keep what was pickled until a collection.
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
@@ -248,9 +250,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.plain = False
         if kind in self._ordinary:
             return NotImplemented
-        if (
-            kind is OrderedDict and kind not in self.dispatch_table
-        ):  # as it would be, but for a search for slots: modules have nine of them each
+        if kind is OrderedDict and kind not in self.dispatch_table:
+            # As it would be, but for a search for slots: modules have nine of them each.
             return OrderedDict, (), vars(obj) or None, None, iter(obj.items())
         if kind in _reference_types:
             return _reference, (self._refer(obj),)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import nbdist
 from nbdist import autograd as dist_autograd
-from nbdist import rpc
+from nbdist import rpc, trace
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.testing import World
 from nbdist.views import report
@@ -67,13 +68,18 @@ def states(watcher):
     return [found.state_of(key) for key in found.nodes]
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_a_pass_that_is_over(world):
     x = leaf()
     with Watcher() as watcher, dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [forward(x)])
-        assert watcher.last.seconds >= 0
-        while not watcher.last.complete:
-            pass
+        wait_until(lambda: watcher.last.complete)
         found = watcher.backward
         assert {
             state for key, state in zip(found.nodes, states(watcher), strict=True) if key in found.plan.waits_for
@@ -184,9 +190,9 @@ def test_a_pass_that_begins_on_another_worker(world):
     found = {}
     watcher.begin(on_first(world, cell))
     assert len(watcher.step(2)) == 2
-    with world[0].activate():  # whoever draws it asks for what it consists of
-        assert states(watcher).count("done") == 2
-        assert watcher.backward.plan.waits_for
+    wait_until(lambda: watcher.backward is not None)  # what it consists of is asked for, and not by who looks
+    assert states(watcher).count("done") == 2
+    assert watcher.backward.plan.waits_for
     watcher.run()
     watcher.wait(30)
     assert torch.equal(found[x], torch.autograd.grad(weigh(x).sum(), [x])[0])
@@ -250,3 +256,31 @@ def test_a_worker_that_dies_while_the_pass_is_paused_ends_the_wait():
         with pytest.raises(WorkerLost):
             watcher.wait(20)
         assert "WorkerLost" in watcher.told()
+
+
+def test_looking_makes_no_call_and_only_what_is_looked_at_is_noted(world):
+    x = leaf()
+    calls = []
+    with Watcher() as watcher:
+        for number in range(3):
+            with dist_autograd.context() as context_id:
+                assert world[0].recorder.contexts.get(context_id).lines is (number == 0)
+                dist_autograd.backward(context_id, [forward(x)])
+        end = trace.subscribe(lambda event, told: calls.append(told) if event == "call.sent" else None)
+        repr(watcher), watcher.snapshot(), watcher.told()
+        end()
+    assert not calls
+
+
+def test_a_context_of_another_thread_is_not_slowed_down(world):
+    noted = []
+
+    def elsewhere():
+        with world[0].activate(), dist_autograd.context() as context_id:
+            noted.append(world[0].recorder.contexts.get(context_id).lines)
+
+    with Watcher(paused=True):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(20)
+    assert noted == [False]

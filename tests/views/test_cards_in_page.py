@@ -10,13 +10,6 @@ import time, torch
 %load_ext nbdist
 %dist_init -n 2 --backend none
 """
-SLOW = """
-%%remote 1
-import time, torch
-def slowly(seconds):
-    time.sleep(seconds)
-    return torch.arange(12.0).reshape(3, 4)
-"""
 SHOW = """
 rref = rpc.remote("worker1", torch.nn.Linear, args=(3, 2))
 rref
@@ -29,7 +22,7 @@ for second in range(80):
 
 @pytest.mark.parametrize("front", ["lab", "notebook"])
 def test_a_card_peeks_and_releases_while_a_cell_is_busy(front, tmp_path):
-    with notebook([START, SHOW, BUSY, "rref"], front, tmp_path) as page:
+    with notebook([START, SHOW, BUSY], front, tmp_path) as page:
         page.finish(0)
         page.finish(1)
         card = page.cell(1).locator(".nbdist-card")

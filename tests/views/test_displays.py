@@ -116,16 +116,6 @@ def test_peek_and_release(watched):
     assert "released" in watched.run("repr(rref)").result
 
 
-def test_the_first_display_takes_no_longer_than_it_may(watched):
-    """Told, not asserted: it is measured on a quiet machine."""
-    watched.run(
-        "bundle = get_ipython().display_formatter.format\n"
-        "fresh = [rpc.remote('worker0', int, args=(n,)) for n in range(20)]\ntimes = []\n"
-        "for each in fresh:\n    begun = time.perf_counter(); bundle(each); times.append(time.perf_counter() - begun)"
-    )
-    print("the first display of a reference:", watched.run("f'{sorted(times)[10] * 1e3:.2f} ms'").result)
-
-
 def test_dist_diff(watched):
     watched.run("%%remote\nimport torch\nstate = {'w': torch.ones(2), 'rank': rank}")
     assert watched.run("%dist_diff state['w']").result == "state['w'] is equal on 2 workers"

@@ -13,8 +13,8 @@ import logging
 import queue
 import re
 import threading
+import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,6 @@ class _Painter:
         self._changed: queue.SimpleQueue[weakref.ref[View]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
-        self._sleep: Callable[[float], Any] = threading.Event().wait
 
     def start(self) -> None:
         """Be there; for each view that is made."""
@@ -161,7 +160,7 @@ class _Painter:
                     except Exception:
                         _log.exception("a view could not be drawn")
                 del view
-            self._sleep(PERIOD)
+            time.sleep(PERIOD)
 
 
 _painter = _Painter()
