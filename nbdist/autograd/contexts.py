@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,6 +175,15 @@ class Contexts:
         """Change the calling thread's; the one before."""
         before, self._thread.context = self._thread.context, context
         return before
+
+    @contextmanager
+    def outside(self) -> Generator[None]:
+        """The calling thread is in no context, for the time of the block: whoever only looks is not to be recorded."""
+        before = self.set_current(None)
+        try:
+            yield
+        finally:
+            self.set_current(before)
 
     # -- life ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nbdist.autograd.api import recorder
 from nbdist.rpc import api
 from nbdist.rpc.rref import RRef
 
@@ -131,7 +132,7 @@ def compare(one: Any, other: Any) -> str:
 
 def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int]:
     """What differs between workers' values, at most so much of it; how many parts differ, and how many there are."""
-    with torch.no_grad():
+    with recorder().contexts.outside():
         asked = {name: api.rpc_async(name, prints, (rref,)) for name, rref in rrefs.items()}
         found = {name: {each.path: each for each in answer.wait()} for name, answer in asked.items()}
         first, *others = found

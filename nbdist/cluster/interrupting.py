@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
 import signal
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.cluster import collectives
-from nbdist.cluster.worker import WHERE_SIGNAL, where_file
+from nbdist.cluster import collectives, where
 from nbdist.cluster.worker_output import call_off
 from nbdist.errors import NbdistError
 from nbdist.rpc.stopping import PATIENCE
@@ -31,8 +28,6 @@ _LISTENS_AFTER = 0.3
 _WAKE_AFTER = 0.02
 _BREAK_AFTER = 0.4
 _POLL = 0.005
-_WHERE = 0.3
-_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 
 async def interrupt_cell(cluster: Cluster, cell: Cell) -> list[str]:
@@ -110,30 +105,26 @@ def _break_collective(cluster: Cluster, part: Part) -> None:
 async def _describe(cluster: Cluster, cell: Cell, part: Part) -> str:
     if not _is_next(cluster, cell, part):
         return f"{part.worker} has not begun this cell: it still runs one from before, and will not run this one"
-    where = await _where(cluster, part.worker)
+    place = await _where(cluster, part.worker)
     return (
-        f"{part.worker} has not given way within {PATIENCE:g} s{where}; `%dist_restart {part.worker}` ends what it does"
+        f"{part.worker} has not given way within {PATIENCE:g} s{place}; `%dist_restart {part.worker}` ends what it does"
     )
 
 
 async def _where(cluster: Cluster, worker: str) -> str:
     """Where its main thread is; the innermost frame, and that of the cell."""
-    path = where_file(cluster.folder, worker)
     with contextlib.suppress(OSError):
-        before = os.path.getsize(path)
-        cluster.signal(worker, WHERE_SIGNAL)
-        deadline = time.monotonic() + _WHERE
-        while time.monotonic() < deadline and os.path.getsize(path) == before:
-            await asyncio.sleep(_POLL)
-        await asyncio.sleep(_POLL)
-        with open(path, errors="replace") as file:
-            file.seek(before)
-            frames = _FRAME.findall(file.read())
+        asked = where.Question(cluster, worker)
+        deadline = time.monotonic() + where.PATIENCE
+        while time.monotonic() < deadline and not asked.answered:
+            await asyncio.sleep(where.POLL)
+        await asyncio.sleep(where.POLL)
+        frames = asked.frames()
         if frames:
-            file_name, line, function = frames[0]
-            of_cell = next((number for name, number, _ in frames if "ipykernel_" in name), None)
-            if "ipykernel_" in file_name:
-                return f" (it is in line {line} of its cell)"
+            inner = frames[0]
+            of_cell = next((frame.line for frame in frames if frame.in_cell), None)
+            if inner.in_cell:
+                return f" (it is in line {inner.line} of its cell)"
             cell = f", called by line {of_cell} of its cell" if of_cell else ""
-            return f" (it is in {function}, line {line} of {file_name}{cell})"
+            return f" (it is in {inner.function}, line {inner.line} of {inner.file}{cell})"
     return ""

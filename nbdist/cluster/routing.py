@@ -60,8 +60,8 @@ class Router:
         if kind == NAMES:
             worker.names = content["names"]
             return
-        if kind == "stream" and content["name"] == "stderr":
-            worker.remember_stderr(content["text"])
+        if kind == "stream":
+            worker.remember(content["name"], content["text"])
         if kind.startswith("comm_"):
             self.comms.from_worker(worker, message)
         id = message["parent_header"].get("msg_id", "")

@@ -9,12 +9,14 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
+from nbdist.autograd.api import recorder
+from nbdist.cluster import where
 from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
@@ -46,24 +48,71 @@ class WorkerStatus:
     waits: Mapping[str, int] = field(default_factory=dict)
     """So many calls it has made that are not answered, by whom they are awaited from."""
     log: tuple[str, ...] = ()
-    """The end of its standard error."""
+    """The end of what it has written."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that it has sent, by whom they were sent to; empty where it did not say."""
+    gpu_memory: int | None = None
+    """Bytes that torch has taken of its GPU."""
 
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:
     """The state of all workers; one that does not answer at once is shown by what is known here."""
     asked = {}
-    for worker in cluster.workers:
-        if worker.alive:
-            with contextlib.suppress(NbdistError):
-                asked[worker.name] = cluster.agent.caller.asynchronous(worker.name, _report, (), None, _PATIENCE)
-    return [_status(worker, asked.get(worker.name)) for worker in cluster.workers]
+    with recorder().contexts.outside():
+        for worker in cluster.workers:
+            if worker.alive:
+                with contextlib.suppress(NbdistError):
+                    asked[worker.name] = cluster.agent.caller.asynchronous(worker.name, _report, (), None, _PATIENCE)
+    reports = {}
+    for name, answer in asked.items():
+        with contextlib.suppress(NbdistError):
+            reports[name] = answer.wait(_PATIENCE)
+    silent = [worker for worker in cluster.workers if worker.alive and worker.cells and worker.name not in reports]
+    places = _ask_silent(cluster, silent)
+    return [
+        _status(worker, reports.get(worker.name) or Report(None, where=places.get(worker.name, "")))
+        for worker in cluster.workers
+    ]
 
 
-def _status(worker: Worker, asked: object) -> WorkerStatus:
-    report = Report(None)
-    with contextlib.suppress(NbdistError):
-        if asked is not None:
-            report = asked.wait(_PATIENCE)  # type: ignore[attr-defined]
+def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
+    """Where those are that answer nothing: they hold the GIL, or it is held from them."""
+    asked = {}
+    for worker in workers:
+        with contextlib.suppress(OSError):
+            asked[worker] = where.Question(cluster, worker.name)
+    deadline = time.monotonic() + where.PATIENCE
+    while time.monotonic() < deadline and not all(question.answered for question in asked.values()):
+        time.sleep(where.POLL)
+    time.sleep(where.POLL if asked else 0)
+    found = {}
+    for worker, question in asked.items():
+        with contextlib.suppress(OSError):
+            found[worker.name] = _place(worker, question.frames())
+    return found
+
+
+def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
+    """The innermost line of the user's code among these."""
+    for frame in frames:
+        if frame.in_cell:
+            lines = worker.cells[0].code.splitlines() if worker.cells else []
+            line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
+            return _told("cell", frame.line, line)
+        if _is_users(frame.file):
+            return _told(Path(frame.file).name, frame.line, linecache.getline(frame.file, frame.line).strip())
+    return ""
+
+
+def _told(name: str, number: int, line: str) -> str:
+    return f"{name}:{number}" + (f": {line[:_SHOWN]}" if line else "")
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_INNER) and not file.startswith("<")
+
+
+def _status(worker: Worker, report: Report) -> WorkerStatus:
     cell = worker.cells[0] if worker.cells else None
     runs = report.doing
     if cell is not None:
@@ -84,7 +133,9 @@ def _status(worker: Worker, asked: object) -> WorkerStatus:
         report.calls,
         report.where if runs else "",
         report.waits,
-        tuple(worker.stderr),
+        tuple(worker.log),
+        report.sent,
+        report.gpu_memory,
     )
 
 
@@ -97,6 +148,8 @@ class Report(NamedTuple):
     """and which the longest, the one aside that asks."""
     where: str = ""
     waits: dict[str, int] = {}  # noqa: RUF012 - never changed
+    sent: dict[str, int] = {}  # noqa: RUF012
+    gpu_memory: int | None = None
 
 
 def _report() -> Report:
@@ -108,7 +161,14 @@ def _report() -> Report:
         return Report(0)
     others = agent.executor.active - 1
     waits = Counter(call.worker for call in agent.pending.all())
-    return Report(others, agent.executor.doing() if others > 0 else "", _where(), dict(waits))
+    doing = agent.executor.doing() if others > 0 else ""
+    return Report(others, doing, _where(), dict(waits), agent.links.sent(), _gpu_memory())
+
+
+def _gpu_memory() -> int | None:
+    """What torch has taken of the GPU that is this process's; None where there is none, or it is not used."""
+    cuda = sys.modules.get("torch.cuda")
+    return cuda.memory_reserved() if cuda is not None and cuda.is_initialized() else None
 
 
 def _where() -> str:
@@ -120,10 +180,9 @@ def _where() -> str:
         frame: FrameType | None = frames[thread] if thread != me else None
         while frame is not None:
             file = frame.f_code.co_filename
-            if not file.startswith(_INNER) and not file.startswith("<"):
+            if _is_users(file):
                 name = "cell" if "ipykernel" in file else Path(file).name
-                line = linecache.getline(file, frame.f_lineno).strip()
-                return f"{name}:{frame.f_lineno}" + (f": {line[:_SHOWN]}" if line else "")
+                return _told(name, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
             frame = frame.f_back
     return ""
 

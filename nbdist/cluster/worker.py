@@ -97,7 +97,7 @@ def _set_environment(told: WorkerSetup) -> None:
 
 
 def _write_where_asked(told: WorkerSetup) -> None:
-    file = open(where_file(told.folder, told.name), "w")  # noqa: SIM115 (it stays open: a handler writes to it)
+    file = open(where_file(told.folder, told.name), "a")  # noqa: SIM115 (it stays open: a handler writes to it)
     faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
 
 

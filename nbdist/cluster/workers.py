@@ -31,6 +31,7 @@ STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
 
 _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
+_LONGEST = 2000
 _CRASH = re.compile(r"^(Fatal Python error|terminate called)")
 
 
@@ -55,6 +56,8 @@ class Worker:
         self.cells: list[Cell] = []
         self.names: list[str] = []
         self.stderr: deque[str] = deque(maxlen=_LAST_LINES)
+        self.log: deque[str] = deque(maxlen=_LAST_LINES)
+        """The end of all that it has written."""
         self.lives = 0
 
     def __repr__(self) -> str:
@@ -99,6 +102,7 @@ class Worker:
         self.ended = threading.Event()
         self.lost, self.pid, self.step = None, None, "starting"
         self.stderr.clear()
+        self.log.clear()
         self.names = []
 
     async def call(self, function: str) -> None:
@@ -139,9 +143,12 @@ class Worker:
             except Exception:  # it must not keep the others from ending
                 _log.exception("a cell on %s could not be ended", self.name)
 
-    def remember_stderr(self, text: str) -> None:
-        """Keep the end of its standard error, for the case that it dies."""
-        self.stderr.extend(line for line in text.splitlines() if line.strip())
+    def remember(self, stream: str, text: str) -> None:
+        """Keep the end of what it writes, to be looked at, and for the case that it dies."""
+        lines = [line[-_LONGEST:] for line in text[-_LAST_LINES * _LONGEST :].splitlines() if line.strip()]
+        self.log.extend(lines)
+        if stream == "stderr":
+            self.stderr.extend(lines)
 
 
 def _telling(lines: list[str]) -> list[str]:

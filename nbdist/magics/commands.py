@@ -15,6 +15,8 @@ from nbdist import autograd, rpc
 from nbdist.cluster import labels
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.comparing import differences
+from nbdist.cluster.holdings import collect as collect_holdings
+from nbdist.cluster.holdings import free
 from nbdist.cluster.sinks import current_sink
 from nbdist.cluster.status import collect
 from nbdist.errors import NbdistError, UsageError
@@ -22,6 +24,7 @@ from nbdist.magics.lines import CellLine, parse_cell, parse_diff, parse_init, pa
 from nbdist.magics.session import Session
 from nbdist.views.clusters import Cluster
 from nbdist.views.difference import DiffTable
+from nbdist.views.memory import FreedTable, MemoryTable
 from nbdist.views.panel import Panel
 from nbdist.views.progress import StartProgress
 from nbdist.views.status import StatusTable
@@ -164,6 +167,22 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """A row for each worker, live: what runs and where, CPU and memory, calls; buttons to interrupt and restart."""
         reader("%dist_panel").read(line)
         return Panel(self._session.cluster())
+
+    @line_magic
+    @_shortly
+    def dist_memory(self, line: str) -> MemoryTable:
+        """Show what lives on each worker by reference: its type and bytes, and which names hold it."""
+        reader("%dist_memory").read(line)
+        self._session.cluster()
+        return MemoryTable(collect_holdings())
+
+    @line_magic
+    @_shortly
+    def dist_free(self, line: str) -> FreedTable:
+        """Let go of what only `Out`, `_` and tracebacks hold, here and on all workers."""
+        reader("%dist_free").read(line)
+        self._session.cluster()
+        return FreedTable(free())
 
     @line_magic
     def dist_debug(self, line: str) -> StatusTable | None:

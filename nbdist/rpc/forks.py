@@ -130,6 +130,11 @@ class Forks:
         """The values that are referred to already, and that this agent has still to create here."""
         return [rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created]
 
+    def holders_of(self, rref: GlobalId) -> set[int]:
+        """Which other agents hold forks of an owned value."""
+        owned = self._owned.get(rref)
+        return set(owned.forks.values()) if owned is not None else set()
+
     def forks_of(self, rref: GlobalId) -> int:
         """How many forks of an owned value are out."""
         owned = self._owned.get(rref)

@@ -66,6 +66,8 @@ class Connection:
     record: Record
     peer: Peer
     link: Link
+    sent: int = 0
+    """Bytes that have gone there, those in shared memory included."""
 
 
 class Links:
@@ -154,6 +156,9 @@ class Links:
             for slot in slots:
                 slot.send()  # before it can be seen, and before the receiver can be given up
             outgoing = connection.peer.send(message, frames, now, holds, back)
+            connection.sent += sum(map(len, outgoing.frames))
+            for slot in slots:
+                connection.sent += slot.place.length
         try:
             connection.link.send(outgoing.frames, kind(message))
         except ChannelError:
@@ -317,6 +322,11 @@ class Links:
         """The record of an agent that this one talks to, member or not yet."""
         connection = self.connections.get(incarnation)
         return connection.record if connection is not None else None
+
+    def sent(self) -> dict[str, int]:
+        """How many bytes have been sent to whom."""
+        with self._lock:
+            return {each.record.name: each.sent for each in self.connections.values()}
 
     def outstanding(self) -> int:
         """How many messages to members are unacknowledged."""

@@ -169,6 +169,12 @@ class References:
             raise RRefError(f"the value of {rref} is gone: RPC has been shut down on this worker")
         return future.wait(timeout or None)
 
+    def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
+        """All values that are owned here, or are to be, and which other agents hold references to them."""
+        self.reap()
+        with self._lock:
+            return [(id, value, self.forks.holders_of(id)) for id, value in self._values.items()]
+
     # -- users --------------------------------------------------------------------------------
 
     def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:

@@ -11,9 +11,10 @@ from html import escape
 from typing import Any
 
 from nbdist.rpc.peeking import Histogram, Numbers, Parameter, Peek
+from nbdist.views.amounts import size
 from nbdist.wire.messages import State
 
-__all__ = ["MOST", "Facts", "card", "peek_html", "size", "table", "text"]
+__all__ = ["MOST", "Facts", "card", "peek_html", "table", "text"]
 
 _STANDINGS = {
     "here": ("owned here", "#3b82c4"),
@@ -92,16 +93,6 @@ def peek_html(peek: Peek) -> str:
         length = f"{peek.length} items: " if peek.length is not None else ""
         parts.append(f'<pre style="margin:0;white-space:pre-wrap">{escape(length + peek.text)}</pre>')
     return f'<div style="font-family:sans-serif;font-size:13px">{"".join(parts)}</div>'
-
-
-def size(nbytes: int) -> str:
-    """Bytes, for people."""
-    value = float(nbytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def _value(state: State | None) -> str:

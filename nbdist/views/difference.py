@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from nbdist.cluster.comparing import Difference
+from nbdist.views import tables
 
 __all__ = ["DiffTable"]
 
@@ -47,13 +48,5 @@ class DiffTable:
     def _repr_html_(self) -> str:
         if self.equal:
             return f"<div>{escape(self._head())}</div>"
-        rows = "".join(
-            "<tr>"
-            + "".join(
-                f"<td style='text-align:left'>{escape(cell)}</td>" for cell in (each.path, each.worker, each.told)
-            )
-            + "</tr>"
-            for each in self.differences
-        )
-        head = "".join(f"<th style='text-align:left'>{name}</th>" for name in ("part", "worker", "difference"))
-        return f"<div>{escape(self._head())}</div><table><tr>{head}</tr>{rows}</table>"
+        rows = [(each.path, each.worker, each.told) for each in self.differences]
+        return f"<div>{escape(self._head())}</div>{tables.as_html(('part', 'worker', 'difference'), rows)}"

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -21,7 +22,8 @@ __all__ = ["Panel"]
 
 _KEPT = 60
 """Samples of each worker: of a minute."""
-_LOG = 5
+_QUIET = 10_000
+"""Bytes in a second that are not worth a word: to look at workers, and to know that they live, takes some."""
 
 
 class Panel:
@@ -30,9 +32,10 @@ class Panel:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.rows: list[WorkerStatus] = []
-        self._cpu: dict[str, deque[float]] = {}
-        self._memory: dict[str, deque[int]] = {}
-        self._last: dict[str, tuple[int, float, float]] = {}
+        self._courses: dict[str, Course] = {}
+        self._sent: dict[str, Mapping[str, int]] = {}
+        self._rates: dict[tuple[str, str], float] = {}
+        self._sampled = 0.0
         self._lock = threading.Lock()
         self.sample()
 
@@ -40,18 +43,32 @@ class Panel:
         """Look once."""
         rows = collect(self.cluster)
         now = time.monotonic()
+        agent = self.cluster.agent
+        sent = {row.name: row.sent or self._sent.get(row.name, {}) for row in rows}
+        sent[agent.me.name] = agent.links.sent()
         with self._lock:
             self.rows = rows
+            seconds, self._sampled = now - self._sampled, now
+            self._rates = {
+                (one, other): max(0, count - self._sent[one].get(other, 0)) / seconds
+                for one, counts in sent.items()
+                for other, count in counts.items()
+                if one != other and one in self._sent
+            }
+            self._sent = sent
             for row in rows:
-                spent = _seconds_of(row.pid)
-                known = self._last.get(row.name)
-                share = 0.0
-                if spent is not None and row.pid is not None:
-                    if known is not None and known[0] == row.pid and now > known[2]:
-                        share = max(0.0, spent - known[1]) / (now - known[2])
-                    self._last[row.name] = row.pid, spent, now
-                self._cpu.setdefault(row.name, deque(maxlen=_KEPT)).append(round(share, 3))
-                self._memory.setdefault(row.name, deque(maxlen=_KEPT)).append(row.memory or 0)
+                course = self._courses.setdefault(row.name, Course())
+                course.add("cpu", course.share(row.pid, now))
+                course.add("memory", row.memory or 0)
+                course.add("gpu", row.gpu_memory or 0)
+                course.add("out", round(sum(rate for (one, _), rate in self._rates.items() if one == row.name)))
+                course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
+
+    def talk(self) -> list[tuple[str, str, int, float]]:
+        """Who talks to whom: the calls that wait for an answer, and the bytes in a second."""
+        waits = {(row.name, other): count for row in self.rows for other, count in row.waits.items()}
+        pairs = [*waits, *(pair for pair, rate in self._rates.items() if rate >= _QUIET and pair not in waits)]
+        return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def snapshot(self) -> dict[str, Any]:
         """What a page draws."""
@@ -68,12 +85,14 @@ class Panel:
                         "runs": row.runs,
                         "where": row.where,
                         "calls": row.calls,
-                        "waits": dict(row.waits),
-                        "log": list(row.log)[-_LOG:],
-                        "cpu": list(self._cpu[row.name]),
-                        "memory": list(self._memory[row.name]),
+                        "log": list(row.log),
+                        **self._courses[row.name].values,
                     }
                     for row in self.rows
+                ],
+                "talk": [
+                    {"from": one, "to": other, "calls": calls, "rate": round(rate)}
+                    for one, other, calls, rate in self.talk()
                 ],
             }
 
@@ -81,12 +100,35 @@ class Panel:
         return repr(StatusTable(self.rows))
 
     def _repr_html_(self) -> str:
-        talk = [
-            f"{escape(row.name)} waits for {count} of {escape(other)}"
-            for row in self.rows
-            for other, count in row.waits.items()
-        ]
+        talk = [f"{escape(one)} waits for {calls} of {escape(other)}" for one, other, calls, _ in self.talk() if calls]
         return StatusTable(self.rows)._repr_html_() + (f"<div>{'; '.join(talk)}</div>" if talk else "")
+
+
+class Course:
+    """How it went with one worker in the last minute."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, deque[float]] = {}
+        self._spent: tuple[int, float, float] | None = None
+
+    def add(self, name: str, value: float) -> None:
+        """The newest value of that name."""
+        self._kept.setdefault(name, deque(maxlen=_KEPT)).append(value)
+
+    @property
+    def values(self) -> dict[str, list[float]]:
+        """All of them, by name."""
+        return {name: list(kept) for name, kept in self._kept.items()}
+
+    def share(self, pid: int | None, now: float) -> float:
+        """How much of a core the process has used since it was asked last."""
+        spent, known = _seconds_of(pid), self._spent
+        if spent is None or pid is None:
+            return 0.0
+        self._spent = pid, spent, now
+        if known is None or known[0] != pid or now <= known[2]:
+            return 0.0
+        return round(max(0.0, spent - known[1]) / (now - known[2]), 3)
 
 
 def _seconds_of(pid: int | None) -> float | None:

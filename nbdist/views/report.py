@@ -6,6 +6,8 @@ from html import escape
 
 from nbdist.autograd.drawing import as_svg, name_of
 from nbdist.autograd.seen import Key
+from nbdist.views import tables
+from nbdist.views.amounts import duration
 from nbdist.views.backward import Backward
 
 __all__ = ["as_html", "as_text"]
@@ -19,7 +21,7 @@ def as_text(found: Backward) -> list[str]:
     for share in found.shares():
         line = f"  {share.worker}: {share.done} of {share.nodes} nodes"
         if share.done:
-            line += f", busy {_time(share.busy)}, waited {_time(share.idle)}"
+            line += f", busy {duration(share.busy)}, waited {duration(share.idle)}"
         if share.waits_for:
             line += f"; waits for {', '.join(share.waits_for)}"
         lines.append(line)
@@ -28,24 +30,22 @@ def as_text(found: Backward) -> list[str]:
 
 def as_html(found: Backward, told: str) -> str:
     """The picture and the table, which stay in a saved notebook."""
-    head = "".join(
-        f'<th style="text-align:left">{name}</th>' for name in ("worker", "nodes", "busy", "waited", "waits for")
-    )
-    rows = []
-    for share in found.shares():
-        cells = (
+    rows = [
+        (
             share.worker,
             f"{share.done}/{share.nodes}",
-            _time(share.busy),
-            _time(share.idle),
+            duration(share.busy),
+            duration(share.idle),
             ", ".join(share.waits_for),
         )
-        rows.append("<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in cells) + "</tr>")
+        for share in found.shares()
+    ]
+    table = tables.as_html(("worker", "nodes", "busy", "waited", "waits for"), rows)
     remarks = "".join(f"<div>{escape(line)}</div>" for line in _remarks(found))
     return (
         f'<div style="font-family:sans-serif;font-size:13px"><div>{escape(told)}</div>'
         f'<div style="overflow:auto">{as_svg(found.plan.trace, found.plan.waits_for)}</div>'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{remarks}</div>"
+        f"{table}{remarks}</div>"
     )
 
 
@@ -74,7 +74,3 @@ def _where(found: Backward, key: Key) -> str:
     node = found.nodes[key]
     made = [part for part in (node.module, node.line) if part]
     return f"{_named(found, key)} (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

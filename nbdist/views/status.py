@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from nbdist.cluster.status import WorkerStatus
+from nbdist.views import tables
+from nbdist.views.amounts import size
 
 __all__ = ["StatusTable"]
 
@@ -18,7 +19,12 @@ class StatusTable:
     def __init__(self, rows: Sequence[WorkerStatus]) -> None:
         self.rows = rows
 
+    def _columns(self) -> tuple[str, ...]:
+        """Where they are is told if some run."""
+        return (*_COLUMNS, "at") if any(row.where for row in self.rows) else _COLUMNS
+
     def _cells(self) -> list[list[str]]:
+        columns = len(self._columns())
         return [
             [
                 row.name,
@@ -27,31 +33,19 @@ class StatusTable:
                 row.device,
                 _first_line(row.state),
                 _first_line(row.runs),
-                _bytes(row.memory),
+                size(row.memory) if row.memory is not None else "",
                 str(row.calls) if row.calls is not None else "",
-            ]
+                row.where,
+            ][:columns]
             for row in self.rows
         ]
 
     def __repr__(self) -> str:
-        table = [list(_COLUMNS), *self._cells()]
-        widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS))]
-        return "\n".join(
-            "  ".join(f"{text:<{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in table
-        )
+        return "\n".join(tables.as_lines(self._columns(), self._cells()))
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{escape(text)}</td>" for text in line) + "</tr>"
-            for line in self._cells()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return tables.as_html(self._columns(), self._cells())
 
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
-
-
-def _bytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**20:.0f} MB"

@@ -4,9 +4,10 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { presser } from "../../nbdist/views/static/buttons.js";
-import { boxes, bytes, count, details, label, layout, stateOf, time } from "../../nbdist/views/static/graph.js";
+import { bytes, time } from "../../nbdist/views/static/amounts.js";
+import { boxes, count, details, label, layout, stateOf } from "../../nbdist/views/static/graph.js";
 
-import { megabytes, points, talk } from "../../nbdist/views/static/sparkline.js";
+import { points, talk } from "../../nbdist/views/static/sparkline.js";
 
 function node(w, n, more = {}) {
   const known = { name: "Mul", kind: "operation", module: "", line: "", shape: "float32[2]", state: "waiting" };
@@ -120,12 +121,15 @@ test("a line of the last values", () => {
   assert.equal(points([0.5], 80, 20, 1), "0.0,10.0");
   assert.equal(points([], 80, 20), "");
   assert.equal(points([0, 0], 80, 20).includes("NaN"), false);
-  assert.equal(megabytes(3 * 1048576), "3 MB");
 });
 
-test("who waits for whom", () => {
-  const rows = [{ name: "worker0", waits: { worker1: 2 } }, { name: "worker1", waits: {} }, { name: "w2", waits: { a: 1 } }];
-  assert.deepEqual(talk(rows), ["worker0 → worker1: 2 calls", "w2 → a: 1 call"]);
+test("who talks to whom", () => {
+  const pairs = [
+    { from: "worker0", to: "worker1", calls: 2, rate: 12_300_000 },
+    { from: "w2", to: "a", calls: 1, rate: 0 },
+    { from: "a", to: "w2", calls: 0, rate: 50_000 },
+  ];
+  assert.deepEqual(talk(pairs), ["worker0 → worker1: 2 calls, 12.3 MB/s", "w2 → a: 1 call", "a → w2: 50.0 KB/s"]);
 });
 
 test("a thousand nodes", () => {

@@ -3,9 +3,13 @@
 import time
 
 import pytest
+import torch
 
 import nbdist
+from nbdist.cluster import status
+from nbdist.cluster.status import collect
 from nbdist.views.panel import Panel
+from nbdist.views.status import StatusTable
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +51,54 @@ def test_who_waits_for_whom(cluster):
     panel = Panel(cluster)
     code = "import time\nfrom nbdist import rpc\nx = rpc.rpc_async('worker1', time.sleep, args=(1.0,))"
     cluster.execute(code, "0")
-    rows = until(panel, lambda rows: rows["worker0"]["waits"])
-    assert rows["worker0"]["waits"] == {"worker1": 1}
+    rows = until(panel, lambda _: waits(panel))
+    assert waits(panel) == {("worker0", "worker1"): 1}
     assert rows["worker1"]["calls"] == 1
     assert "worker0 waits for 1 of worker1" in panel._repr_html_()
-    until(panel, lambda rows: not rows["worker0"]["waits"])
+    until(panel, lambda _: not waits(panel))
+
+
+def waits(panel):
+    return {(each["from"], each["to"]): each["calls"] for each in panel.snapshot()["talk"] if each["calls"]}
+
+
+def test_what_goes_from_one_to_another(cluster):
+    panel = Panel(cluster)
+    code = "import torch\nfrom nbdist import rpc\nrpc.rpc_sync('worker1', torch.numel, args=(torch.ones(25_000_000),))"
+    cluster.execute(code, "0")
+    panel.sample()
+    rows = {row["name"]: row for row in panel.snapshot()["rows"]}
+    # Through shared memory, which counts as well.
+    assert rows["worker0"]["out"][-1] == pytest.approx(rows["worker1"]["in"][-1], rel=0.01)
+    assert rows["worker0"]["out"][-1] > 100 * rows["worker1"]["out"][-1]
+    (told,) = [each for each in panel.snapshot()["talk"] if each["to"] == "worker1" and each["rate"]]
+    assert told["from"] == "worker0"
+
+
+def test_a_worker_that_holds_the_gil_is_still_located(cluster):
+    panel = Panel(cluster)
+    code = "import re\n\ndef stuck():\n    return re.match('(a+)+b', 'a' * 26)\n\nstuck()"
+    cell = cluster.execute(code, "1", block=False)
+    rows = until(panel, lambda rows: "(a+)+b" in rows["worker1"]["where"])
+    assert rows["worker1"]["where"].startswith("cell:4: return re.match(")
+    assert "cell:4" in repr(StatusTable(collect(cluster)))
+    cluster.restart("1")
+    with pytest.raises(nbdist.WorkerLost):
+        cell.wait(20)
+
+
+def test_the_end_of_what_it_has_written(cluster):
+    panel = Panel(cluster)
+    cluster.execute("import sys\nfor n in range(9): print('line', n)\nprint('oh', file=sys.stderr)", "0", quiet=True)
+    rows = until(panel, lambda rows: "oh" in rows["worker0"]["log"])
+    assert rows["worker0"]["log"] == [*(f"line {n}" for n in range(5, 9)), "oh"]
+
+
+def test_what_torch_has_of_a_gpu(monkeypatch):
+    assert status._gpu_memory() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12)
+    assert status._gpu_memory() == 12
 
 
 def test_what_is_kept_is_bounded(cluster):

@@ -47,7 +47,7 @@ def test_nothing_is_fetched_from_outside(path):
 
 
 def test_modules_become_one():
-    text = script("buttons.js", "graph.js", "backward.js").default_value
+    text = script("amounts.js", "buttons.js", "graph.js", "backward.js").default_value
     assert "import {" not in text
     assert text.count("export default") == 1
     assert "await import(URL.createObjectURL" in text

@@ -8,8 +8,8 @@ from nbdist.cluster.status import WorkerStatus
 from nbdist.views.status import StatusTable
 
 HEAD = ["worker", "rank", "pid", "device", "state", "runs", "memory", "calls"]
-IDLE = WorkerStatus("worker0", 0, 4711, "cpu", "idle", "", 47 * 2**20, 0)
-BUSY = WorkerStatus("worker10", 10, 4712, "cuda:1 (GPU 3)", "busy", "train(model) (2.5 s)", 3 * 2**30, 12)
+IDLE = WorkerStatus("worker0", 0, 4711, "cpu", "idle", "", 47_000_000, 0)
+BUSY = WorkerStatus("worker10", 10, 4712, "cuda:1 (GPU 3)", "busy", "train(model) (2.5 s)", 3_072_000_000, 12)
 LOST = WorkerStatus("worker2", 2, None, "cpu", "was killed by SIGKILL\nits standard error:\n  x", "", None, None)
 
 
@@ -36,8 +36,8 @@ class Table(HTMLParser):
 def test_columns_stand_under_their_names():
     assert repr(StatusTable([IDLE, BUSY, LOST])).split("\n") == [
         "worker    rank  pid   device          state                  runs                  memory   calls",
-        "worker0   0     4711  cpu             idle                                         47 MB    0",
-        "worker10  10    4712  cuda:1 (GPU 3)  busy                   train(model) (2.5 s)  3072 MB  12",
+        "worker0   0     4711  cpu             idle                                         47.0 MB  0",
+        "worker10  10    4712  cuda:1 (GPU 3)  busy                   train(model) (2.5 s)  3.1 GB   12",
         "worker2   2           cpu             was killed by SIGKILL",
     ]
 
@@ -45,8 +45,8 @@ def test_columns_stand_under_their_names():
 def test_html_says_the_same():
     assert Table(StatusTable([IDLE, BUSY, LOST])._repr_html_()).rows == [
         HEAD,
-        ["worker0", "0", "4711", "cpu", "idle", "", "47 MB", "0"],
-        ["worker10", "10", "4712", "cuda:1 (GPU 3)", "busy", "train(model) (2.5 s)", "3072 MB", "12"],
+        ["worker0", "0", "4711", "cpu", "idle", "", "47.0 MB", "0"],
+        ["worker10", "10", "4712", "cuda:1 (GPU 3)", "busy", "train(model) (2.5 s)", "3.1 GB", "12"],
         ["worker2", "2", "", "cpu", "was killed by SIGKILL", "", "", ""],
     ]
 

@@ -1,7 +1,8 @@
 // The view of a backward pass: draws its snapshot, and sends what is pressed.
 
+import { bytes, time } from "./amounts.js";
 import { button, connect, element, leavePicture } from "./buttons.js";
-import { BOX, bytes, count, details, label, layout, stateOf, time } from "./graph.js";
+import { BOX, count, details, label, layout, stateOf } from "./graph.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -1,5 +1,6 @@
 // Where the boxes of a backward pass stand: lanes by worker, gradients from left to right. Pure.
 
+import { time } from "./amounts.js";
 import * as dagre from "./dagre.js";
 
 export const MOST = 300; // more nodes than this are shown by module at first
@@ -140,21 +141,6 @@ export function count(box, snapshot) {
   if (node.state === "done") return node.ms === null ? "done" : `${time(node.ms)}`;
   const waits = node.for.length ? ` waits for ${node.for.join(", ")}` : "";
   return node.waits ? `${node.got}/${node.waits}${waits}` : node.state;
-}
-
-export function time(ms) {
-  return ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : ms >= 1 ? `${ms.toFixed(1)} ms` : `${Math.round(ms * 1000)} µs`;
-}
-
-export function bytes(count) {
-  const units = ["B", "KB", "MB", "GB", "TB"];
-  let value = count;
-  let unit = 0;
-  while (value >= 1000 && unit < units.length - 1) {
-    value /= 1000;
-    unit += 1;
-  }
-  return `${value >= 100 || !unit ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
 }
 
 /** All that is known of a node, as rows of a name and a text. */

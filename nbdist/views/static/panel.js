@@ -1,8 +1,19 @@
 // The panel of a cluster: a row for each worker, drawn anew with each snapshot; and whether somebody looks.
 
+import { bytes } from "./amounts.js";
 import { button, connect, element, leavePicture } from "./buttons.js";
-import { megabytes, points, talk } from "./sparkline.js";
+import { points, talk } from "./sparkline.js";
 
+const rate = (value) => `${bytes(value)}/s`;
+// What is drawn as a line for each worker: the least at the top of it, and the last value in words.
+const COURSES = [
+  { name: "cpu", title: "CPU", most: 1, told: (value) => `${Math.round(value * 100)} %` },
+  { name: "memory", title: "memory", told: bytes },
+  { name: "gpu", title: "GPU memory", told: bytes, gpu: true },
+  { name: "in", title: "in", most: 100_000, told: rate },
+  { name: "out", title: "out", most: 100_000, told: rate },
+];
+const FIRST = 5; // the column of the first of them
 const AGAIN = 4000; // ms after which the page says once more that somebody looks
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,7 +31,7 @@ function render({ model, el }) {
   el.classList.add("nbdist-view", "nbdist-panel");
   const table = element("table");
   const head = element("tr");
-  head.append(...["worker", "state", "runs", "at", "calls", "CPU", "memory", "", ""].map((text) => element("th", "", text)));
+  head.append(...["worker", "state", "runs", "at", "calls", ...COURSES.map((each) => each.title), ""].map((text) => element("th", "", text)));
   table.append(head);
   const between = element("div", "nbdist-talk");
   const logs = element("pre", "nbdist-log");
@@ -33,26 +44,28 @@ function render({ model, el }) {
   function rowOf(name) {
     if (!rows.has(name)) {
       const row = element("tr");
-      const cells = Array.from({ length: 9 }, () => element("td"));
-      const cpu = spark("CPU, the last minute");
-      const memory = spark("memory, the last minute");
-      const amounts = [element("span"), element("span")];
-      cells[5].append(cpu, amounts[0]);
-      cells[6].append(memory, amounts[1]);
+      const cells = Array.from({ length: FIRST + COURSES.length + 1 }, () => element("td"));
+      const lines = COURSES.map((course, index) => {
+        const line = spark(`${course.title}, the last minute`);
+        const amount = element("span");
+        cells[FIRST + index].append(line, amount);
+        return { line, amount };
+      });
       const interrupt = button("Interrupt", `Interrupt what runs on ${name}`, () => wire.press({ press: "interrupt", worker: name }));
       const restart = button("Restart", `Start ${name} anew`, () => wire.press({ press: "restart", worker: name }));
-      cells[7].append(interrupt, restart);
+      cells.at(-1).append(interrupt, restart);
       row.append(...cells);
       table.append(row);
-      rows.set(name, { row, cells, cpu, memory, amounts, interrupt });
+      rows.set(name, { row, cells, lines, interrupt });
     }
     return rows.get(name);
   }
 
   function draw() {
     const snapshot = model.get("snapshot");
+    el.classList.toggle("without-gpu", !snapshot.rows.some((told) => told.gpu.some(Boolean)));
     for (const told of snapshot.rows) {
-      const { row, cells, cpu, memory, amounts, interrupt } = rowOf(told.name);
+      const { row, cells, lines, interrupt } = rowOf(told.name);
       row.className = told.lost ? "lost" : "";
       cells[0].textContent = told.name;
       cells[0].title = `${told.device}, process ${told.pid ?? "gone"}`;
@@ -60,16 +73,16 @@ function render({ model, el }) {
       cells[2].textContent = told.runs;
       cells[3].textContent = told.where;
       cells[4].textContent = told.calls ?? "";
-      cpu.lastChild.setAttribute("points", points(told.cpu, 80, 18, 1));
-      memory.lastChild.setAttribute("points", points(told.memory, 80, 18));
-      amounts[0].textContent = `${Math.round((told.cpu.at(-1) ?? 0) * 100)} %`;
-      amounts[1].textContent = megabytes(told.memory.at(-1) ?? 0);
+      COURSES.forEach((course, index) => {
+        lines[index].line.lastChild.setAttribute("points", points(told[course.name], 80, 18, course.most));
+        lines[index].amount.textContent = course.told(told[course.name].at(-1) ?? 0);
+      });
       interrupt.disabled = told.lost || !snapshot.running;
     }
-    between.textContent = talk(snapshot.rows).join("   ");
-    const lines = snapshot.rows.flatMap((told) => told.log.map((text) => `[${told.name}] ${text}`));
-    logs.textContent = lines.join("\n");
-    logs.hidden = !lines.length;
+    between.textContent = talk(snapshot.talk).join("   ");
+    const written = snapshot.rows.flatMap((told) => told.log.map((text) => `[${told.name}] ${text}`));
+    logs.textContent = written.join("\n");
+    logs.hidden = !written.length;
   }
 
   // Nobody looks at what is scrolled away, or in a page that lies behind another.

@@ -1,4 +1,6 @@
-// A line of the last values. Pure.
+// A line of the last values, and who talks to whom. Pure.
+
+import { bytes } from "./amounts.js";
 
 /** The points of a line through values, the newest at the right, for a box of this size. */
 export function points(values, width, height, most) {
@@ -7,17 +9,12 @@ export function points(values, width, height, most) {
   return values.map((value, index) => `${(index * step).toFixed(1)},${(height - (value / top) * height).toFixed(1)}`).join(" ");
 }
 
-/** Who waits for whom, as lines of text. */
-export function talk(rows) {
-  const found = [];
-  for (const row of rows) {
-    for (const [other, count] of Object.entries(row.waits)) {
-      found.push(`${row.name} → ${other}: ${count} ${count === 1 ? "call" : "calls"}`);
-    }
-  }
-  return found;
-}
-
-export function megabytes(bytes) {
-  return `${Math.round(bytes / 1048576)} MB`;
+/** Who talks to whom, as lines of text. */
+export function talk(pairs) {
+  return pairs.map(({ from, to, calls, rate }) => {
+    const parts = [];
+    if (calls) parts.push(`${calls} ${calls === 1 ? "call" : "calls"}`);
+    if (rate >= 10_000) parts.push(`${bytes(rate)}/s`);
+    return `${from} → ${to}: ${parts.join(", ")}`;
+  });
 }

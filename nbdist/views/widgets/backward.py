@@ -19,7 +19,7 @@ class BackwardView(View):
     """One watched cell."""
 
     _anywidget_id = identity("nbdist.backward")
-    _esm = script("buttons.js", "graph.js", "backward.js")
+    _esm = script("amounts.js", "buttons.js", "graph.js", "backward.js")
     _css = style("common.css", "backward.css")
 
     def __init__(self, watcher: Watcher) -> None:

@@ -1,0 +1,62 @@
+"""What a context keeps in memory on this worker: what its graph has saved for backward passes, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from nbdist.autograd.contexts import Context
+from nbdist.autograd.edges import Node
+from nbdist.autograd.graph import ACCUMULATE
+
+__all__ = ["kept_by", "storage_of"]
+
+_RAW = "_raw_saved_"
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where a tensor's memory is, and how many bytes it has; None where that is not to be had."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # sparse ones, and subclasses without memory of their own
+        return None
+
+
+def kept_by(context: Context) -> dict[int, int]:
+    """The memory that would go with the context, parameters aside: bytes by address."""
+    found: dict[int, int] = {}
+    leaves: set[int] = set()
+    for node in context.number_all():
+        kind: Any = type(node)
+        if kind is ACCUMULATE:
+            at = storage_of(node.variable)
+            leaves.update([at[0]] if at is not None else [])
+            continue
+        for tensor in _saved(node):
+            at = storage_of(tensor)
+            found.update([at] if at is not None else [])
+    for gradient in context.gradients().values():
+        at = storage_of(gradient)
+        found.update([at] if at is not None else [])
+    return {place: nbytes for place, nbytes in found.items() if place not in leaves}
+
+
+def _saved(node: Node) -> Iterator[torch.Tensor]:
+    """As they are kept: to unpack them may compute them anew."""
+    for name in dir(node):
+        if name.startswith(_RAW):
+            raw = getattr(node, name, None)
+            for each in raw if isinstance(raw, tuple | list) else [raw]:
+                tensor = _data_of(each)
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
+
+
+def _data_of(saved: Any) -> Any:
+    try:
+        return saved.data
+    except (RuntimeError, AttributeError):  # it has been let go of
+        return None

@@ -1,0 +1,20 @@
+"""Bytes and times, for people."""
+
+from __future__ import annotations
+
+__all__ = ["duration", "size"]
+
+
+def size(nbytes: int) -> str:
+    """Bytes, for people."""
+    value = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """A time, for people."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

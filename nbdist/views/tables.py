@@ -1,0 +1,29 @@
+"""Rows of texts, as lines and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from html import escape
+
+__all__ = ["as_html", "as_lines"]
+
+
+def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns that stand under their names."""
+    table = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(f"{text:<{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in table]
+
+
+def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collection[int] = ()) -> str:
+    """The same as a table; rows of these numbers are faint."""
+    lines = []
+    for number, row in enumerate(rows):
+        style = ' style="opacity:.6"' if number in faint else ""
+        lines.append(f"<tr{style}>{''.join(_cell('td', text) for text in row)}</tr>")
+    names = "".join(_cell("th", name) for name in head)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _cell(tag: str, text: str) -> str:
+    return f'<{tag} style="text-align:left">{escape(text)}</{tag}>'
