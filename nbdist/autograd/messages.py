@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from nbdist.rpc.peeking import Histogram
+
 __all__ = [
     "Cancel",
     "Control",
@@ -92,6 +94,8 @@ class Happening(NamedTuple):
     name: str = ""
     seconds: float = -1.0
     norm: float = -1.0
+    histogram: Histogram | None = None
+    """Of the gradients whose norm that is."""
     halt: int = -1
     """Which of the worker's halts this is, and by which version of the control."""
     version: int = -1

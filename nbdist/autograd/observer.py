@@ -17,6 +17,7 @@ import torch
 
 from nbdist.autograd.edges import RECEIVE, Node, current_part
 from nbdist.autograd.leaves import halted
+from nbdist.autograd.measuring import is_finite, measure
 from nbdist.autograd.messages import Control, Happening, Watching
 from nbdist.errors import NbdistError
 from nbdist.rpc.futures import blocking_wait
@@ -146,13 +147,13 @@ class Observer:
         return before, after
 
     def _come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
-        norm = -1.0
+        known: dict[str, Any] = {}
         if self._norms or self._control.until == "nan":
-            norm = _norm(gradients)
+            known["norm"], known["histogram"] = measure(gradients)
         self._check(number, name, gradients)
         if self._halts_before(self._control, number, sends=sends):
-            self._halt(number, name, norm, sends=sends)
-        self.note("running", node=number, name=name, norm=norm)
+            self._halt(number, name, known, sends=sends)
+        self.note("running", node=number, name=name, **known)
 
     def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
         return (
@@ -170,7 +171,7 @@ class Observer:
     def _check(self, number: int, name: str, gradients: Gradients) -> None:
         """Where a NaN is looked for and found, the next node is halted before."""
         control = self._control
-        if control.until == "nan" and not all(_finite(gradient) for gradient in gradients):
+        if control.until == "nan" and not all(is_finite(gradient) for gradient in gradients):
             self.note("nan", node=number, name=name, version=control.version)
             self._pause(control)
 
@@ -180,7 +181,7 @@ class Observer:
             if self._control is control:
                 self._control = control._replace(paused=True, until="")
 
-    def _halt(self, number: int, name: str, norm: float, *, sends: bool) -> None:
+    def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
         """Wait before a node until the watcher lets it go, or has it otherwise."""
         with self._halting:
             self._halts += 1
@@ -188,7 +189,7 @@ class Observer:
             while self._halts_before(control := self._control, number, sends=sends) and self._over < self._halts:
                 if announced is None or control.until:
                     # Also once more, where it has been told meanwhile to run to here.
-                    self.note("halted", node=number, name=name, halt=self._halts, norm=norm, version=control.version)
+                    self.note("halted", node=number, name=name, halt=self._halts, version=control.version, **known)
                     self.flush()
                     announced = control
                     self._pause(control)
@@ -197,21 +198,3 @@ class Observer:
                         self._changed.wait()
                 if self._stopped:
                     raise Stopped("the backward pass was given up while it was paused")
-
-
-def _finite(gradient: torch.Tensor | None) -> bool:
-    if gradient is None:
-        return True
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())
-
-
-def _norm(gradients: Gradients) -> float:
-    """The 2-norm of all of them together."""
-    with torch.no_grad():
-        squares = [
-            float(torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)) ** 2
-            for gradient in gradients
-            if gradient is not None
-        ]
-    return float(sum(squares) ** 0.5)

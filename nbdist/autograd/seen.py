@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nbdist.autograd import messages
+from nbdist.rpc.peeking import Histogram
 
 __all__ = ["Event", "Key", "Pass", "Share"]
 
@@ -23,7 +24,8 @@ class Event:
     ``waiting``
         nothing more can run on a worker before a message's gradients have come.
     ``running``, ``done``
-        a node, with the norm of the gradients it was given where norms are asked for, and the time it took.
+        a node, with the norm and the distribution of the gradients it was given where norms are asked for, and the
+        time it took.
     ``halted``, ``nan``
         a node before which the pass was paused; a NaN or Inf that was looked for was given to it or made by it.
     """
@@ -38,6 +40,7 @@ class Event:
     message: int | None = None
     seconds: float | None = None
     norm: float | None = None
+    histogram: Histogram | None = None
 
     @property
     def key(self) -> Key | None:

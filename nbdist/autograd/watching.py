@@ -358,6 +358,7 @@ class Watch:
             happening.message if happening.message >= 0 else None,
             happening.seconds if happening.seconds >= 0 else None,
             None if happening.norm < 0 else happening.norm,
+            happening.histogram,
         )
         if event.what == "resting":
             worker.resting = True

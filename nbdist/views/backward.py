@@ -14,6 +14,7 @@ from typing import Any
 from nbdist.autograd.drawing import name_of
 from nbdist.autograd.inspection import NodeInfo, Plan
 from nbdist.autograd.seen import Event, Key
+from nbdist.rpc.peeking import Histogram
 
 __all__ = ["Backward", "Share"]
 
@@ -62,6 +63,7 @@ class Backward:
         self.got: dict[Key, int] = dict.fromkeys(self.nodes, 0)
         self.seconds: dict[Key, float] = {}
         self.norm: dict[Key, float] = {}
+        self.histogram: dict[Key, Histogram] = {}
         self.ended: dict[Key, float] = {}
         self.messages: dict[int, str] = {}
         self.bad: Key | None = None
@@ -96,8 +98,7 @@ class Backward:
         for event in halted:
             if event.key is not None and event.key in self.nodes:
                 found.state[event.key] = "halted"
-                if event.norm is not None:
-                    found.norm[event.key] = event.norm
+                found._measured(event.key, event)
         return found
 
     def _enter(self, event: Event) -> None:
@@ -110,8 +111,7 @@ class Backward:
                     self.got[target] += 1
         if key is None or key not in self.nodes:
             return
-        if event.norm is not None:
-            self.norm[key] = event.norm
+        self._measured(key, event)
         if event.what == "running":
             self.state[key] = "running"
         elif event.what == "done":
@@ -124,7 +124,20 @@ class Backward:
         elif event.what == "nan" and self.bad is None:
             self.bad = key
 
+    def _measured(self, key: Key, event: Event) -> None:
+        if event.norm is not None:
+            self.norm[key] = event.norm
+        if event.histogram is not None:
+            self.histogram[key] = event.histogram
+
     # -- what that says -----------------------------------------------------------------------
+
+    def detail(self, key: Key) -> dict[str, Any]:
+        """What is told of one node that somebody has chosen: how the gradients that it was given are distributed."""
+        found = self.histogram.get(key)
+        if found is None:
+            return {}
+        return {"node": list(key), "low": found.low, "high": found.high, "counts": found.counts}
 
     def state_of(self, key: Key) -> str:
         """How far a node is."""

@@ -7,7 +7,7 @@ import { presser } from "../../nbdist/views/static/buttons.js";
 import { bytes, time } from "../../nbdist/views/static/amounts.js";
 import { boxes, count, details, label, layout, stateOf } from "../../nbdist/views/static/graph.js";
 
-import { points, talk } from "../../nbdist/views/static/sparkline.js";
+import { bars, points, talk } from "../../nbdist/views/static/sparkline.js";
 
 function node(w, n, more = {}) {
   const known = { name: "Mul", kind: "operation", module: "", line: "", shape: "float32[2]", state: "waiting" };
@@ -121,6 +121,16 @@ test("a line of the last values", () => {
   assert.equal(points([0.5], 80, 20, 1), "0.0,10.0");
   assert.equal(points([], 80, 20), "");
   assert.equal(points([0, 0], 80, 20).includes("NaN"), false);
+});
+
+test("bars", () => {
+  assert.deepEqual(bars([0, 1, 4], 30, 20), [
+    { x: 0, y: 20, width: 9, height: 0 },
+    { x: 10, y: 15, width: 9, height: 5 },
+    { x: 20, y: 0, width: 9, height: 20 },
+  ]);
+  assert.equal(bars([1, 100000], 20, 10)[0].height, 1);
+  assert.deepEqual(bars([], 20, 10), []);
 });
 
 test("who talks to whom", () => {

@@ -93,6 +93,9 @@ def test_a_pass_that_is_over(world):
     assert path[0][0] == "worker0"
     assert len(path) > 3
     assert found.largest() is not None
+    detail = found.detail(found.largest())
+    assert sum(detail["counts"]) == 2  # all that it was given
+    assert detail["low"] <= detail["high"]
     assert "critical path" in "\n".join(report.as_text(found))
     assert "opacity" in report.as_html(found, "told")
     assert json.loads(json.dumps(watcher.snapshot()))["over"]

@@ -91,6 +91,7 @@ def test_pause_step_and_run(front, tmp_path, request):
         assert "*" in page.cell(3).locator(".jp-InputPrompt").text_content()
         page.cell(3).locator(".node.done").first.click()
         assert "1 of 1 have come" in page.cell(3).locator(".nbdist-details").text_content()
+        page.cell(3).locator(".nbdist-histogram rect").first.wait_for()
         if picture := request.config.getoption("--pictures"):
             page.cell(3).locator(".nbdist-view").screenshot(path=f"{picture}/backward-{front}.png")
         press(page, 3, "Run")

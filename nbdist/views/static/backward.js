@@ -2,6 +2,7 @@
 
 import { bytes, time } from "./amounts.js";
 import { button, connect, element, leavePicture } from "./buttons.js";
+import { bars } from "./sparkline.js";
 import { BOX, count, details, label, layout, stateOf } from "./graph.js";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -10,6 +11,15 @@ function shape(tag, attributes, parent) {
   const made = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   if (parent) parent.appendChild(made);
+  return made;
+}
+
+function histogram({ low, high, counts }) {
+  const made = element("div", "value nbdist-histogram");
+  const svg = shape("svg", { width: 192, height: 40, role: "img" });
+  shape("title", {}, svg).textContent = `${counts.reduce((one, other) => one + other, 0)} values, or a sample of that size`;
+  for (const bar of bars(counts, 192, 40)) shape("rect", bar, svg);
+  made.append(element("span", "", low.toPrecision(3)), svg, element("span", "", high.toPrecision(3)));
   return made;
 }
 
@@ -70,6 +80,9 @@ function render({ model, el }) {
       drawn = "";
     } else {
       [chosen] = box.nodes;
+      const snapshot = model.get("snapshot");
+      const node = snapshot.nodes[chosen];
+      model.send({ press: "look", node: [snapshot.workers[node.w], node.n] }); // not a press: it may stay unheard
     }
     draw();
     // What had the focus may have been drawn anew.
@@ -153,6 +166,10 @@ function render({ model, el }) {
       for (const [name, text] of details(node, snapshot.workers[node.w])) {
         told.append(element("div", "key", name), element("div", "value", text));
       }
+      const detail = model.get("detail");
+      if (detail.counts && detail.node[0] === snapshot.workers[node.w] && detail.node[1] === node.n) {
+        told.append(element("div", "key", "values of these"), histogram(detail));
+      }
     }
     table.replaceChildren();
     const rows = [["worker", "nodes", "busy", "waited", "waits for"]];
@@ -180,11 +197,14 @@ function render({ model, el }) {
     tell(snapshot);
   }
 
+  const retell = () => tell(model.get("snapshot"));
   model.on("change:snapshot", draw);
+  model.on("change:detail", retell);
   draw();
   return () => {
     wire.close();
     model.off("change:snapshot", draw);
+    model.off("change:detail", retell);
     leavePicture(el);
   };
 }

@@ -4,6 +4,7 @@ import { bytes } from "./amounts.js";
 import { button, connect, element, leavePicture } from "./buttons.js";
 import { points, talk } from "./sparkline.js";
 
+const WIDE = 56;
 const rate = (value) => `${bytes(value)}/s`;
 // What is drawn as a line for each worker: the least at the top of it, and the last value in words.
 const COURSES = [
@@ -13,14 +14,14 @@ const COURSES = [
   { name: "in", title: "in", most: 100_000, told: rate },
   { name: "out", title: "out", most: 100_000, told: rate },
 ];
-const FIRST = 5; // the column of the first of them
+const FIRST = 6; // the column of the first of them
 const AGAIN = 4000; // ms after which the page says once more that somebody looks
 const SVG = "http://www.w3.org/2000/svg";
 
 function spark(title) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("class", "spark");
-  svg.setAttribute("width", 80);
+  svg.setAttribute("width", WIDE);
   svg.setAttribute("height", 18);
   svg.append(document.createElementNS(SVG, "title"), document.createElementNS(SVG, "polyline"));
   svg.firstChild.textContent = title;
@@ -29,22 +30,24 @@ function spark(title) {
 
 function render({ model, el }) {
   el.classList.add("nbdist-view", "nbdist-panel");
+  const frame = element("div", "nbdist-rows");
   const table = element("table");
+  frame.append(table);
   const head = element("tr");
-  head.append(...["worker", "state", "runs", "at", "calls", ...COURSES.map((each) => each.title), ""].map((text) => element("th", "", text)));
+  head.append(...["worker", "", "state", "runs", "at", "calls", ...COURSES.map((each) => each.title)].map((text) => element("th", "", text)));
   table.append(head);
   const between = element("div", "nbdist-talk");
   const logs = element("pre", "nbdist-log");
   const line = element("div", "nbdist-notice");
   line.setAttribute("role", "status");
-  el.append(table, between, line, logs);
+  el.append(frame, between, line, logs);
   const wire = connect(model, line, "Use %dist_status, the stop button and %dist_restart when the cell has ended.");
   const rows = new Map();
 
   function rowOf(name) {
     if (!rows.has(name)) {
       const row = element("tr");
-      const cells = Array.from({ length: FIRST + COURSES.length + 1 }, () => element("td"));
+      const cells = Array.from({ length: FIRST + COURSES.length }, () => element("td"));
       const lines = COURSES.map((course, index) => {
         const line = spark(`${course.title}, the last minute`);
         const amount = element("span");
@@ -53,7 +56,7 @@ function render({ model, el }) {
       });
       const interrupt = button("Interrupt", `Interrupt what runs on ${name}`, () => wire.press({ press: "interrupt", worker: name }));
       const restart = button("Restart", `Start ${name} anew`, () => wire.press({ press: "restart", worker: name }));
-      cells.at(-1).append(interrupt, restart);
+      cells[1].append(interrupt, restart);
       row.append(...cells);
       table.append(row);
       rows.set(name, { row, cells, lines, interrupt });
@@ -69,12 +72,12 @@ function render({ model, el }) {
       row.className = told.lost ? "lost" : "";
       cells[0].textContent = told.name;
       cells[0].title = `${told.device}, process ${told.pid ?? "gone"}`;
-      cells[1].textContent = told.state;
-      cells[2].textContent = told.runs;
-      cells[3].textContent = told.where;
-      cells[4].textContent = told.calls ?? "";
+      cells[2].textContent = told.state;
+      cells[3].textContent = told.runs;
+      cells[4].textContent = told.where;
+      cells[5].textContent = told.calls ?? "";
       COURSES.forEach((course, index) => {
-        lines[index].line.lastChild.setAttribute("points", points(told[course.name], 80, 18, course.most));
+        lines[index].line.lastChild.setAttribute("points", points(told[course.name], WIDE, 18, course.most));
         lines[index].amount.textContent = course.told(told[course.name].at(-1) ?? 0);
       });
       interrupt.disabled = told.lost || !snapshot.running;

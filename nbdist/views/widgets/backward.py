@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import traitlets
+
+from nbdist.autograd.seen import Key
 from nbdist.errors import UsageError
 from nbdist.views.watching import Watcher
 from nbdist.views.widgets.view import View, identity, script, style
@@ -19,13 +22,16 @@ class BackwardView(View):
     """One watched cell."""
 
     _anywidget_id = identity("nbdist.backward")
-    _esm = script("amounts.js", "buttons.js", "graph.js", "backward.js")
+    _esm = script("amounts.js", "buttons.js", "graph.js", "sparkline.js", "backward.js")
     _css = style("common.css", "backward.css")
+    detail = traitlets.Dict().tag(sync=True)
+    """Of the node that was chosen, what is too much to be told of all."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._slow: dict[str, Any] | None = None
         """The press by which it is in slow motion."""
+        self._chosen: Key | None = None
         super().__init__(snapshot=watcher.snapshot())
         watcher.changed = self.changed
 
@@ -33,9 +39,19 @@ class BackwardView(View):
         """The pass as it is now."""
         return self._watcher.snapshot()
 
+    def publish(self) -> None:
+        """Publish what is new."""
+        super().publish()
+        found = self._watcher.backward
+        self.detail = found.detail(self._chosen) if found is not None and self._chosen is not None else {}
+
     def press(self, message: dict[str, Any]) -> None:
         """Do what a button says."""
         watcher, what = self._watcher, message.get("press")
+        if what == "look":
+            self._chosen = _key(message["node"])
+            self.changed()
+            return
         self._slow = message if what == "slow" else None
         if what == "pause":
             watcher.pause()
@@ -45,7 +61,7 @@ class BackwardView(View):
             watcher.step(1, message.get("worker"))
         elif what == "until":
             until = message.get("until")
-            watcher.run((str(until[0]), int(until[1])) if isinstance(until, list) else until)
+            watcher.run(_key(until) if isinstance(until, list) else until)
         elif what == "slow":
             watcher.pause()
             while self._slow is message and not watcher.ended:
@@ -55,3 +71,9 @@ class BackwardView(View):
         else:
             raise UsageError(f"there is no button {what!r}")
         self.changed()
+
+
+def _key(node: list[Any]) -> Key:
+    """A node, as a page names it."""
+    worker, number = node
+    return str(worker), int(number)

@@ -106,7 +106,8 @@ class View(anywidget.AnyWidget):
 
     def receive(self, message: dict[str, Any]) -> None:
         """A message of the page's: say that it has come, and leave it to another thread."""
-        self.send({"received": message.get("number")})
+        if "number" in message:
+            self.send({"received": message["number"]})
         threading.Thread(target=_act, args=(self, message), name="pressed", daemon=True).start()
 
 
@@ -117,7 +118,7 @@ def _receive(view: View, message: Any, _: Any) -> None:
 
 def _act(view: View, message: dict[str, Any]) -> None:
     try:
-        if message.get("press") != "looking":  # which nobody pressed
+        if "number" in message:  # else nobody has pressed a button
             view.notice = ""
         view.press(message)
     except Exception as error:

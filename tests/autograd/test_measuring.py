@@ -1,0 +1,52 @@
+"""What gradients look like in numbers."""
+
+import math
+
+import pytest
+import torch
+
+from nbdist.autograd.measuring import is_finite, measure
+
+
+def test_norm_of_all_and_distribution_of_the_finite_ones():
+    norm, found = measure([torch.tensor([3.0, 0.0]), None, torch.tensor([[4.0]])])
+    assert norm == pytest.approx(5.0)
+    assert (found.low, found.high) == (0.0, 4.0)
+    assert sum(found.counts) == 3
+    assert found.counts[0] == found.counts[-1] == 1
+
+
+def test_what_is_not_finite():
+    norm, found = measure([torch.tensor([1.0, math.nan, 2.0, math.inf])])
+    assert math.isnan(norm)
+    assert sum(found.counts) == 2
+    assert measure([torch.tensor([math.inf])]) == (math.inf, None)
+    assert not is_finite(torch.tensor([math.nan]))
+    assert is_finite(None)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.ones(3),
+        torch.zeros(0),
+        torch.tensor(2.0),
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.ones(4, dtype=torch.complex64),
+        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,)),
+        torch.tensor([1e308, -1e308], dtype=torch.float64),
+        torch.ones(2, 3).expand(5, 2, 3).transpose(0, 2),
+    ],
+    ids=str,
+)
+def test_all_kinds(gradient):
+    norm, found = measure([gradient])
+    assert norm >= 0
+    assert found is None or sum(found.counts) >= 1
+
+
+def test_of_many_values_a_sample():
+    norm, found = measure([torch.arange(1_000_000.0)])
+    assert norm == pytest.approx(float(torch.arange(1_000_000.0).norm()), rel=1e-3)
+    assert sum(found.counts) <= 5000
+    assert max(found.counts) < 1.2 * min(found.counts)  # spread over all of them
