@@ -83,14 +83,18 @@ class Page:
 
 
 @contextlib.contextmanager
-def notebook(cells, front, folder, *, kernel=True, trusted=True, outputs=None):
-    """A notebook of these cells in a front end, connected to its kernel."""
+def notebook(cells, front, folder, *, outputs=None):
+    """A notebook of these cells in a front end, connected to its kernel; with outputs, as one that was sent by others.
+
+    That is, it is not trusted, and there is no such kernel.
+    """
     from playwright.sync_api import sync_playwright
 
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     for cell, told in zip(book.cells, outputs or [], strict=False):
         cell.outputs = told
-    book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    name = "python3" if outputs is None else "absent"
+    book.metadata["kernelspec"] = {"name": name, "display_name": name, "language": "python"}
     nbformat.write(book, folder / "book.ipynb")
     module, path, app = FRONTS[front]
     log = folder / "server.log"
@@ -125,7 +129,7 @@ def notebook(cells, front, folder, *, kernel=True, trusted=True, outputs=None):
                 opened = Page(page, folder)
                 page.goto(f"http://localhost:{found[1]}/{path}/book.ipynb?token=secret")
                 page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=PATIENCE * 1000)
-                if kernel:
+                if outputs is None:
                     _await_kernel(opened)
                     opened.complaints.clear()  # Notebook 7.6 has one of its own when it starts
                 yield opened

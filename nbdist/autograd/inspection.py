@@ -20,6 +20,7 @@ from nbdist.autograd.graph import ACCUMULATE
 from nbdist.autograd.origins import Origin, origin_of
 from nbdist.autograd.seen import Key, Pass
 from nbdist.errors import WorkerLost
+from nbdist.pictures import as_image
 from nbdist.rpc import api as rpc
 
 __all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "plan_from", "trace"]
@@ -98,7 +99,8 @@ class Trace:
         return as_text(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/plain": as_text(self), "image/svg+xml": as_svg(self)}
+        picture = as_svg(self)
+        return {"text/plain": as_text(self), "text/html": as_image(picture), "image/svg+xml": picture}
 
 
 @dataclass

@@ -27,7 +27,10 @@ from nbdist.autograd.edges import Node
 __all__ = ["Origin", "noted", "origin_of"]
 
 _KEY = "nbdist.origin"
-_INNER = tuple(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, nbdist))
+_INNER = (
+    *(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, nbdist)),
+    threading.__file__,  # where the thread begins that runs a function of torch's for a call
+)
 
 
 class Origin(NamedTuple):

@@ -1,10 +1,12 @@
-"""Drawings of what happened when, as SVG that needs no script: it reads on a page, in a saved notebook, in the dark."""
+"""Drawings of what happened when, as HTML that needs no script: it reads on a page, and in a saved notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
+
+from nbdist.pictures import as_image
 
 __all__ = ["Bar", "gantt"]
 
@@ -29,9 +31,10 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
     scale = (_WIDTH - _LABEL) / seconds if seconds else 0.0
     height = 20 + _ROW * len(rows) + 18
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'style="max-width:100%;width:{_WIDTH}px" font-family="sans-serif" font-size="11" fill="currentColor">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
+        'font-family="sans-serif" font-size="11" fill="#222">',
         f"<title>{escape(title)}</title>",
+        '<rect width="100%" height="100%" fill="#fff"/>',
         f'<text x="0" y="13" font-weight="bold">{escape(title)}</text>',
     ]
     for number, (label, bars) in enumerate(rows):
@@ -44,7 +47,7 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
             left, width = _LABEL + bar.start * scale, max((bar.end - bar.start) * scale, 0.5)
             parts.append(
                 f'<g><title>{escape(bar.tip)}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" '
-                f'height="{_ROW - 4}" fill="{bar.colour}" stroke="currentColor" stroke-width="0.4"/>'
+                f'height="{_ROW - 4}" fill="{bar.colour}" stroke="#222" stroke-width="0.4"/>'
             )
             if width > _LETTER * len(bar.text) + 2:
                 parts.append(
@@ -60,4 +63,4 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
             f'<text x="{x:.0f}" y="{axis}" text-anchor="{anchor}" fill-opacity="0.7">{seconds * at / 4 * 1e3:.1f} ms'
             "</text>"
         )
-    return "".join([*parts, "</svg>"])
+    return as_image("".join([*parts, "</svg>"]))

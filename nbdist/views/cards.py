@@ -47,10 +47,10 @@ def text(facts: Facts) -> str:
     return f"<RRef on {facts.owner}>"
 
 
-def card(facts: Facts) -> str:
-    """All that is known."""
+def card(facts: Facts, *, lasting: bool = False) -> str:
+    """All that is known; if it is to be looked at when all is over, without what has only not come yet."""
     state = facts.state
-    rows = [("value", _value(state)), *_more(state)]
+    rows = [("value", _value(state)), *_more(state)] if state is not None or not lasting else []
     if facts.forks is not None:
         rows.append(("forks", str(facts.forks)))
     if facts.why:
@@ -60,9 +60,10 @@ def card(facts: Facts) -> str:
         f'<td style="text-align:left;padding:0">{escape(told)}</td></tr>'
         for name, told in rows
     )
+    badge = _badge(facts.standing) if facts.standing != "pending" or not lasting else ""
     return (
         f'<div style="font-family:sans-serif;font-size:13px"><b>RRef</b> on <b>{escape(facts.owner)}</b> '
-        f'{_badge(facts.standing)}<table style="border-collapse:collapse;margin:4px 0">{cells}</table></div>'
+        f'{badge}<table style="border-collapse:collapse;margin:4px 0">{cells}</table></div>'
     )
 
 

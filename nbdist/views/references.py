@@ -44,7 +44,7 @@ def bundle(rref: RRef[Any], live: Callable[[RRef[Any]], Bundle]) -> Bundle:
     facts = facts_of(rref)
     return {
         "text/plain": cards.text(facts),
-        "text/html": cards.card(facts),
+        "text/html": cards.card(facts, lasting=True),
         **(live(rref) if facts.standing not in OVER else {}),
     }
 

@@ -6,6 +6,7 @@ from html import escape
 
 from nbdist.autograd.drawing import as_svg, name_of
 from nbdist.autograd.seen import Key
+from nbdist.pictures import as_image
 from nbdist.views import tables
 from nbdist.views.amounts import duration
 from nbdist.views.backward import Backward
@@ -44,7 +45,7 @@ def as_html(found: Backward, told: str) -> str:
     remarks = "".join(f"<div>{escape(line)}</div>" for line in _remarks(found))
     return (
         f'<div style="font-family:sans-serif;font-size:13px"><div>{escape(told)}</div>'
-        f'<div style="overflow:auto">{as_svg(found.plan.trace, found.plan.waits_for)}</div>'
+        f'<div style="overflow:auto">{as_image(as_svg(found.plan.trace, found.plan.waits_for))}</div>'
         f"{table}{remarks}</div>"
     )
 

@@ -491,7 +491,7 @@ def test_the_timeline_tells_what_ran(world):
             assert started[op] > started[op._replace(stage=op.stage - 1)]
     assert 0 <= told.ideal_bubble < 1
     assert 0 <= told.bubble < 1
-    assert told._repr_html_().count("<svg") == 2
+    assert told._repr_html_().count('<img src="data:image/svg+xml') == 2
     assert "ideal" in repr(told)
 
 

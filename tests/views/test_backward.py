@@ -14,6 +14,7 @@ import torch
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc, trace
+from nbdist.autograd.drawing import as_svg
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.testing import World
 from nbdist.views import report
@@ -97,7 +98,8 @@ def test_a_pass_that_is_over(world):
     assert sum(detail["counts"]) == 2  # all that it was given
     assert detail["low"] <= detail["high"]
     assert "critical path" in "\n".join(report.as_text(found))
-    assert "opacity" in report.as_html(found, "told")
+    assert "<area" in report.as_html(found, "told")
+    assert 'opacity="0.3"' in as_svg(found.plan.trace, found.plan.waits_for)  # what takes no part
     assert json.loads(json.dumps(watcher.snapshot()))["over"]
 
 
