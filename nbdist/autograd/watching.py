@@ -83,6 +83,8 @@ class Watch:
         """Called where a pass begins on this worker, before there is anything of it."""
         self.on_news: Callable[[], None] | None = None
         """Called when something was seen, by whatever thread; it must not block."""
+        self.view: Any = None
+        """Who draws it."""
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from nbdist.autograd.watching import Watch
 from nbdist.cluster.sinks import current_sink
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, report
@@ -38,6 +39,7 @@ def register(shell: Any) -> None:
     printers: dict[type, Any] = {
         RRef: _show,
         Watcher: _show_watched,
+        Watch: _show_watch,
         Panel: _show_panel,
         list: _show_many,
         dict: _show_many,
@@ -113,10 +115,17 @@ def _show_watched(watcher: Watcher) -> Bundle:
     return shown
 
 
+def _show_watch(watch: Watch) -> Bundle:
+    """The same for a watch that is the user's own."""
+    if watch.view is None:
+        watch.view = Watcher.of(watch)
+    return {**_show_watched(watch.view), "text/plain": repr(watch)}
+
+
 def _view_of(watcher: Watcher) -> Bundle:
     from nbdist.views.widgets.backward import BackwardView
 
-    if watcher.view is None:
+    if watcher.view is None or watcher.view.comm is None:
         watcher.view = _keep(BackwardView(watcher))
     return _widget(watcher.view)
 

@@ -62,8 +62,22 @@ class Watcher:
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._own = threading.get_ident()
+        self._given: Watch | None = None
+        """The one watch that this is about, if that is the user's."""
         self._recorder = api.recorder()
         self._forget = self._recorder.when_opened(self._on_context, self._is_due)
+
+    @classmethod
+    def of(cls, watch: Watch) -> Watcher:
+        """A handle on what the user watches already, and goes on watching."""
+        self = cls(paused=watch.paused)
+        self._forget()
+        self._own = 0
+        self._given = watch
+        self._follow(watch)
+        if watch.latest is not None:
+            self._on_news(watch)
+        return self
 
     def __enter__(self) -> Watcher:
         return self
@@ -246,7 +260,7 @@ class Watcher:
     def __repr__(self) -> str:
         found = self.backward
         if found is None:
-            return f"<a watched cell, {self._told(None)}>"
+            return f"<{'a watched cell' if self._given is None else 'a watch'}, {self._told(None)}>"
         return "\n".join([self._told(found), *report.as_text(found)])
 
     # -- what comes ---------------------------------------------------------------------------
@@ -264,9 +278,11 @@ class Watcher:
             self.count += 1
         if not self._is_due() or context.watch is not None:
             return
-        watch = self._recorder.passes.observing.watch(context, paused=self._paused, norms=self._norms)
-        id = context.id  # the context is not to be kept by who looks at it
-        watch.on_begin = lambda mode, roots: self._on_begin(watch, id, mode, roots)
+        self._follow(self._recorder.passes.observing.watch(context, paused=self._paused, norms=self._norms))
+
+    def _follow(self, watch: Watch) -> None:
+        """See what a watch sees."""
+        watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
         watch.on_news = lambda: self._on_news(watch)
         with self._changed:
             ended = self._ended
@@ -276,20 +292,21 @@ class Watcher:
         if ended:
             watch.close()
 
-    def _on_begin(self, watch: Watch, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        found = Backward(plan_from(self._recorder.contexts.get(context_id), roots, mode))
+    def _on_begin(self, watch: Watch, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
+        # By its id: the context is not to be kept by who looks at it.
+        found = Backward(plan_from(self._recorder.contexts.get(watch.context_id), roots, mode))
         with self._changed:
             self._plans[watch] = found
 
     def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
-        """A pass has begun on another worker, which alone knows its roots; but no gradient comes to them."""
+        """A pass has begun unseen, or on another worker, which alone knows its roots; but no gradient comes to them."""
         seen = watch.seen(id)[0]
         if seen is None or watch.closed:
             return
         recorded = trace(watch.context_id)
         whole = Backward(planned(recorded, []))
         roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before(key)]
-        found = Backward(planned(recorded, roots))
+        found = Backward(planned(recorded, roots, "fast" if seen.mode == "fast" else "smart"))
         with self._changed:
             if self._id == id:
                 self._pass = found
@@ -304,6 +321,8 @@ class Watcher:
                 self._looked = time.monotonic()
                 if self._pass is None:
                     self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
+            if watch is self._given and watch.closed:
+                self._ended = True
         self._news()
 
     def _news(self) -> None:

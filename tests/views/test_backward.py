@@ -289,3 +289,36 @@ def test_a_context_of_another_thread_is_not_slowed_down(world):
         thread.start()
         thread.join(20)
     assert noted == [False]
+
+
+def test_a_watch_of_the_users_own(world):
+    x = leaf()
+    with dist_autograd.context() as context_id:
+        loss = forward(x)
+        watch = dist_autograd.watch(context_id, paused=True)
+        watcher = Watcher.of(watch)
+        handle = context_id.backward_async(loss, retain_graph=True)
+        watch.step(2)
+        assert states(watcher).count("done") == 2
+        assert watcher.state == "paused"
+        watcher.step(1)
+        assert states(watcher).count("done") == 3
+        watch.run()
+        handle.wait()
+        wait_until(lambda: watcher.state == "over" and watcher.last.complete)
+        late = Watcher.of(watch)  # whoever comes to it when the pass is over sees all the same
+        wait_until(lambda: late.backward is not None)
+        assert states(late) == states(watcher)
+        assert not watcher.ended
+        assert world[0].recorder._watchers == []
+    assert late.ended  # with the context
+    assert late.backward is not None
+
+
+def test_closing_a_view_of_the_users_watch_is_not_to_end_it(world):
+    with dist_autograd.context() as context_id:
+        watch = dist_autograd.watch(context_id)
+        Watcher.of(watch)
+        gc.collect()
+        assert not watch.closed
+        watch.close()

@@ -143,6 +143,23 @@ def test_a_watched_cell_in_the_background(watched):
     assert "critical path" in watched.run("print(handle)").stdout
 
 
+def test_a_watch_of_the_users_own_is_a_view(watched):
+    cell = watched.run(
+        "context_id = dist_autograd.open()\n"
+        "loss = rpc.rpc_sync('worker1', twice, args=(torch.ones(2, requires_grad=True),)).sum()\n"
+        "seen = dist_autograd.watch(context_id, paused=True)\n"
+        "seen"
+    )
+    told = shown(cell)
+    assert told["text/plain"].startswith("<Watch of context ")
+    model = told[WIDGET]["model_id"]
+    watched.run("handle = context_id.backward_async(loss); len(seen.step(2))")
+    watched.until(lambda: any(": 2 of " in each["told"] for each in states(watched, model, "snapshot")))
+    assert shown(watched.run("seen"))[WIDGET]["model_id"] == model
+    watched.run("seen.run(); handle.wait(); context_id.close()")
+    watched.until(lambda: states(watched, model, "snapshot")[-1]["ended"])
+
+
 def test_a_watched_cell_that_fails(watched):
     failed = watched.run("%%watch\n1 / 0", check=False)
     assert failed.error["ename"] == "ZeroDivisionError"
