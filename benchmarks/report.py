@@ -29,6 +29,7 @@ BENCHMARKS = {
     "autograd": "Backward passes",
     "startup": "Workers for a notebook",
     "programs": "Programs",
+    "views": "Views",
 }
 HEAD = """# What was measured
 

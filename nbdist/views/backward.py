@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,13 +196,12 @@ class Backward:
         found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}
         return max(found, key=lambda key: found[key]) if found else None
 
-    def snapshot(self) -> dict[str, Any]:
-        """All that a page needs to draw it."""
+    # -- for a page ---------------------------------------------------------------------------
+
+    def outline(self) -> dict[str, Any]:
+        """What it consists of, which is the same from its beginning to its end, and mostly that of the next pass."""
         trace = self.plan.trace
-        path = set(self.critical_path())
-        index = {key: number for number, key in enumerate(self.nodes)}
         workers = {worker: number for number, worker in enumerate(trace.nodes)}
-        begun = min((end - self.seconds[key] for key, end in self.ended.items()), default=0.0)
         nodes = [
             {
                 "w": workers[key[0]],
@@ -212,63 +211,71 @@ class Backward:
                 "module": node.module or "",
                 "line": node.line or "",
                 "shape": f"{node.dtype}{list(node.shape)}" if node.shape is not None else "",
-                "state": self.state_of(key),
                 "waits": self.plan.waits_for.get(key, 0),
-                "got": self.got[key],
-                "for": self.waits(key),
-                "ms": _ms(self.seconds.get(key)),
-                "at": _ms(self.ended[key] - begun) if key in self.ended else None,
-                "norm": _number(self.norm.get(key)),
-                "path": key in path,
-                "bad": key == self.bad,
             }
             for key, node in self.nodes.items()
         ]
+        index = {key: number for number, key in enumerate(self.nodes)}
         edges = {edge.autograd_message_id: edge for edge in trace.edges}
-        used = {edge.autograd_message_id for edge in self.plan.edges}
-        links = [
-            [index[key], index[target]]
-            for key, targets in self._after.items()
-            for target, message in targets
-            if message is None
-        ]
-        messages = [
-            {
-                "id": message,
-                "from": index[key],
-                "to": index[target],
-                "bytes": edges[message].nbytes,
-                "call": edges[message].function,
-                "state": self.messages.get(message, "expected" if message in used else "unused"),
-            }
-            for key, targets in self._after.items()
-            for target, message in targets
-            if message is not None
-        ]
-        shares = [
-            {
-                "worker": share.worker,
-                "nodes": share.nodes,
-                "done": share.done,
-                "busy": _ms(share.busy),
-                "idle": _ms(share.idle),
-                "for": share.waits_for,
-            }
-            for share in self.shares()
-        ]
         return {
             "workers": list(trace.nodes),
             "nodes": nodes,
-            "links": links,
-            "messages": messages,
-            "shares": shares,
+            "links": [
+                [index[key], index[target]]
+                for key, targets in self._after.items()
+                for target, message in targets
+                if message is None
+            ],
+            "messages": [
+                {"from": index[key], "to": index[to], "bytes": edges[message].nbytes, "call": edges[message].function}
+                for key, to, message in self._crossings()
+            ],
             "unreachable": trace.unreachable,
         }
+
+    def snapshot(self) -> dict[str, Any]:
+        """How far that is: of the nodes and messages of the outline, in their order."""
+        used = {edge.autograd_message_id for edge in self.plan.edges}
+        index = {key: number for number, key in enumerate(self.nodes)}
+        return {
+            "states": "".join(_CODES[self.state_of(key)] for key in self.nodes),
+            "got": list(self.got.values()),
+            "ms": [_ms(self.seconds.get(key)) for key in self.nodes],
+            "norms": [_number(self.norm.get(key)) for key in self.nodes],
+            "for": {index[key]: waits for key in self.nodes if (waits := self.waits(key))},
+            "path": [index[key] for key in self.critical_path()],
+            "bad": index[self.bad] if self.bad is not None else None,
+            "messages": [
+                [message, self.messages.get(message, "expected" if message in used else "unused")]
+                for _, _, message in self._crossings()
+            ],
+            "shares": [
+                {
+                    "worker": share.worker,
+                    "nodes": share.nodes,
+                    "done": share.done,
+                    "busy": _ms(share.busy),
+                    "idle": _ms(share.idle),
+                    "for": share.waits_for,
+                }
+                for share in self.shares()
+            ],
+        }
+
+    def _crossings(self) -> Iterator[tuple[Key, Key, int]]:
+        for key, targets in self._after.items():
+            yield from ((key, target, message) for target, message in targets if message is not None)
+
+
+_CODES = {"unused": "u", "waiting": "w", "ready": "r", "running": "g", "halted": "h", "done": "d"}
+"""The states, as a page gets them."""
 
 
 def _number(norm: float | None) -> float | str | None:
     """As JSON has it, which knows no NaN."""
-    return norm if norm is None or math.isfinite(norm) else str(norm)
+    if norm is None:
+        return None
+    return float(f"{norm:.5g}") if math.isfinite(norm) else str(norm)
 
 
 def _ms(seconds: float | None) -> float | None:

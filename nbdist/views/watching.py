@@ -5,8 +5,8 @@
         dist_autograd.backward(context_id, [loss])
 
 It is a handle on the pass that is under way, or was last: it pauses, steps and runs it, and is what a view draws. Of
-many passes one after the other it watches one now and then, so that a training loop is not held up by being looked at;
-if it is to be paused, the next one. Contexts of other threads are none of its business.
+many passes one after the other it watches one now and then (`nbdist.views.pace`), so that a training loop is not held
+up by being looked at; if it is to be paused, the next one. Contexts of other threads are none of its business.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
 from nbdist.views import report
 from nbdist.views.backward import Backward
+from nbdist.views.pace import Pace
 
 __all__ = ["Watcher"]
-
-_EVERY = 1.0
-"""Seconds after which one more of many passes is looked at."""
 
 
 class Watcher:
@@ -52,12 +50,13 @@ class Watcher:
         """How the cell failed, if it runs in the background and has."""
         self._paused = paused
         self._norms = norms
-        self._looked = float("-inf")
+        self._pace = Pace()
         self._watches: list[Watch] = []
         self._plans: dict[Watch, Backward] = {}
         self._watch: Watch | None = None
         self._id: PassId | None = None
         self._pass: Backward | None = None
+        self._outline: tuple[Backward, dict[str, Any]] | None = None
         self._ended = False
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
@@ -165,6 +164,7 @@ class Watcher:
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
         """Let that many nodes run, wherever the pass is halted, or on one worker; what ran."""
         self._paused = True
+        self._pace.disturbed()
         watch = self._await_pass()
         found = watch.step(count, worker) if watch is not None else []
         self._news()
@@ -172,6 +172,7 @@ class Watcher:
 
     def _steer(self, paused: bool) -> None:
         self._paused = paused
+        self._pace.disturbed()
         with self._changed:
             watches = list(self._watches)
         for watch in watches:
@@ -229,12 +230,20 @@ class Watcher:
             return "ended"
         return "paused" if self.paused else "running"
 
+    def outline(self) -> dict[str, Any]:
+        """What a page draws: of what the pass consists. It is the same object as long as it is the same pass."""
+        found = self._pass
+        if found is None:
+            return {}
+        if self._outline is None or self._outline[0] is not found:
+            self._outline = found, found.outline()
+        return self._outline[1]
+
     def snapshot(self) -> dict[str, Any]:
-        """What a page draws."""
+        """And how far it is."""
         found, seen = self.backward, self.last
         return {
             **(found.snapshot() if found is not None else {}),
-            "pass": f"{self._id}",
             "state": self.state,
             "paused": self.paused,
             "ended": self._ended,
@@ -269,15 +278,18 @@ class Watcher:
         """Whether a context that the calling thread opens now is to be looked at."""
         if threading.get_ident() != self._own or self._ended or self.under_way:
             return False
-        return self._paused or time.monotonic() - self._looked >= _EVERY
+        return self._paused or self._pace.is_due(time.monotonic())
 
     def _on_context(self, context: Context) -> None:
         if threading.get_ident() != self._own:
             return
+        now = time.monotonic()
         with self._changed:
             self.count += 1
+        self._pace.begins(now)
         if not self._is_due() or context.watch is not None:
             return
+        self._pace.looks(now)
         self._follow(self._recorder.passes.observing.watch(context, paused=self._paused, norms=self._norms))
 
     def _follow(self, watch: Watch) -> None:
@@ -318,7 +330,6 @@ class Watcher:
             if id is not None and (watch is not self._watch or id != self._id) and not self._ended:
                 self._watch, self._id = watch, id
                 self._pass = self._plans.pop(watch, None)
-                self._looked = time.monotonic()
                 if self._pass is None:
                     self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
             if watch is self._given and watch.closed:

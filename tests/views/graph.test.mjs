@@ -5,7 +5,7 @@ import test from "node:test";
 
 import { presser } from "../../nbdist/views/static/buttons.js";
 import { bytes, time } from "../../nbdist/views/static/amounts.js";
-import { boxes, count, details, label, layout, stateOf } from "../../nbdist/views/static/graph.js";
+import { boxes, count, details, label, layout, stateOf, whole } from "../../nbdist/views/static/graph.js";
 
 import { bars, points, talk } from "../../nbdist/views/static/sparkline.js";
 
@@ -20,7 +20,7 @@ function chain(count, workers, module = () => "") {
   const messages = [];
   for (let n = 1; n < count; n += 1) {
     if (nodes[n].w === nodes[n - 1].w) links.push([n - 1, n]);
-    else messages.push({ id: n, from: n - 1, to: n, bytes: 8, call: "f", state: "expected" });
+    else messages.push({ id: n, index: messages.length, from: n - 1, to: n, bytes: 8, call: "f", state: "expected" });
   }
   return { workers: Array.from({ length: workers }, (_, w) => `worker${w}`), nodes, links, messages };
 }
@@ -57,11 +57,80 @@ test("many nodes are shown by module, and a module that is asked for in full", (
   assert.equal(layout(snapshot, new Set(), false).boxes.length, 400);
 });
 
+/** What a deep network leaves: layers in blocks in parts, each with a parameter, and a shortcut around each block. */
+function network(parts, blocks, layers) {
+  const snapshot = { workers: ["worker0"], nodes: [], links: [], messages: [] };
+  const add = (module, kind) => snapshot.nodes.push(node(0, snapshot.nodes.length, { module, kind })) - 1;
+  let last = add("Net", "operation");
+  for (let part = 0; part < parts; part += 1) {
+    for (let block = 0; block < blocks; block += 1) {
+      const begin = last;
+      for (let layer = 0; layer < layers; layer += 1) {
+        const made = add(`Net.part${part}.${block}.${layer}`, "operation");
+        snapshot.links.push([last, made], [made, add("", "leaf")]);
+        last = made;
+      }
+      snapshot.links.push([begin, last]);
+    }
+  }
+  return snapshot;
+}
+
+test("modules of modules are folded until there is room, with their parameters, and unfolded one after the other", () => {
+  const snapshot = network(4, 10, 10);
+  assert.equal(snapshot.nodes.length, 801);
+  const folded = layout(snapshot);
+  assert.equal(folded.boxes.length, 1 + 40);
+  assert.equal(folded.boxes[1].group, "Net.part0.0");
+  assert.equal(folded.boxes[1].nodes.length, 20);
+  const expanded = new Set([folded.boxes[1].id]);
+  const opened = layout(snapshot, expanded);
+  assert.equal(opened.boxes.length, 1 + 39 + 10);
+  const layer = opened.boxes.find((box) => box.group === "Net.part0.0.3");
+  assert.equal(layer.nodes.length, 2);
+  assert.equal(layout(snapshot, new Set([...expanded, layer.id])).boxes.length, 1 + 39 + 9 + 2);
+});
+
+test("a parameter that two modules use stands by itself", () => {
+  const snapshot = network(1, 1, 2);
+  snapshot.links.push([1, 4]); // the second layer's, used by the first as well
+  const found = layout(snapshot, new Set(), true);
+  assert.deepEqual(found.boxes.map((box) => box.nodes.length), [1, 2, 1, 1]);
+});
+
 test("a module that is left and entered again makes a circle, which is drawn all the same", () => {
   const snapshot = chain(9, 1, (n) => (n % 2 ? "A" : "B"));
   const found = layout(snapshot, new Set(), true);
   assert.equal(found.boxes.length, 2);
   assert.equal(found.places.length, 2);
+});
+
+test("an outline and how far it is are one", () => {
+  const outline = {
+    workers: ["worker0"],
+    nodes: [{ w: 0, n: 4, name: "Mul" }, { w: 0, n: 7, name: "Exp" }],
+    links: [[0, 1]],
+    messages: [{ from: 0, to: 1, bytes: 8, call: "f" }],
+  };
+  const snapshot = {
+    states: "dh",
+    got: [1, 2],
+    for: { 1: ["worker2"] },
+    ms: [0.5, null],
+    norms: [2, "nan"],
+    path: [0],
+    bad: 1,
+    messages: [[77, "arrived"]],
+    told: "told",
+  };
+  const found = whole(outline, snapshot);
+  const [first, second] = found.nodes;
+  assert.deepEqual(first, { w: 0, n: 4, name: "Mul", state: "done", got: 1, for: [], ms: 0.5, norm: 2, path: true, bad: false });
+  assert.deepEqual([second.state, second.for, second.bad, second.norm], ["halted", ["worker2"], true, "nan"]);
+  assert.deepEqual(found.messages, [{ from: 0, to: 1, bytes: 8, call: "f", id: 77, index: 0, state: "arrived" }]);
+  assert.equal(found.told, "told");
+  assert.equal(whole({}, { told: "x" }).nodes, undefined);
+  assert.equal(whole(outline, { ...snapshot, states: "d" }).nodes, undefined); // another pass's
 });
 
 test("the state of a group is that of its most urgent node", () => {
@@ -140,6 +209,13 @@ test("who talks to whom", () => {
     { from: "a", to: "w2", calls: 0, rate: 50_000 },
   ];
   assert.deepEqual(talk(pairs), ["worker0 → worker1: 2 calls, 12.3 MB/s", "w2 → a: 1 call", "a → w2: 50.0 KB/s"]);
+});
+
+test("a network of a thousand nodes, all of them", () => {
+  const snapshot = network(4, 10, 13);
+  const begun = performance.now();
+  assert.equal(layout(snapshot, new Set(), false).boxes.length, 1041);
+  console.log(`1,000 nodes of a network are laid out in ${Math.round(performance.now() - begun)} ms`);
 });
 
 test("a thousand nodes", () => {

@@ -116,14 +116,14 @@ def test_step_by_step_counts_and_who_is_waited_for(world):
     watcher.begin(on_first(world, cell))
     (first,) = watcher.step(1)
     assert states(watcher).count("done") == 1
-    drawn = watcher.snapshot()
+    outline, drawn = watcher.outline(), watcher.snapshot()
     assert watcher.state == "paused"
-    by_key = {(drawn["workers"][node["w"]], node["n"]): node for node in drawn["nodes"]}
-    assert by_key[first.key]["state"] == "done"
-    assert by_key[first.key]["ms"] is not None
-    waiting = [node for node in drawn["nodes"] if node["for"]]
-    assert waiting
-    assert all(node["got"] < node["waits"] for node in waiting)
+    index = [(outline["workers"][node["w"]], node["n"]) for node in outline["nodes"]].index(first.key)
+    assert drawn["states"][index] == "d"
+    assert drawn["ms"][index] is not None
+    assert drawn["for"]
+    assert all(drawn["got"][index] < outline["nodes"][index]["waits"] for index in drawn["for"])
+    assert watcher.outline() is outline
     for done in range(2, 5):
         watcher.step(1)
         assert states(watcher).count("done") == done

@@ -3,7 +3,7 @@
 import { bytes, time } from "./amounts.js";
 import { button, connect, element, leavePicture } from "./buttons.js";
 import { bars } from "./sparkline.js";
-import { BOX, count, details, label, layout, stateOf } from "./graph.js";
+import { BOX, count, details, label, layout, stateOf, whole } from "./graph.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -46,26 +46,26 @@ function render({ model, el }) {
   let chosen = null;
   let drawn = "";
   let parts = [];
+  let now = whole(model.get("outline"), model.get("snapshot"));
 
   const press = (message) => wire.press(message);
   const buttons = {
     pause: button("Pause", "Halt before the next node on every worker", () => press({ press: "pause" })),
     step: button("Step", "Let one node run", () => press({ press: "step" })),
     worker: button("Step worker", "Let one node of the chosen node's worker run", () => {
-      const node = model.get("snapshot").nodes?.[chosen];
-      press({ press: "step", worker: node ? model.get("snapshot").workers[node.w] : null });
+      const node = now.nodes?.[chosen];
+      press({ press: "step", worker: node ? now.workers[node.w] : null });
     }),
     message: button("To message", "Run until gradients go to another worker", () => press({ press: "until", until: "message" })),
     nan: button("To NaN", "Run until the first NaN or Inf comes up", () => press({ press: "until", until: "nan" })),
     here: button("To node", "Run until before the chosen node", () => {
-      const node = model.get("snapshot").nodes[chosen];
-      press({ press: "until", until: [model.get("snapshot").workers[node.w], node.n] });
+      const node = now.nodes[chosen];
+      press({ press: "until", until: [now.workers[node.w], node.n] });
     }),
     run: button("Run", "Let it go on to its end", () => press({ press: "run" })),
     slow: button("Slow", "Let it go on by itself, a few nodes a second", () => press({ press: "slow" })),
     group: button("Modules", "Show nodes by module, or all of them", () => {
-      const snapshot = model.get("snapshot");
-      grouped = !(grouped ?? layout(snapshot).boxes.some((box) => box.group));
+      grouped = !(grouped ?? layout(now).boxes.some((box) => box.group));
       expanded.clear();
       draw();
     }),
@@ -77,12 +77,10 @@ function render({ model, el }) {
     if (box.group) {
       expanded.add(box.id);
       grouped ??= true;
-      drawn = "";
     } else {
       [chosen] = box.nodes;
-      const snapshot = model.get("snapshot");
-      const node = snapshot.nodes[chosen];
-      model.send({ press: "look", node: [snapshot.workers[node.w], node.n] }); // not a press: it may stay unheard
+      const node = now.nodes[chosen];
+      model.send({ press: "look", node: [now.workers[node.w], node.n] }); // not a press: it may stay unheard
     }
     draw();
     // What had the focus may have been drawn anew.
@@ -140,11 +138,11 @@ function render({ model, el }) {
         group.setAttribute("aria-label", whole);
       }
     }
-    const messages = new Map(snapshot.messages.map((message) => [message.id, message]));
     for (const { link, path } of parts.lines) {
       if (!link.message) continue;
-      const message = messages.get(link.message.id);
-      path.setAttribute("class", `link message ${message.state}`);
+      const message = snapshot.messages[link.message.index];
+      const name = `link message ${message.state}`;
+      if (path.getAttribute("class") !== name) path.setAttribute("class", name);
       const title = `message ${message.id}: ${bytes(message.bytes)}, made by the call of ${message.call}; ${message.state}`;
       if (path.firstChild.textContent !== title) path.firstChild.textContent = title;
     }
@@ -184,25 +182,30 @@ function render({ model, el }) {
   }
 
   function draw() {
-    const snapshot = model.get("snapshot");
-    if (snapshot.nodes) {
-      const key = `${snapshot.pass} ${snapshot.nodes.length} ${grouped} ${[...expanded].join()}`;
+    now = whole(model.get("outline"), model.get("snapshot"));
+    if (now.nodes) {
+      const key = `${grouped} ${[...expanded].join()}`;
       if (key !== drawn) {
         drawn = key;
-        if (!(chosen < snapshot.nodes.length)) chosen = null;
-        build(snapshot);
+        if (!(chosen < now.nodes.length)) chosen = null;
+        build(now);
       }
-      update(snapshot);
+      update(now);
     }
-    tell(snapshot);
+    tell(now);
   }
 
-  const retell = () => tell(model.get("snapshot"));
+  const redraw = () => {
+    drawn = null;
+  };
+  const retell = () => tell(now);
+  model.on("change:outline", redraw); // what comes with it has it drawn
   model.on("change:snapshot", draw);
   model.on("change:detail", retell);
   draw();
   return () => {
     wire.close();
+    model.off("change:outline", redraw);
     model.off("change:snapshot", draw);
     model.off("change:detail", retell);
     leavePicture(el);

@@ -3,22 +3,79 @@
 import { time } from "./amounts.js";
 import * as dagre from "./dagre.js";
 
-export const MOST = 300; // more nodes than this are shown by module at first
+export const MOST = 300; // more nodes than this are shown by module at first,
+const BOXES = 100; // in no more boxes than this, if modules of modules are enough for that
 export const BOX = { width: 116, height: 30 };
+const SWEEPS = 6;
 const GAP = { rank: 26, row: 8, lane: 14 };
 const NAME = 84; // the lanes' names stand before the boxes
 
-/** The boxes to draw: nodes, and groups of those that one module made on one worker and that are not expanded. */
+const STATES = { u: "unused", w: "waiting", r: "ready", g: "running", h: "halted", d: "done" };
+
+/** What the kernel tells in two parts as one: of what a pass consists, and how far that is. */
+export function whole(outline, snapshot) {
+  if (!outline.nodes || snapshot.states?.length !== outline.nodes.length) return { ...snapshot, nodes: undefined };
+  const path = new Set(snapshot.path);
+  const nodes = outline.nodes.map((node, index) => ({
+    ...node,
+    state: STATES[snapshot.states[index]],
+    got: snapshot.got[index],
+    for: snapshot.for[index] ?? [],
+    ms: snapshot.ms[index],
+    norm: snapshot.norms[index],
+    path: path.has(index),
+    bad: snapshot.bad === index,
+  }));
+  const messages = outline.messages.map((message, index) => {
+    const [id, state] = snapshot.messages[index];
+    return { ...message, id, index, state };
+  });
+  return { ...snapshot, ...outline, nodes, messages };
+}
+
+/** The module of each node, as parts of its path: who made it, and for what a module holds, who uses it. */
+function paths(snapshot) {
+  const users = new Map();
+  for (const [from, to] of snapshot.links) {
+    if (snapshot.nodes[to].kind !== "leaf") continue;
+    if (!users.has(to)) users.set(to, new Set());
+    users.get(to).add(snapshot.nodes[from].module);
+  }
+  return snapshot.nodes.map((node, index) => {
+    const own = node.kind === "leaf" ? users.get(index) ?? new Set() : new Set([node.module]);
+    const [module] = own;
+    return own.size === 1 && module && node.kind !== "receive" ? module.split(".") : [];
+  });
+}
+
+const prefix = (snapshot, index, path, depth) => `${snapshot.nodes[index].w} ${path.slice(0, depth).join(".")}`;
+
+/** How far down the modules are shown at first: as far as there is room. */
+function depthOf(snapshot, paths) {
+  const deepest = Math.max(1, ...paths.map((path) => path.length));
+  for (let depth = deepest; depth > 1; depth -= 1) {
+    const seen = new Set(paths.map((path, index) => (path.length ? prefix(snapshot, index, path, depth) : index)));
+    if (seen.size <= BOXES) return depth;
+  }
+  return 1;
+}
+
+/** The boxes to draw: nodes, and groups of those of one module on one worker; who is expanded shows what is in it. */
 export function boxes(snapshot, expanded, grouped) {
   const found = [];
   const of = new Array(snapshot.nodes.length);
   const groups = new Map();
+  const known = paths(snapshot);
+  const first = grouped ? depthOf(snapshot, known) : 0;
   snapshot.nodes.forEach((node, index) => {
-    const key = `${node.w} ${node.module}`;
-    if (grouped && node.module && node.kind === "operation" && !expanded.has(key)) {
+    const path = grouped ? known[index] : [];
+    let depth = Math.min(first, path.length);
+    while (depth && depth < path.length && expanded.has(prefix(snapshot, index, path, depth))) depth += 1;
+    const key = prefix(snapshot, index, path, depth);
+    if (depth && !(depth === path.length && expanded.has(key))) {
       if (!groups.has(key)) {
         groups.set(key, found.length);
-        found.push({ id: key, w: node.w, nodes: [], group: node.module });
+        found.push({ id: key, w: node.w, nodes: [], group: path.slice(0, depth).join(".") });
       }
       of[index] = groups.get(key);
       found[of[index]].nodes.push(index);
@@ -31,7 +88,7 @@ export function boxes(snapshot, expanded, grouped) {
   const links = new Map();
   const add = (from, to, message) => {
     if (of[from] === of[to]) return;
-    const key = `${of[from]} ${of[to]} ${message ? message.id : ""}`;
+    const key = `${of[from]} ${of[to]} ${message ? message.index : ""}`;
     if (!links.has(key)) links.set(key, { from: of[from], to: of[to], message: message ?? null });
   };
   for (const [from, to] of snapshot.links) add(from, to);
@@ -67,20 +124,53 @@ export function ranks(count, links) {
   return rank;
 }
 
-/** How far down each box stands beside others, so that few links cross: dagre says that. */
+/** How far down each box stands beside others, so that few links cross: dagre says that, where it is quick. */
 export function heights(count, links, rank) {
+  return count > MOST ? swept(count, links, rank) : laid(count, links);
+}
+
+function laid(count, links) {
   const graph = new dagre.Graph({ multigraph: true });
-  // What counts is the order: one of the four alignments will do, in half the time.
-  graph.setGraph({ rankdir: "LR", nodesep: GAP.row, ranksep: GAP.rank, ranker: "longest-path", align: "UL" });
+  // What counts is the order: one of the four alignments will do, in half the time. And of a parameter that is used
+  // early, the link must not lead through all that comes later.
+  graph.setGraph({ rankdir: "LR", nodesep: GAP.row, ranksep: GAP.rank, ranker: "tight-tree", align: "UL" });
   graph.setDefaultEdgeLabel(() => ({}));
   for (let index = 0; index < count; index += 1) graph.setNode(String(index), { ...BOX });
-  links.forEach((link, index) => {
-    // A long link is made of many short ones, which take most of the time where there are many boxes.
-    const short = Math.abs(rank[link.to] - rank[link.from]) <= 1;
-    if (short || count <= MOST) graph.setEdge(String(link.from), String(link.to), {}, String(index));
-  });
+  links.forEach((link, index) => graph.setEdge(String(link.from), String(link.to), {}, String(index)));
   dagre.layout(graph);
   return Array.from({ length: count }, (_, index) => graph.node(String(index)).y);
+}
+
+/** The same for many, in less time: each column in the order of what leads to it, and of what it leads to, by turns. */
+function swept(count, links, rank) {
+  const before = Array.from({ length: count }, () => []);
+  const after = Array.from({ length: count }, () => []);
+  for (const { from, to } of links) {
+    before[to].push(from);
+    after[from].push(to);
+  }
+  const columns = [];
+  const place = new Array(count);
+  for (let index = 0; index < count; index += 1) {
+    columns[rank[index]] ??= [];
+    place[index] = columns[rank[index]].push(index) - 1;
+  }
+  for (let sweep = 0; sweep < SWEEPS; sweep += 1) {
+    const forth = sweep % 2 === 0;
+    for (const column of forth ? columns : columns.toReversed()) {
+      const wish = new Map();
+      for (const index of column) {
+        const others = (forth ? before : after)[index];
+        const sum = others.reduce((total, other) => total + place[other], 0);
+        wish.set(index, others.length ? sum / others.length : place[index]);
+      }
+      column.sort((one, other) => wish.get(one) - wish.get(other));
+      column.forEach((index, at) => {
+        place[index] = at;
+      });
+    }
+  }
+  return place;
 }
 
 /** Lanes and places: what dagre has found, pulled apart by worker. */

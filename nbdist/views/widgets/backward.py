@@ -24,6 +24,8 @@ class BackwardView(View):
     _anywidget_id = identity("nbdist.backward")
     _esm = script("amounts.js", "buttons.js", "graph.js", "sparkline.js", "backward.js")
     _css = style("common.css", "backward.css")
+    outline = traitlets.Dict().tag(sync=True)
+    """What `snapshot` tells the progress of; it is sent when it changes, which it seldom does."""
     detail = traitlets.Dict().tag(sync=True)
     """Of the node that was chosen, what is too much to be told of all."""
 
@@ -32,7 +34,7 @@ class BackwardView(View):
         self._slow: dict[str, Any] | None = None
         """The press by which it is in slow motion."""
         self._chosen: Key | None = None
-        super().__init__(snapshot=watcher.snapshot())
+        super().__init__(outline=watcher.outline(), snapshot=watcher.snapshot())
         watcher.changed = self.changed
 
     def look(self) -> dict[str, Any]:
@@ -41,7 +43,9 @@ class BackwardView(View):
 
     def publish(self) -> None:
         """Publish what is new."""
-        super().publish()
+        with self.hold_sync():  # in one message, for the one is nothing without the other
+            self.outline = self._watcher.outline()
+            super().publish()
         found = self._watcher.backward
         self.detail = found.detail(self._chosen) if found is not None and self._chosen is not None else {}
 

@@ -21,10 +21,11 @@ from typing import Any
 import anywidget
 import traitlets
 
-__all__ = ["PERIOD", "View", "identity", "script", "style"]
+__all__ = ["View", "identity", "script", "style"]
 
-PERIOD = 0.1
-"""Seconds between two snapshots of a view, at least."""
+_STEADY, _BURST = 8, 2
+"""So many snapshots a second, and so many more at once after a while without: ten a second at most, the first soon."""
+_GAP = 0.02
 
 STATIC = Path(__file__).parent.parent / "static"
 _IMPORT = re.compile(r'^import .* from "\./.*";\n', re.MULTILINE)
@@ -149,8 +150,15 @@ class _Painter:
         self._changed.put(view)
 
     def _run(self) -> None:
+        left, at = float(_BURST), time.monotonic()
         while True:
             changed = {self._changed.get()}
+            now = time.monotonic()
+            left, at = min(_BURST, left + (now - at) * _STEADY), now
+            if left < 1:
+                time.sleep((1 - left) / _STEADY)
+                left, at = 1.0, time.monotonic()
+            left -= 1
             while not self._changed.empty():
                 changed.add(self._changed.get())
             for known in changed:
@@ -161,7 +169,7 @@ class _Painter:
                     except Exception:
                         _log.exception("a view could not be drawn")
                 del view
-            time.sleep(PERIOD)
+            time.sleep(_GAP)
 
 
 _painter = _Painter()
