@@ -1,6 +1,7 @@
 """A real Jupyter server, and a page of it in a real browser: for tests of what lives in a page."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -83,7 +84,7 @@ class Page:
 
 
 @contextlib.contextmanager
-def notebook(cells, front, folder, *, outputs=None):
+def notebook(cells, front, folder, *, outputs=None, theme=None, env=None):
     """A notebook of these cells in a front end, connected to its kernel; with outputs, as one that was sent by others.
 
     That is, it is not trusted, and there is no such kernel.
@@ -96,6 +97,10 @@ def notebook(cells, front, folder, *, outputs=None):
     name = "python3" if outputs is None else "absent"
     book.metadata["kernelspec"] = {"name": name, "display_name": name, "language": "python"}
     nbformat.write(book, folder / "book.ipynb")
+    if theme is not None:
+        settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+        settings.mkdir(parents=True)
+        (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
     module, path, app = FRONTS[front]
     log = folder / "server.log"
     places = {f"JUPYTER_{what}_DIR": str(folder / what.lower()) for what in ("CONFIG", "DATA", "RUNTIME")}
@@ -111,7 +116,7 @@ def notebook(cells, front, folder, *, outputs=None):
                 f"--ServerApp.root_dir={folder}",
                 f"--{app}.expose_app_in_browser=1",
             ],
-            env={**os.environ, **places, "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **(env or {}), **places, "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=told,
             stderr=told,

@@ -1,9 +1,9 @@
 """Notes where the nodes of a graph come from: the module, and the line of the user's code, that made them.
 
-Functions of the user's own (`torch.autograd.Function`) are not seen by what sees torch's, and have no note. It is for
-looking only, and costs some 50 microseconds for each operation; so it is done where it was asked for, on the
-threads that run in such a context, on all workers. The note lies with the node, in the dictionary in which torch keeps
-what its anomaly mode notes; so it lives as long as the node does.
+Functions of the user's own (`torch.autograd.Function`) are not seen by what sees torch's, and have no note; but it is
+known where their backward is. It is for looking only, and costs some 50 microseconds for each operation; so it is done
+where it was asked for, on the threads that run in such a context, on all workers. The note lies with the node, in the
+dictionary in which torch keeps what its anomaly mode notes; so it lives as long as the node does.
 """
 
 from __future__ import annotations
@@ -64,8 +64,15 @@ _hooks: list[Any] = []
 
 
 def origin_of(node: Node) -> Origin:
-    """What has been noted of a node."""
+    """What has been noted of a node; of a function of the user's own, where its backward is written."""
     found: Origin | None = node.metadata.get(_KEY)
+    if found is None:
+        code = getattr(getattr(getattr(node, "_forward_cls", None), "backward", None), "__code__", None)
+        if code is not None:
+            number = code.co_firstlineno
+            lines = [linecache.getline(code.co_filename, number + more).strip() for more in range(2)]
+            text = lines[1] if lines[0].startswith("@") else lines[0]
+            return Origin(None, code.co_filename, number, text)
     return found or Origin()
 
 

@@ -127,7 +127,7 @@ def _status(worker: Worker, report: Report) -> WorkerStatus:
         worker.rank,
         pid,
         device,
-        worker.state,
+        "busy" if report.calls and worker.state == "idle" else worker.state,
         runs,
         _own_memory(pid),
         report.calls,

@@ -311,11 +311,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def watch(self, line: str, cell: str) -> Any:
         """Run a cell here, and see the backward passes in it as they run.
 
-        %%watch [--paused] [-a] [--no-norms]
+        %%watch [--paused] [-a] [-o NAME] [--no-norms]
 
-        --paused       hold each pass before its first node: the view has buttons to step and run it
-        -a, --noblock  run the cell in the background; gives the handle on the pass: .step(3), .run(until="nan"), …
-        --no-norms     do not compute the norms of gradients
+        --paused        hold each pass before its first node: the view has buttons to step and run it
+        -a, --noblock   run the cell in the background; gives the handle on the pass: .step(3), .run(until="nan"), …
+        -o, --out NAME  bind NAME to the handle
+        --no-norms      do not compute the norms of gradients
         """
         options = parse_watch(line)
         self._session.cluster()
@@ -328,9 +329,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             watcher.shown = True
 
         watcher.shown = True
+        if options.out is not None:
+            self._shell.user_ns[options.out] = watcher
         if options.noblock:
             watcher.begin(lambda: self._run_here(cell), end)
-            return watcher
+            return watcher if options.out is None else None
         try:
             with watcher:
                 return self._run_here(cell)

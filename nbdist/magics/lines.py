@@ -204,16 +204,20 @@ class WatchLine(NamedTuple):
     paused: bool
     noblock: bool
     no_norms: bool
+    out: str | None
 
 
 def parse_watch(line: str) -> WatchLine:
     """Read the line of ``%%watch``."""
-    reader = _Reader("%%watch [--paused] [-a] [--no-norms]")
+    reader = _Reader("%%watch [--paused] [-a] [-o NAME] [--no-norms]")
     reader.add_argument("--paused", action="store_true")
     reader.add_argument("-a", "--noblock", action="store_true")
+    reader.add_argument("-o", "--out")
     reader.add_argument("--no-norms", action="store_true")
     found: Any = reader.read(line)
-    return WatchLine(found.paused, found.noblock, found.no_norms)
+    if found.out is not None and not found.out.isidentifier():
+        raise UsageError(f"{found.out!r} is not a variable's name")
+    return WatchLine(found.paused, found.noblock, found.no_norms, found.out)
 
 
 def parse_diff(line: str) -> tuple[str, str | None]:

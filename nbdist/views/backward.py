@@ -191,6 +191,17 @@ class Backward:
             path.append(max(before, key=lambda key: self.ended[key]))
         return path[::-1]
 
+    def slowest(self) -> tuple[str, str, float, list[Key]] | None:
+        """The worker and the line of code, or the kind of node, that has taken the most time: which, and its nodes."""
+        spent: dict[tuple[str, str], list[Key]] = {}
+        for key in self.seconds:
+            node = self.nodes[key]
+            spent.setdefault((key[0], node.line or name_of(node)), []).append(key)
+        if not spent:
+            return None
+        (worker, where), keys = max(spent.items(), key=lambda each: sum(self.seconds[key] for key in each[1]))
+        return worker, where, sum(self.seconds[key] for key in keys), keys
+
     def largest(self) -> Key | None:
         """The node that was given the gradient of the largest norm that is one, where norms were asked for."""
         found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}

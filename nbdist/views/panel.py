@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = ["Panel"]
 
 _KEPT = 60
 """Samples of each worker: of a minute."""
+_WAYS = 8
 _QUIET = 10_000
 """Bytes in a second that are not worth a word: to look at workers, and to know that they live, takes some."""
 
@@ -36,6 +37,7 @@ class Panel:
         self._sent: dict[str, Mapping[str, int]] = {}
         self._rates: dict[tuple[str, str], float] = {}
         self._sampled = 0.0
+        self._awaited: list[str] = []
         self._lock = threading.Lock()
         self.sample()
 
@@ -46,8 +48,9 @@ class Panel:
         agent = self.cluster.agent
         sent = {row.name: row.sent or self._sent.get(row.name, {}) for row in rows}
         sent[agent.me.name] = agent.links.sent()
+        awaited = list({call.worker for call in agent.pending.all()})
         with self._lock:
-            self.rows = rows
+            self.rows, self._awaited = rows, awaited
             seconds, self._sampled = now - self._sampled, now
             self._rates = {
                 (one, other): max(0, count - self._sent[one].get(other, 0)) / seconds
@@ -69,6 +72,14 @@ class Panel:
         waits = {(row.name, other): count for row in self.rows for other, count in row.waits.items()}
         pairs = [*waits, *(pair for pair, rate in self._rates.items() if rate >= _QUIET and pair not in waits)]
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
+
+    def blamed(self) -> list[str]:
+        """For whom others wait who waits for nobody: a line each, with the way to it and where it is."""
+        return blamed(self._waits(), {row.name: row.where for row in self.rows})
+
+    def _waits(self) -> dict[str, list[str]]:
+        agent = self.cluster.agent
+        return {agent.me.name: self._awaited, **{row.name: list(row.waits) for row in self.rows}}
 
     def snapshot(self) -> dict[str, Any]:
         """What a page draws."""
@@ -94,14 +105,43 @@ class Panel:
                     {"from": one, "to": other, "calls": calls, "rate": round(rate)}
                     for one, other, calls, rate in self.talk()
                 ],
+                "blamed": self.blamed(),
             }
 
     def __repr__(self) -> str:
-        return repr(StatusTable(self.rows))
+        return "\n".join([repr(StatusTable(self.rows)), *self.blamed()])
 
     def _repr_html_(self) -> str:
         talk = [f"{escape(one)} waits for {calls} of {escape(other)}" for one, other, calls, _ in self.talk() if calls]
-        return StatusTable(self.rows)._repr_html_() + (f"<div>{'; '.join(talk)}</div>" if talk else "")
+        told = [*([("; ".join(talk))] if talk else []), *map(escape, self.blamed())]
+        return StatusTable(self.rows)._repr_html_() + "".join(f"<div>{line}</div>" for line in told)
+
+
+def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> list[str]:
+    """Who holds others up: the ends of the ways along which they wait, and circles. Pure."""
+    awaited = {other for others in waits.values() for other in others}
+    starts = [name for name in waits if waits[name] and name not in awaited]
+    seen: set[str] = set()
+    found = [line for name in starts for line in _ways([name], waits, places, seen)]
+    for name in waits:  # those who wait for each other only
+        if waits[name] and name not in seen:
+            found += _ways([name], waits, places, seen)
+    return found[:_WAYS]
+
+
+def _ways(
+    way: list[str], waits: Mapping[str, Sequence[str]], places: Mapping[str, str], seen: set[str]
+) -> Iterator[str]:
+    last = way[-1]
+    if last in way[:-1]:
+        yield f"{' → '.join(way)}: they wait for each other"
+    elif not waits.get(last):
+        place = places.get(last, "")
+        yield " → ".join(way) + (f", which is at {place}" if place else "")
+    elif last not in seen:  # else it has been told from there on
+        seen.add(last)
+        for other in waits[last]:
+            yield from _ways([*way, other], waits, places, seen)
 
 
 class Course:

@@ -57,6 +57,11 @@ def _remarks(found: Backward) -> list[str]:
         shown = [*path[: _SHOWN // 2], None, *path[-_SHOWN // 2 :]] if len(path) > _SHOWN else path
         names = ["…" if key is None else _named(found, key) for key in shown]
         lines.append(f"critical path, {len(path)} nodes: {' → '.join(names)}")
+    slowest = found.slowest()
+    if slowest is not None:
+        worker, where, seconds, keys = slowest
+        count = f"{len(keys)} nodes" if len(keys) > 1 else f"node {keys[0][1]}"
+        lines.append(f"most time, {duration(seconds)}, went into {where} on {worker} ({count})")
     if found.bad is not None:
         lines.append(f"the first NaN or Inf came up at {_where(found, found.bad)}")
     largest = found.largest()

@@ -6,26 +6,21 @@ import subprocess
 import sys
 import time
 
+import older
 import pytest
 from frontend import Notebook
-
-OLDEST = "ipykernel==7.3.0"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder that has it, for PYTHONPATH."""
     folder = tmp_path_factory.mktemp("ipykernel")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), OLDEST]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    if done.returncode:
-        pytest.skip(f"{OLDEST} cannot be had: {done.stderr.strip()[-200:]}")
+    older.install(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def old(folder):
-    with Notebook(env={"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}) as notebook:
+    with Notebook(env=older.environment(folder)) as notebook:
         notebook.run("%dist_init -n 2 -t 60")
         yield notebook
         assert "0 processes left" in notebook.run("%dist_shutdown").stdout

@@ -178,3 +178,16 @@ def test_a_watched_cell_that_is_interrupted_while_it_is_paused(watched):
     watched.finish(cell)
     assert cell.error["ename"] in ("KeyboardInterrupt", "Interrupted")
     assert watched.run("1 + 1").result == "2"
+
+
+def test_the_handle_has_a_name_where_it_is_given_one(watched):
+    watched.run("for _ in range(3): pass")  # of the user's own: no value of a cell is _ from then on
+    cell = watched.run(
+        "%%watch -a -o named\nx = torch.ones(2, requires_grad=True)\n"
+        "with dist_autograd.context() as context_id:\n"
+        "    dist_autograd.backward(context_id, [rpc.rpc_sync('worker1', twice, args=(x,)).sum()])"
+    )
+    assert cell.result is None
+    watched.run("named.wait(30)")
+    assert watched.run("named.state").result == "'over'"
+    assert watched.run("%%watch -o 3x\n1", check=False).error["ename"] == "UsageError"

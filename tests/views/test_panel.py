@@ -8,7 +8,7 @@ import torch
 import nbdist
 from nbdist.cluster import status
 from nbdist.cluster.status import collect
-from nbdist.views.panel import Panel
+from nbdist.views.panel import Panel, blamed
 from nbdist.views.status import StatusTable
 
 
@@ -116,3 +116,16 @@ def test_a_worker_that_is_gone(cluster):
     assert "exited with code 3" in rows["worker1"]["state"]
     cluster.restart("1")
     until(panel, lambda rows: rows["worker1"]["state"] == "idle")
+
+
+def test_who_holds_others_up():
+    waits = {"notebook": ["a", "c"], "a": ["b"], "b": ["d"], "c": ["d"], "d": [], "e": []}
+    assert blamed(waits, {"d": "cell:3: x", "e": "cell:9: y"}) == [
+        "notebook → a → b → d, which is at cell:3: x",
+        "notebook → c → d, which is at cell:3: x",
+    ]
+    assert blamed({"a": ["b"], "b": ["a"]}, {}) == ["a → b → a: they wait for each other"]
+    assert blamed({"n": ["a"], "a": ["b"], "b": ["a"]}, {}) == ["n → a → b → a: they wait for each other"]
+    assert blamed({"a": [], "b": []}, {"a": "cell:1"}) == []
+    everybody = [f"w{n}" for n in range(40)]
+    assert blamed({name: [other for other in everybody if other != name] for name in everybody}, {})

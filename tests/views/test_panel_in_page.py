@@ -45,3 +45,36 @@ def test_interrupt_and_restart(front, tmp_path, request):
         assert "[0, 1]" in page.told(3)
         assert not page.complaints
         assert not page.strangers
+
+
+STUCK = """%%remote --local
+import threading
+from nbdist import rpc
+gate = threading.Event()
+
+def layer(x, ahead):
+    if not ahead:
+        gate.wait()
+        return x
+    return rpc.rpc_sync(ahead[0], layer, args=(x, ahead[1:]))
+"""
+HANG = """
+hung = rpc.rpc_async("worker0", layer, args=(torch.ones(2), ["worker1", "worker2", "worker3"]))
+"""
+
+
+def test_a_hang_is_traced_to_its_worker_and_line(tmp_path, request):
+    free = "%remote 3 gate.set()\nprint(hung.wait().tolist())"
+    with notebook([START.replace("-n 2", "-n 4"), STUCK, HANG, "%dist_panel", free], "lab", tmp_path) as page:
+        for index in range(4):
+            page.finish(index)
+        panel = page.cell(3).locator(".nbdist-panel")
+        panel.get_by_text("notebook → worker0 → worker1 → worker2 → worker3, which is at").wait_for(timeout=10_000)
+        assert "gate.wait()" in panel.locator(".nbdist-talk").text_content()
+        if picture := request.config.getoption("--pictures"):
+            page.page.wait_for_timeout(5000)
+            panel.screenshot(path=f"{picture}/panel.png")
+        page.finish(4)
+        assert "[1.0, 1.0]" in page.told(4)
+        panel.get_by_text("which is at").wait_for(state="hidden", timeout=10_000)
+        assert not page.complaints

@@ -82,7 +82,7 @@ function render({ model, el }) {
       });
       interrupt.disabled = told.lost || !snapshot.running;
     }
-    between.textContent = talk(snapshot.talk).join("   ");
+    between.textContent = [talk(snapshot.talk).join("   "), ...snapshot.blamed].filter(Boolean).join("\n");
     const written = snapshot.rows.flatMap((told) => told.log.map((text) => `[${told.name}] ${text}`));
     logs.textContent = written.join("\n");
     logs.hidden = !written.length;
