@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from html import escape
 from xml.etree import ElementTree
 
 __all__ = ["as_image"]
 
+_UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]")
+"""What XML does not allow, and source code may have."""
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
 def as_image(svg: str) -> str:
     """A drawing as HTML of an image; the titles of its groups are shown where they have their boxes."""
+    svg = _UNFIT.sub("", svg)
     root = ElementTree.fromstring(svg)
     name = f"nbdist-{hashlib.sha1(svg.encode()).hexdigest()[:12]}"
     title = root.findtext(f"{_SVG}title") or ""

@@ -21,3 +21,7 @@ def test_an_image_with_the_titles_of_its_boxes():
     name = re.search(r'usemap="#([^"]+)"', told)[1]
     assert f'<map name="{name}">' in told
     assert name != re.search(r'usemap="#([^"]+)"', as_image(SVG.replace("10.4", "10.5")))[1]
+
+
+def test_characters_that_no_picture_may_have():
+    assert "<img" in as_image(SVG.replace("all", "a\x1bl\x0cl"))

@@ -78,12 +78,16 @@ class Context:
         self._gradients = Gradients()
         self._contributions: dict[object, Gradients] = {}
 
-    def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
-        """All nodes that are known: behind what was sent, behind the roots of passes, what was received, and more."""
+    def nodes(self, more: Iterable[tuple[Node, int]] = ()) -> Iterable[Node]:
+        """All that are known: behind what was sent, behind the roots of passes, what was received, and more."""
         starts = [*more, *self.roots]
         starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
         starts += [(node, 0) for end in list(self.receives.values()) for node in end.nodes]
-        return self.numbers.of(walk(starts).nodes)
+        return walk(starts).nodes
+
+    def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
+        """The same with their numbers."""
+        return self.numbers.of(self.nodes(more))
 
     def commit(self, run: Run) -> None:
         """A pass is over: its gradients are the context's."""
@@ -116,6 +120,16 @@ class Context:
         self.fold()
         with self.lock:
             self._gradients.scale(leaves, factor)
+
+    def stored(self) -> list[torch.Tensor]:
+        """The gradients that are kept on this worker, those of several passes one by one."""
+        with self.lock:
+            parts = [
+                self._gradients,
+                *self._contributions.values(),
+                *(run.part.gradients for run in self.runs.values()),
+            ]
+        return [gradient for part in parts for _, gradient in part.items()]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """What the passes have gathered on this worker, those included of which the end is not yet known here."""

@@ -20,16 +20,20 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Where a tensor's memory is, and how many bytes it has; None where that is not to be had."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # sparse ones, and subclasses without memory of their own
+        place, nbytes = storage.data_ptr(), storage.nbytes()
+    except Exception:  # of sparse ones, lazy ones, and subclasses without memory of their own
         return None
+    return (place, nbytes) if place else None  # there is nothing, or it has no address
 
 
 def kept_by(context: Context) -> dict[int, int]:
-    """The memory that would go with the context, parameters aside: bytes by address."""
+    """The memory that would go with the context, parameters aside: bytes by address.
+
+    While a pass runs here, the engine lets go of what the graph has saved, and it is not looked at.
+    """
     found: dict[int, int] = {}
     leaves: set[int] = set()
-    for node in context.number_all():
+    for node in context.nodes() if not context.runs else ():
         kind: Any = type(node)
         if kind is ACCUMULATE:
             at = storage_of(node.variable)
@@ -38,7 +42,7 @@ def kept_by(context: Context) -> dict[int, int]:
         for tensor in _saved(node):
             at = storage_of(tensor)
             found.update([at] if at is not None else [])
-    for gradient in context.gradients().values():
+    for gradient in context.stored():
         at = storage_of(gradient)
         found.update([at] if at is not None else [])
     return {place: nbytes for place, nbytes in found.items() if place not in leaves}
@@ -48,7 +52,10 @@ def _saved(node: Node) -> Iterator[torch.Tensor]:
     """As they are kept: to unpack them may compute them anew."""
     for name in dir(node):
         if name.startswith(_RAW):
-            raw = getattr(node, name, None)
+            try:
+                raw = getattr(node, name)
+            except RuntimeError:  # a pass has been here, and let go of it
+                continue
             for each in raw if isinstance(raw, tuple | list) else [raw]:
                 tensor = _data_of(each)
                 if isinstance(tensor, torch.Tensor):

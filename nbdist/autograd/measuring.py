@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,7 @@ def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram 
     """The 2-norm of all of these together, and how their finite values are distributed."""
     with torch.no_grad():
         values = [_values(gradient) for gradient in gradients if gradient is not None]
-        norm = sum(float(torch.linalg.vector_norm(each)) ** 2 for each in values) ** 0.5
+        norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in values))
         return norm, _histogram(values)
 
 
@@ -43,7 +44,7 @@ def _histogram(values: Sequence[torch.Tensor]) -> Histogram | None:
         if not sample.numel():
             return None
         low, high = map(float, torch.aminmax(sample))
-    if low == high or high - low == torch.inf:
+    if low == high or not math.isfinite((high - low) * _BINS):  # which torch computes with
         return Histogram(low, high, [sample.numel()])
     return Histogram(low, high, [int(count) for count in torch.histc(sample, _BINS, low, high).tolist()])
 
@@ -51,6 +52,4 @@ def _histogram(values: Sequence[torch.Tensor]) -> Histogram | None:
 def _sample(values: torch.Tensor) -> torch.Tensor:
     """Some of the values, evenly spread, as numbers that can be counted."""
     flat = values.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // _SAMPLE)].to(
-        "cpu", torch.float64 if flat.dtype == torch.float64 else torch.float32
-    )
+    return flat[:: -(-flat.numel() // _SAMPLE)].cpu().double()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +149,8 @@ class Observer:
     def _come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
         known: dict[str, Any] = {}
         if self._norms or self._control.until == "nan":
-            known["norm"], known["histogram"] = measure(gradients)
+            with suppress(Exception):  # of a kind of tensor that cannot be measured: the pass is not to fail for that
+                known["norm"], known["histogram"] = measure(gradients)
         self._check(number, name, gradients)
         if self._halts_before(self._control, number, sends=sends):
             self._halt(number, name, known, sends=sends)

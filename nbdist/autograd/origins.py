@@ -9,6 +9,7 @@ dictionary in which torch keeps what its anomaly mode notes; so it lives as long
 from __future__ import annotations
 
 import contextlib
+import inspect
 import linecache
 import os
 import sys
@@ -67,12 +68,13 @@ def origin_of(node: Node) -> Origin:
     """What has been noted of a node; of a function of the user's own, where its backward is written."""
     found: Origin | None = node.metadata.get(_KEY)
     if found is None:
-        code = getattr(getattr(getattr(node, "_forward_cls", None), "backward", None), "__code__", None)
-        if code is not None:
-            number = code.co_firstlineno
-            lines = [linecache.getline(code.co_filename, number + more).strip() for more in range(2)]
-            text = lines[1] if lines[0].startswith("@") else lines[0]
-            return Origin(None, code.co_filename, number, text)
+        backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
+        code = getattr(inspect.unwrap(backward) if backward is not None else None, "__code__", None)
+        if code is not None and not code.co_filename.startswith(_INNER):
+            file, number = code.co_filename, code.co_firstlineno
+            while (text := linecache.getline(file, number).strip()).startswith("@"):  # what decorates it
+                number += 1
+            return Origin(None, file, number, text)
     return found or Origin()
 
 

@@ -104,7 +104,8 @@ class Recorder:
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not nest"
             )
         watchers = list(self._watchers)
-        lines = lines or any(wants_lines() for _, wants_lines in watchers)
+        wanted = [wants_lines() for _, wants_lines in watchers]  # each of them is asked
+        lines = lines or any(wanted)
         context = self.contexts.new(lines=lines)
         self.contexts.set_current(context)
         if lines:
@@ -125,7 +126,12 @@ class Recorder:
         """
         watcher = (then, wants_lines)
         self._watchers.append(watcher)
-        return lambda: self._watchers.remove(watcher)
+
+        def forget() -> None:
+            if watcher in self._watchers:
+                self._watchers.remove(watcher)
+
+        return forget
 
     def close(self, context: Context) -> None:
         """End a context everywhere."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from nbdist.wire.messages import State
 __all__ = ["Holding", "Holdings", "collect", "free"]
 
 _PATIENCE = 10.0
+_SHOWN = 80
 
 
 class Owned(msgspec.Struct, frozen=True):
@@ -120,6 +120,8 @@ def free() -> Holdings:
     idle = [item for item in before.items if item.idle]
     if idle:
         _ask(partial(_forget, {item.id for item in idle if item.id is not None}))
+        left = {item.id for item in collect().items}
+        idle = [item for item in idle if item.id not in left]
     totals: dict[str, int] = {}
     for item in idle:
         totals[item.worker] = totals.get(item.worker, 0) + (item.nbytes or 0)
@@ -142,7 +144,7 @@ def _ask(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
                     asked[member.name] = agent.caller.asynchronous(member.id, what, (), None, _PATIENCE)
     found[agent.me.name] = what()
     for name, answer in asked.items():
-        with contextlib.suppress(NbdistError):
+        with contextlib.suppress(Exception):  # whatever went wrong there: the others are shown
             found[name] = answer.wait()
     names = [member.name for member in members]
     return {name: found[name] for name in names if name in found}, [name for name in names if name not in found]
@@ -152,7 +154,7 @@ def _told(state: State | None) -> str:
     if state is None:
         return "a value still to come"
     if state.error is not None:
-        return f"{state.qualname}: {state.error}"
+        return f"{state.qualname}: {state.error.partition(chr(10))[0][:_SHOWN]}"
     return f"{state.qualname} {state.dtype}{tuple(state.shape)}" if state.shape is not None else state.qualname
 
 
@@ -166,7 +168,7 @@ def _settle() -> None:
 
 def _report() -> Report:
     agent = current_agent()
-    roots = _roots()
+    roots = _roots(agent)
     memory: dict[int, int] = {}
     contexts = []
     kept: dict[int, dict[int, int]] = {}
@@ -195,7 +197,11 @@ def _report() -> Report:
 
 def _references(agent: Agent) -> list[RRef[Any]]:
     """All references that are here."""
-    return [each for each in gc.get_objects() if type(each) is RRef and each._agent is agent and each._hold is not None]
+    found = [each for each in gc.get_objects() if type(each) is RRef]
+    # Others may be making one just now, of which not all is there.
+    return [
+        each for each in found if getattr(each, "_agent", None) is agent and getattr(each, "_hold", None) is not None
+    ]
 
 
 def _measure(value: Any, memory: dict[int, int]) -> int | None:
@@ -204,7 +210,8 @@ def _measure(value: Any, memory: dict[int, int]) -> int | None:
 
     tensors = [value] if isinstance(value, torch.Tensor) else []
     if isinstance(value, torch.nn.Module):
-        tensors = [*value.parameters(), *value.buffers()]
+        with contextlib.suppress(Exception):  # of a class of the user's
+            tensors = [*value.parameters(), *value.buffers()]
     place = None
     for tensor in tensors:
         at = storage_of(tensor)
@@ -229,23 +236,29 @@ def _shell() -> Any:
 
 def _errors(shell: Any) -> list[BaseException | None]:
     found = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
-    result = getattr(shell, "last_execution_result", None)
-    if result is not None:
+    for result in _results(shell):
         found += [result.error_in_exec, result.error_before_exec]
     return found
 
 
-def _roots() -> Roots:
+def _results(shell: Any) -> list[Any]:
+    """What the shell keeps of the cells that ran last."""
+    if shell is None:
+        return []
+    kind = getattr(sys.modules.get("IPython.core.interactiveshell"), "ExecutionResult", None)
+    return [each for each in gc.get_objects() if type(each) is kind]
+
+
+def _roots(agent: Agent) -> Roots:
     """Where this process keeps what its user knows."""
     shell = _shell()
     errors = _errors(shell)
+    named = {id(promise): _HERE for _, promise, _ in agent.references.owned()}
     if shell is None:
-        return Roots([vars(sys.modules["__main__"])], tracebacks=pins.frames_of(errors))
-    named = {id(error): _RAISED for error in errors if error is not None}
+        return Roots([vars(sys.modules["__main__"])], named=named, tracebacks=pins.frames_of(errors))
     named |= {id(shell.InteractiveTB): _RAISED, id(vars(shell.InteractiveTB)): _RAISED}
     named |= {id(shell): _SHELL, id(vars(shell)): _SHELL}
-    result = shell.last_execution_result
-    if result is not None:
+    for result in _results(shell):
         named |= {id(result): _RESULT, id(vars(result)): _RESULT}
     # What a cell gave has a name in each of these.
     variables = [shell.user_ns, shell.user_ns_hidden, vars(shell.displayhook)]
@@ -253,6 +266,7 @@ def _roots() -> Roots:
 
 
 _RAISED = Pin("traceback", "a traceback")
+_HERE = Pin("other", "a value that lives there")
 _RESULT = Pin("out", "the last result")
 _SHELL = Pin("other", "the shell")
 
@@ -262,43 +276,39 @@ def _forget(ids: set[GlobalId]) -> None:
     agent, shell = current_agent(), _shell()
     if shell is None:
         return
-    roots = _roots()
+    roots = _roots(agent)
     rrefs = [rref for rref in _references(agent) if rref._id in ids]
     found = {pin for held in pins.find(rrefs, roots) for pin in held}
     for id, promise, _ in agent.references.owned():
         if id in ids and promise.done() and promise.exception() is None:
             found.update(_names(promise.value(), roots))
-    del rrefs, roots
-    _drop_shown(shell, {pin.name for pin in found if pin.kind == "out"})
+    del rrefs
+    _drop_shown(shell, roots, {pin.name for pin in found if pin.kind == "out"})
     if any(pin.kind == "traceback" for pin in found):
         _drop_errors(shell)
     gc.collect()
     agent.references.reap()
 
 
-def _drop_shown(shell: Any, names: set[str]) -> None:
+def _drop_shown(shell: Any, roots: Roots, names: set[str]) -> None:
     """What cells gave, under all names that it has."""
-    out = shell.user_ns.get("_oh", {})
-    gone = [out.pop(number) for number in list(out) if f"Out[{number}]" in names]
-    gone += [getattr(shell.displayhook, name, None) for name in names & {"_", "__", "___"}]
+    gone = [roots.out.pop(number) for number in list(roots.out) if f"Out[{number}]" in names]
+    own = [(space, name) for space in roots.variables for name in list(space) if pins.variable(name).kind == "out"]
+    gone += [space[name] for space, name in own if pins.variable(name).name in names]
     known = {id(each) for each in gone if each is not None}
-    for namespace in _roots().variables:
-        for name in [name for name, value in list(namespace.items()) if id(value) in known]:
-            if pins.variable(name).kind == "out":
-                namespace[name] = ""  # as the shell itself does, for whoever asks for it
-    if _RESULT.name in names:
-        shell.last_execution_result.result = None
+    for space, name in own:
+        if id(space.get(name)) in known:
+            space[name] = ""  # as the shell itself does, for whoever asks for it
+    for result in _results(shell):
+        if id(result.result) in known or _RESULT.name in names:
+            result.result = None
 
 
 def _drop_errors(shell: Any) -> None:
-    """What is kept of errors for `%debug` and `%tb`."""
-    for error in _errors(shell):
-        while error is not None:
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
+    """What is kept of errors for `%debug` and `%tb`; who has kept an error himself still has all of it."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)
     shell.InteractiveTB.tb = None
-    if shell.last_execution_result is not None:
-        shell.last_execution_result.error_in_exec = shell.last_execution_result.error_before_exec = None
+    for result in _results(shell):
+        result.error_in_exec = result.error_before_exec = None

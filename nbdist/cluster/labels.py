@@ -88,6 +88,11 @@ def rename_cell_frames(text: str, code: str, number: int, worker: str) -> str:
     return re.sub(rf'File "[^"]*/ipykernel_\d+/{re.escape(file)}"', f"Cell In[{number}] on {worker}", text)
 
 
+def is_cell(file: str, code: str) -> bool:
+    """Whether a worker has compiled this cell as that file."""
+    return bool(os.path.basename(file) == os.path.basename(get_file_name(code)))
+
+
 def trim_tracebacks(shell: Any) -> None:
     """Have a shell show errors that come from or through this package without the way through it."""
     shown: Any = shell.InteractiveTB.structured_traceback

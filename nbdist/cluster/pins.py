@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
@@ -19,10 +19,13 @@ import msgspec
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.references import References
 
-__all__ = ["Pin", "Roots", "find", "frames_of", "told", "variable"]
+__all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "told", "variable"]
 
 _DEPTH = 12
-"""So many steps are walked back at most."""
+"""So many steps are walked back at most,"""
+_MOST = 20_000
+"""and no further where so many objects are on the way."""
+_FEW = 50
 _OURS = "nbdist"
 
 
@@ -61,84 +64,91 @@ class Roots:
 def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
     """Who holds each of these."""
     found: list[set[Pin]] = [set() for _ in objects]
-    reached: dict[int, set[int]] = {}  # which of them each object on the way leads to
-    level: dict[int, object] = {}
+    reached: dict[int, set[int]] = {}
+    """Which of them each object on the way leads to."""
+    level: dict[int, tuple[object, set[int]]] = {}
+    """From where to look on, and for which of them."""
     for number, each in enumerate(objects):
         reached.setdefault(id(each), set()).add(number)
-        level[id(each)] = each
+        level[id(each)] = each, reached[id(each)]
     namespaces = {
         id(module.__dict__): module.__name__ for module in list(sys.modules.values()) if isinstance(module, ModuleType)
     }
-    ours = [reached, level, found, namespaces, objects, roots.named, roots.tracebacks]
-    passed = {id(each) for each in ours} | {id(sys._getframe())} | set(reached)
+    passed = {id(each) for each in (reached, level, found, namespaces, objects, roots.named, roots.tracebacks)}
+    passed |= {id(sys._getframe()), *(id(pair) for pair in level.values()), *map(id, objects)}
     for depth in range(_DEPTH):
-        here = list(level.values())
-        if not here:
+        if not level or len(level) > _MOST:
             break
-        # `here` itself and the dictionaries of this walk refer to them as well.
-        around = gc.get_referrers(*here)
-        passed |= {id(here), id(around)}
-        following: dict[int, object] = {}
-        passed.add(id(following))
-        for holder in around:
+        following: dict[int, tuple[object, set[int]]] = {}
+        passed |= {id(following), id(level), *(id(pair) for pair in level.values())}
+        for holder, inner in _holders({key: each for key, (each, _) in level.items()}):
             if id(holder) in passed:
                 continue
-            leads = set[int]()
-            for inner in gc.get_referents(holder):
-                if id(inner) in level:
-                    leads |= reached[id(inner)]
-            ends = _pins(holder, level, roots, namespaces, within=depth > 0)
-            if ends is None:
-                following[id(holder)] = holder
-                reached.setdefault(id(holder), set()).update(leads)
-                continue
-            for inner, pin in ends:
-                for number in reached[inner] if inner else leads:
+            leads = set[int]().union(*(level[key][1] for key in inner))
+            ends, goes_on = _pins(holder, inner, roots, namespaces, within=depth > 0)
+            for key, pin in ends:
+                for number in level[key][1] if key else leads:
                     found[number].add(pin)
-        passed |= set(following)
+            new = leads - reached.get(id(holder), set())
+            if goes_on and new:
+                reached.setdefault(id(holder), set()).update(new)
+                following[id(holder)] = holder, new
+                passed.add(id(following[id(holder)]))
         level = following
-        passed.add(id(level))
-        del here, around
     return [told(pins) for pins in found]
 
 
+def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
+    """Who refers to some of these, and to which: of few Python finds that out at once, for many it is slow."""
+    if len(objects) <= _FEW:
+        around: Iterable[object] = gc.get_referrers(*objects.values())
+    else:
+        around = gc.get_objects()
+    for holder in around:
+        if holder is not objects:
+            inner = {id(each) for each in gc.get_referents(holder) if id(each) in objects}
+            if inner:
+                yield holder, inner
+
+
 def told(pins: set[Pin]) -> list[Pin]:
-    """What is held by a variable directly need not be said to be in it as well; what is in `Out`, not to be `_`."""
+    """What is held by a variable directly need not be said to be in it as well; what is in `Out`, not to be `_`.
+
+    And of what a traceback holds the shell has the error.
+    """
     direct = {(pin.kind, pin.name) for pin in pins if not pin.within}
     found = {pin for pin in pins if not pin.within or (pin.kind, pin.name) not in direct}
     numbered = {pin for pin in found if pin.kind == "out" and pin.name.startswith("Out[")}
-    return sorted(pin for pin in found if pin.kind != "out" or pin in numbered or not numbered)
+    better = numbered or any(pin.kind == "traceback" for pin in found)
+    return sorted(pin for pin in found if pin.kind != "out" or pin in numbered or not better)
 
 
 def _pins(
-    holder: object,
-    level: Mapping[int, object],
-    roots: Roots,
-    namespaces: Mapping[int, str],
-    *,
-    within: bool,
-) -> list[tuple[int, Pin]] | None:
-    """For what a holder stands, and for which object, 0 for all that it leads to; None if it is on the way only."""
+    holder: object, inner: Collection[int], roots: Roots, namespaces: Mapping[int, str], *, within: bool
+) -> tuple[list[tuple[int, Pin]], bool]:
+    """For what a holder stands, and for which object, 0 for all; and whether others may hold on to that by it."""
     for namespace in roots.variables:
         if holder is namespace:
-            names = [(name, value) for name, value in list(namespace.items()) if id(value) in level]
-            return [(id(value), variable(name, within)) for name, value in names if value is not roots.out]
+            names = [(name, value) for name, value in list(namespace.items()) if id(value) in inner]
+            return [(id(value), variable(name, within)) for name, value in names if value is not roots.out], False
     if holder is roots.out:
-        numbers = [(number, value) for number, value in list(roots.out.items()) if id(value) in level]
-        return [(id(value), Pin("out", f"Out[{number}]", within)) for number, value in numbers]
+        numbers = [(number, value) for number, value in list(roots.out.items()) if id(value) in inner]
+        return [(id(value), Pin("out", f"Out[{number}]", within)) for number, value in numbers], False
     if id(holder) in roots.named:
-        return [(0, roots.named[id(holder)])]
+        return [(0, roots.named[id(holder)])], False
     if id(holder) in roots.tracebacks:
-        return [(0, Pin("traceback", "a traceback"))]
+        return [(0, Pin("traceback", "a traceback"))], True  # the user may have kept the error
     module = namespaces.get(id(holder))
     if module is not None:
-        if module.partition(".")[0] == _OURS:
-            return []
         assert isinstance(holder, dict)
-        named = [(name, value) for name, value in list(holder.items()) if id(value) in level]
-        return [(id(value), Pin("variable", f"{module}.{name}", within)) for name, value in named]
+        if module.partition(".")[0] == _OURS:
+            return [], False
+        named = [(name, value) for name, value in list(holder.items()) if id(value) in inner]
+        if module == "sys":  # where the last error is, for the debugger
+            named = [(name, value) for name, value in named if not name.startswith("last_")]
+        return [(id(value), Pin("variable", f"{module}.{name}", within)) for name, value in named], False
     # An agent refers to all that it owns, and each reference to its agent: that way leads from anything to anything.
-    return [] if isinstance(holder, ModuleType | Agent | References) else None
+    return [], not isinstance(holder, ModuleType | Agent | References)
 
 
 def variable(name: str, within: bool = False) -> Pin:
@@ -152,16 +162,21 @@ def variable(name: str, within: bool = False) -> Pin:
 def frames_of(errors: Iterable[BaseException | None]) -> dict[int, FrameType]:
     """The frames that errors keep, and those for which they were raised."""
     found: dict[int, FrameType] = {}
-    stack = [error for error in errors if error is not None]
-    seen = set[int]()
-    while stack:
-        error = stack.pop()
-        if id(error) in seen:
-            continue
-        seen.add(id(error))
-        stack += [other for other in (error.__cause__, error.__context__) if other is not None]
+    for error in chain_of(errors):
         traceback: TracebackType | None = error.__traceback__
         while traceback is not None:
             found[id(traceback.tb_frame)] = traceback.tb_frame
             traceback = traceback.tb_next
     return found
+
+
+def chain_of(errors: Iterable[BaseException | None]) -> list[BaseException]:
+    """Errors, and those for which they were raised, each once."""
+    found: dict[int, BaseException] = {}
+    stack = list(errors)
+    while stack:
+        error = stack.pop()
+        if error is not None and id(error) not in found:
+            found[id(error)] = error
+            stack += [error.__cause__, error.__context__]
+    return list(found.values())

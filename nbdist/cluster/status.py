@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.autograd.api import recorder
 from nbdist.cluster import where
+from nbdist.cluster.labels import is_cell
 from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
     for name, answer in asked.items():
         with contextlib.suppress(NbdistError):
             reports[name] = answer.wait(_PATIENCE)
-    silent = [worker for worker in cluster.workers if worker.alive and worker.cells and worker.name not in reports]
+    busy = [worker for worker in cluster.workers if worker.alive and worker.step == "ready" and worker.cells]
+    silent = [worker for worker in busy if worker.name not in reports]
     places = _ask_silent(cluster, silent)
     return [
         _status(worker, reports.get(worker.name) or Report(None, where=places.get(worker.name, "")))
@@ -82,9 +84,10 @@ def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
         with contextlib.suppress(OSError):
             asked[worker] = where.Question(cluster, worker.name)
     deadline = time.monotonic() + where.PATIENCE
-    while time.monotonic() < deadline and not all(question.answered for question in asked.values()):
-        time.sleep(where.POLL)
-    time.sleep(where.POLL if asked else 0)
+    with contextlib.suppress(OSError):  # they may end meanwhile
+        while time.monotonic() < deadline and not all(question.answered for question in asked.values()):
+            time.sleep(where.POLL)
+        time.sleep(where.POLL if asked else 0)
     found = {}
     for worker, question in asked.items():
         with contextlib.suppress(OSError):
@@ -96,7 +99,8 @@ def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
     """The innermost line of the user's code among these."""
     for frame in frames:
         if frame.in_cell:
-            lines = worker.cells[0].code.splitlines() if worker.cells else []
+            codes = [cell.code for cell in worker.cells if is_cell(frame.file, cell.code)]
+            lines = codes[0].splitlines() if codes else []  # else it is a function of an earlier cell
             line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
             return _told("cell", frame.line, line)
         if _is_users(frame.file):
@@ -168,7 +172,10 @@ def _report() -> Report:
 def _gpu_memory() -> int | None:
     """What torch has taken of the GPU that is this process's; None where there is none, or it is not used."""
     cuda = sys.modules.get("torch.cuda")
-    return cuda.memory_reserved() if cuda is not None and cuda.is_initialized() else None
+    if cuda is None or not cuda.is_initialized():
+        return None
+    # This thread's own device need not be the worker's.
+    return int(sum(cuda.memory_reserved(device) for device in range(cuda.device_count())))
 
 
 def _where() -> str:

@@ -29,8 +29,8 @@ class Pace:
         self._looked = float("-inf")
         self._paying = 0
         self._paid = 0.0
-        self._cost: float | None = None
-        """Of the last look, before it is known what the steps would have taken without."""
+        self._costs: deque[float] = deque(maxlen=2)
+        """Of the last two looks; the smaller is believed: the first may have warmed up, another met with a pause."""
         self._others: deque[float] = deque(maxlen=_KEPT)
         self._looks = 0
 
@@ -47,16 +47,18 @@ class Pace:
         self._paid += seconds
         self._paying -= 1
         if not self._paying:
-            self._cost = self._paid
+            self._costs.append(self._paid)
 
     def is_due(self, now: float) -> bool:
         """Whether the step that begins is to be looked at."""
-        if self._cost is None:
-            return not self._looks or (not self._paying and now - self._looked >= _LEAST)
-        if len(self._others) < _KNOWN:
+        if not self._looks:
+            return True
+        if self._paying or len(self._others) < _KNOWN:
             return False
-        extra = self._cost - _PAYS * statistics.median(self._others)
-        return not self._paying and now - self._looked >= max(_LEAST, extra / _SHARE)
+        extra = 0.0
+        if len(self._costs) == self._costs.maxlen:
+            extra = min(self._costs) - _PAYS * statistics.median(self._others)
+        return now - self._looked >= max(_LEAST, extra / _SHARE)
 
     def looks(self, now: float) -> None:
         """It is."""

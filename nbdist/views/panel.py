@@ -34,38 +34,39 @@ class Panel:
         self.cluster = cluster
         self.rows: list[WorkerStatus] = []
         self._courses: dict[str, Course] = {}
-        self._sent: dict[str, Mapping[str, int]] = {}
+        self._sent: dict[str, tuple[Mapping[str, int], float]] = {}
         self._rates: dict[tuple[str, str], float] = {}
-        self._sampled = 0.0
         self._awaited: list[str] = []
         self._lock = threading.Lock()
+        self._sampling = threading.Lock()
         self.sample()
 
     def sample(self) -> None:
         """Look once."""
-        rows = collect(self.cluster)
-        now = time.monotonic()
-        agent = self.cluster.agent
-        sent = {row.name: row.sent or self._sent.get(row.name, {}) for row in rows}
-        sent[agent.me.name] = agent.links.sent()
-        awaited = list({call.worker for call in agent.pending.all()})
-        with self._lock:
-            self.rows, self._awaited = rows, awaited
-            seconds, self._sampled = now - self._sampled, now
-            self._rates = {
-                (one, other): max(0, count - self._sent[one].get(other, 0)) / seconds
-                for one, counts in sent.items()
-                for other, count in counts.items()
-                if one != other and one in self._sent
-            }
-            self._sent = sent
-            for row in rows:
-                course = self._courses.setdefault(row.name, Course())
-                course.add("cpu", course.share(row.pid, now))
-                course.add("memory", row.memory or 0)
-                course.add("gpu", row.gpu_memory or 0)
-                course.add("out", round(sum(rate for (one, _), rate in self._rates.items() if one == row.name)))
-                course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
+        with self._sampling:
+            rows = collect(self.cluster)
+            now = time.monotonic()
+            agent = self.cluster.agent
+            awaited = list({call.worker for call in agent.pending.all()})
+            sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.links.sent()}
+            with self._lock:
+                self.rows, self._awaited = rows, awaited
+                for name, counts in sent.items():  # of those that have answered
+                    self._note_rates(name, counts, now)
+                for row in rows:
+                    course = self._courses.setdefault(row.name, Course())
+                    course.add("cpu", course.share(row.pid, now))
+                    course.add("memory", row.memory or 0)
+                    course.add("gpu", row.gpu_memory or 0)
+                    course.add("out", round(sum(rate for (one, _), rate in self._rates.items() if one == row.name)))
+                    course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
+
+    def _note_rates(self, name: str, counts: Mapping[str, int], now: float) -> None:
+        known, at = self._sent.get(name, ({}, now))
+        self._sent[name] = counts, now
+        for other, count in counts.items():
+            if other != name and now > at:
+                self._rates[name, other] = max(0, count - known.get(other, 0)) / (now - at)
 
     def talk(self) -> list[tuple[str, str, int, float]]:
         """Who talks to whom: the calls that wait for an answer, and the bytes in a second."""
@@ -79,7 +80,8 @@ class Panel:
 
     def _waits(self) -> dict[str, list[str]]:
         agent = self.cluster.agent
-        return {agent.me.name: self._awaited, **{row.name: list(row.waits) for row in self.rows}}
+        waits = {agent.me.name: self._awaited, **{row.name: list(row.waits) for row in self.rows}}
+        return {name: [other for other in others if other != name] for name, others in waits.items()}
 
     def snapshot(self) -> dict[str, Any]:
         """What a page draws."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from html import escape
 
 from nbdist.autograd.drawing import as_svg, name_of
@@ -14,6 +15,7 @@ from nbdist.views.backward import Backward
 __all__ = ["as_html", "as_text"]
 
 _SHOWN = 12
+"""So many nodes of a path are named: its ends, and those that took the longest."""
 
 
 def as_text(found: Backward) -> list[str]:
@@ -54,8 +56,10 @@ def _remarks(found: Backward) -> list[str]:
     lines = []
     path = found.critical_path()
     if path:
-        shown = [*path[: _SHOWN // 2], None, *path[-_SHOWN // 2 :]] if len(path) > _SHOWN else path
-        names = ["…" if key is None else _named(found, key) for key in shown]
+        slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_SHOWN - 2) :]
+        shown = {path[0], path[-1], *slow}
+        names = [_named(found, key) if key in shown else "…" for key in path]
+        names = [name for name, _ in itertools.groupby(names)]
         lines.append(f"critical path, {len(path)} nodes: {' → '.join(names)}")
     slowest = found.slowest()
     if slowest is not None:

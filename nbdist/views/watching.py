@@ -5,7 +5,7 @@
         dist_autograd.backward(context_id, [loss])
 
 It is a handle on the pass that is under way, or was last: it pauses, steps and runs it, and is what a view draws. Of
-many passes one after the other it watches one now and then (`nbdist.views.pace`), so that a training loop is not held
+many contexts one after the other it watches one now and then (`nbdist.views.pace`), so that a training loop is not held
 up by being looked at; if it is to be paused, the next one. Contexts of other threads are none of its business.
 """
 
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from nbdist.autograd import api
 from nbdist.autograd.contexts import Context
 from nbdist.autograd.edges import Node
-from nbdist.autograd.inspection import plan_from, planned, trace
+from nbdist.autograd.inspection import Plan, plan_from, planned, trace
 from nbdist.autograd.messages import PassId
 from nbdist.autograd.seen import Event, Pass
 from nbdist.autograd.watching import Until, Watch
@@ -32,6 +32,8 @@ from nbdist.views.backward import Backward
 from nbdist.views.pace import Pace
 
 __all__ = ["Watcher"]
+
+T = TypeVar("T")
 
 
 class Watcher:
@@ -56,7 +58,11 @@ class Watcher:
         self._watch: Watch | None = None
         self._id: PassId | None = None
         self._pass: Backward | None = None
-        self._outline: tuple[Backward, dict[str, Any]] | None = None
+        self._outline: tuple[Plan, dict[str, Any]] | None = None
+        self._waiting = 0
+        """So many wait for a pass, to do something with it."""
+        self._due = False
+        """Whether the context that is being opened is to be looked at."""
         self._ended = False
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
@@ -64,7 +70,7 @@ class Watcher:
         self._given: Watch | None = None
         """The one watch that this is about, if that is the user's."""
         self._recorder = api.recorder()
-        self._forget = self._recorder.when_opened(self._on_context, self._is_due)
+        self._forget = self._recorder.when_opened(self._on_context, self._decide)
 
     @classmethod
     def of(cls, watch: Watch) -> Watcher:
@@ -74,8 +80,7 @@ class Watcher:
         self._own = 0
         self._given = watch
         self._follow(watch)
-        if watch.latest is not None:
-            self._on_news(watch)
+        self._on_news(watch)  # also where it has ended
         return self
 
     def __enter__(self) -> Watcher:
@@ -156,19 +161,31 @@ class Watcher:
         if until is None:
             self._steer(False)
             return None
-        watch = self._await_pass()
-        found = watch.run(until) if watch is not None else None
-        self._news()
-        return found
+        return self._with_pass(lambda watch: watch.run(until))
 
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
         """Let that many nodes run, wherever the pass is halted, or on one worker; what ran."""
         self._paused = True
+        return self._with_pass(lambda watch: watch.step(count, worker)) or []
+
+    def _with_pass(self, act: Callable[[Watch], T]) -> T | None:
+        """Do something with the pass that is under way, or with the next one, from its first node on."""
         self._pace.disturbed()
-        watch = self._await_pass()
-        found = watch.step(count, worker) if watch is not None else []
-        self._news()
-        return found
+        with self._changed:
+            self._waiting += 1
+        try:
+            while (watch := self._await_pass()) is not None:
+                try:
+                    return act(watch)
+                except UsageError:
+                    if not watch.closed:  # else its context has ended just now
+                        raise
+            return None
+        finally:
+            with self._changed:
+                self._waiting -= 1
+            self._pace.disturbed()
+            self._news()
 
     def _steer(self, paused: bool) -> None:
         self._paused = paused
@@ -176,9 +193,16 @@ class Watcher:
         with self._changed:
             watches = list(self._watches)
         for watch in watches:
-            if not watch.closed:
-                watch.pause() if paused else watch.run()
+            self._have(watch, paused)
         self._news()
+
+    @staticmethod
+    def _have(watch: Watch, paused: bool) -> None:
+        try:
+            watch.pause() if paused else watch.run()
+        except UsageError:
+            if not watch.closed:
+                raise
 
     def _open(self) -> Watch | None:
         watch = self._watch
@@ -230,18 +254,21 @@ class Watcher:
             return "ended"
         return "paused" if self.paused else "running"
 
-    def outline(self) -> dict[str, Any]:
-        """What a page draws: of what the pass consists. It is the same object as long as it is the same pass."""
-        found = self._pass
-        if found is None:
-            return {}
-        if self._outline is None or self._outline[0] is not found:
-            self._outline = found, found.outline()
-        return self._outline[1]
+    def drawn(self) -> tuple[dict[str, Any], dict[str, Any], Backward | None]:
+        """What a page draws: of what the pass consists, how far that is, and the pass.
 
-    def snapshot(self) -> dict[str, Any]:
-        """And how far it is."""
-        found, seen = self.backward, self.last
+        The first is the same object as long as it is the same pass.
+        """
+        found = self.backward
+        outline: dict[str, Any] = {}
+        if found is not None:
+            if self._outline is None or self._outline[0] is not found.plan:
+                self._outline = found.plan, found.outline()
+            outline = self._outline[1]
+        return outline, self._snapshot(found), found
+
+    def _snapshot(self, found: Backward | None) -> dict[str, Any]:
+        seen = self.last
         return {
             **(found.snapshot() if found is not None else {}),
             "state": self.state,
@@ -274,23 +301,28 @@ class Watcher:
 
     # -- what comes ---------------------------------------------------------------------------
 
-    def _is_due(self) -> bool:
-        """Whether a context that the calling thread opens now is to be looked at."""
-        if threading.get_ident() != self._own or self._ended or self.under_way:
-            return False
-        return self._paused or self._pace.is_due(time.monotonic())
-
-    def _on_context(self, context: Context) -> None:
+    def _decide(self) -> bool:
+        """Whether the context that the calling thread is about to open is to be looked at."""
         if threading.get_ident() != self._own:
-            return
+            return False
         now = time.monotonic()
         with self._changed:
             self.count += 1
         self._pace.begins(now)
-        if not self._is_due() or context.watch is not None:
+        self._due = not (self._ended or self.under_way) and (self._held() or self._pace.is_due(now))
+        if self._due:
+            self._pace.looks(now)
+        return self._due
+
+    def _held(self) -> bool:
+        """Whether the next pass is to be held before its first node."""
+        return self._paused or self._waiting > 0
+
+    def _on_context(self, context: Context) -> None:
+        if threading.get_ident() != self._own or not self._due or context.watch is not None:
             return
-        self._pace.looks(now)
-        self._follow(self._recorder.passes.observing.watch(context, paused=self._paused, norms=self._norms))
+        self._due = False
+        self._follow(self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms))
 
     def _follow(self, watch: Watch) -> None:
         """See what a watch sees."""
@@ -303,6 +335,8 @@ class Watcher:
                 self._watches.append(watch)
         if ended:
             watch.close()
+        elif self._given is None and watch.paused != self._held():  # somebody has said otherwise meanwhile
+            self._have(watch, self._held())
 
     def _on_begin(self, watch: Watch, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
         # By its id: the context is not to be kept by who looks at it.
@@ -329,7 +363,7 @@ class Watcher:
         with self._changed:
             if id is not None and (watch is not self._watch or id != self._id) and not self._ended:
                 self._watch, self._id = watch, id
-                self._pass = self._plans.pop(watch, None)
+                self._pass = self._plans.pop(watch, None) if id.root == self._recorder.me else None
                 if self._pass is None:
                     self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
             if watch is self._given and watch.closed:

@@ -47,6 +47,48 @@ def test_variables_containers_out_and_open_contexts(notebook):
     notebook.run("context.__exit__(None, None, None); del holder, loss")
 
 
+def test_after_a_pass_in_a_context_that_is_open(notebook):
+    notebook.run(
+        "context_id = dist_autograd.open()\n"
+        "leaf = torch.ones(500, requires_grad=True)\n"
+        "loss = rpc.rpc_sync('worker1', torch.exp, args=(leaf,)).sum()\n"
+        "dist_autograd.backward(context_id, [loss])"
+    )
+    (line,) = [line for line in rows(notebook) if line.startswith("notebook") and "graph and gradients" in line]
+    assert "2.0 KB" in line  # of the leaf's gradient
+    notebook.run("context_id.close(); del leaf, loss")
+
+
+def test_several_in_one_object_at_several_depths(notebook):
+    notebook.run(
+        "class Model: pass\n"
+        "model = Model(); model.head = rpc.remote('worker0', torch.ones, args=(1,))\n"
+        "model.layers = [rpc.remote('worker0', torch.ones, args=(2 + n,)) for n in range(80)]\n"
+        "model.layers[-1].to_here();"
+    )
+    lines = [" ".join(line.split()) for line in rows(notebook) if "in model" in line]
+    assert len(lines) == 81
+    assert all(line.endswith("notebook: in model") for line in lines)
+    notebook.run("del model")
+
+
+def test_an_error_that_the_user_has_kept(notebook):
+    notebook.run(
+        "def fail():\n    local = rpc.remote('worker0', torch.ones, args=(33,))\n    local.to_here()\n    1 / 0\n"
+        "try:\n    fail()\nexcept ZeroDivisionError as error:\n"
+        "    saved = error\n    saved.__cause__ = saved\n    raise",
+        check=False,
+    )
+    (line,) = [" ".join(line.split()) for line in rows(notebook) if "(33,)" in line]
+    assert line.endswith("notebook: a traceback, in saved")
+    assert "(33,)" not in memory(notebook, "%dist_free")["text/plain"]
+    notebook.run("at = saved.__traceback__\nwhile at.tb_next:\n    at = at.tb_next")
+    assert notebook.run("at.tb_frame.f_locals['local'].owner_name()").result == "'worker0'"
+    notebook.run("del saved, at")
+    assert "(33,)" in memory(notebook, "%dist_free")["text/plain"]
+    assert not [line for line in rows(notebook) if "(33,)" in line]
+
+
 def test_what_others_hold_and_what_the_owner_has_besides(notebook):
     notebook.run("%%remote 0\nkept = None\ndef keep(rref):\n    global kept\n    kept = rref")
     notebook.run("%%remote 1 -o model\nweights = torch.nn.Linear(3, 2)\nweights")

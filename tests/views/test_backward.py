@@ -100,7 +100,7 @@ def test_a_pass_that_is_over(world):
     assert "critical path" in "\n".join(report.as_text(found))
     assert "<area" in report.as_html(found, "told")
     assert 'opacity="0.3"' in as_svg(found.plan.trace, found.plan.waits_for)  # what takes no part
-    assert json.loads(json.dumps(watcher.snapshot()))["over"]
+    assert json.loads(json.dumps(watcher.drawn()[1]))["over"]
 
 
 def test_step_by_step_counts_and_who_is_waited_for(world):
@@ -116,14 +116,14 @@ def test_step_by_step_counts_and_who_is_waited_for(world):
     watcher.begin(on_first(world, cell))
     (first,) = watcher.step(1)
     assert states(watcher).count("done") == 1
-    outline, drawn = watcher.outline(), watcher.snapshot()
+    outline, drawn, _ = watcher.drawn()
     assert watcher.state == "paused"
     index = [(outline["workers"][node["w"]], node["n"]) for node in outline["nodes"]].index(first.key)
     assert drawn["states"][index] == "d"
     assert drawn["ms"][index] is not None
     assert drawn["for"]
     assert all(drawn["got"][index] < outline["nodes"][index]["waits"] for index in drawn["for"])
-    assert watcher.outline() is outline
+    assert watcher.drawn()[0] is outline
     for done in range(2, 5):
         watcher.step(1)
         assert states(watcher).count("done") == done
@@ -272,7 +272,7 @@ def test_looking_makes_no_call_and_only_what_is_looked_at_is_noted(world):
                 assert world[0].recorder.contexts.get(context_id).lines is (number == 0)
                 dist_autograd.backward(context_id, [forward(x)])
         end = trace.subscribe(lambda event, told: calls.append(told) if event == "call.sent" else None)
-        repr(watcher), watcher.snapshot(), watcher.told()
+        repr(watcher), watcher.drawn(), watcher.told()
         end()
     assert not calls
 
@@ -322,3 +322,45 @@ def test_closing_a_view_of_the_users_watch_is_not_to_end_it(world):
         gc.collect()
         assert not watch.closed
         watch.close()
+
+
+def test_running_to_something_takes_the_next_pass_from_its_first_node(world):
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    go = threading.Event()
+    watcher = Watcher()
+
+    def cell():
+        while not go.is_set():
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [rpc.rpc_sync("worker2", spoil, args=(x,)).sum()])
+
+    watcher.begin(on_first(world, cell))
+    for _ in range(3):
+        event = watcher.run(until="nan")  # in each pass there is one
+        assert event is not None
+        assert event.worker == "worker2"
+        watcher.run()
+    go.set()
+    watcher.wait(30)
+
+
+def test_what_is_noted_is_what_is_looked_at(world):
+    x = leaf()
+    seen = []
+    with Watcher() as watcher:
+        for _ in range(12):
+            with dist_autograd.context() as context_id:
+                context = world[0].recorder.contexts.get(context_id)
+                seen.append((context.lines, context.watch is not None))
+                dist_autograd.backward(context_id, [forward(x)])
+                time.sleep(0.3)
+    assert all(lines is watched for lines, watched in seen)
+    assert [watched for _, watched in seen].count(True) >= 2
+    assert watcher.count == 12
+
+
+def test_a_watch_that_has_ended_is_over_for_its_view(world):
+    with dist_autograd.context() as context_id:
+        watch = dist_autograd.watch(context_id)
+    assert Watcher.of(watch).state == "ended"
+    Watcher.of(watch).close()

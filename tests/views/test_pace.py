@@ -7,10 +7,10 @@ import pytest
 from nbdist.views.pace import Pace
 
 
-def train(pace, seconds, step, cost, noise=0.0):
+def train(pace, seconds, step, cost, noise=0.0, began=0.0):
     """How many looks there are in so many seconds, and which part of the time they take."""
     draw = random.Random(0)
-    now, looks, spent = 0.0, 0, 0.0
+    now, looks, spent = began, 0, 0.0
     while now < seconds:
         pace.begins(now)
         now += step * (1 + noise * draw.random())
@@ -45,6 +45,14 @@ def test_the_first_step_is_looked_at_and_then_some_are_not():
         if seen[-1]:
             pace.looks(now)
     assert seen == [True, False, False, False, False, True, False]
+
+
+def test_one_look_that_took_long_is_not_believed():
+    pace = Pace()
+    pace.begins(0.0)
+    pace.looks(0.0)  # and a minute of warming up
+    looks, _ = train(pace, 120, 0.1, 0.01, began=60.0)
+    assert looks > 40
 
 
 def test_while_somebody_holds_it_up_nothing_is_learnt():

@@ -46,6 +46,7 @@ function render({ model, el }) {
   let chosen = null;
   let drawn = "";
   let parts = [];
+  let key = null; // of the chosen node: in another pass it may stand elsewhere
   let now = whole(model.get("outline"), model.get("snapshot"));
 
   const press = (message) => wire.press(message);
@@ -73,14 +74,17 @@ function render({ model, el }) {
   head.append(...Object.values(buttons), status);
   el.append(head, line, frame, told, table);
 
+  const keyOf = (node) => [now.workers[node.w], node.n];
+
   function choose(box) {
+    if (!now.nodes) return; // what is drawn is over
     if (box.group) {
       expanded.add(box.id);
       grouped ??= true;
     } else {
       [chosen] = box.nodes;
-      const node = now.nodes[chosen];
-      model.send({ press: "look", node: [now.workers[node.w], node.n] }); // not a press: it may stay unheard
+      key = keyOf(now.nodes[chosen]);
+      model.send({ press: "look", node: key }); // not a press: it may stay unheard
     }
     draw();
     // What had the focus may have been drawn anew.
@@ -184,10 +188,11 @@ function render({ model, el }) {
   function draw() {
     now = whole(model.get("outline"), model.get("snapshot"));
     if (now.nodes) {
-      const key = `${grouped} ${[...expanded].join()}`;
-      if (key !== drawn) {
-        drawn = key;
-        if (!(chosen < now.nodes.length)) chosen = null;
+      const shown = `${grouped} ${[...expanded].join()}`;
+      if (shown !== drawn) {
+        drawn = shown;
+        const found = key ? now.nodes.findIndex((node) => String(keyOf(node)) === String(key)) : -1;
+        chosen = found >= 0 ? found : null;
         build(now);
       }
       update(now);
@@ -197,9 +202,10 @@ function render({ model, el }) {
 
   const redraw = () => {
     drawn = null;
+    draw();
   };
   const retell = () => tell(now);
-  model.on("change:outline", redraw); // what comes with it has it drawn
+  model.on("change:outline", redraw);
   model.on("change:snapshot", draw);
   model.on("change:detail", retell);
   draw();

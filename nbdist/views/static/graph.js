@@ -14,7 +14,8 @@ const STATES = { u: "unused", w: "waiting", r: "ready", g: "running", h: "halted
 
 /** What the kernel tells in two parts as one: of what a pass consists, and how far that is. */
 export function whole(outline, snapshot) {
-  if (!outline.nodes || snapshot.states?.length !== outline.nodes.length) return { ...snapshot, nodes: undefined };
+  const fits = snapshot.states?.length === outline.nodes?.length && snapshot.messages?.length === outline.messages?.length;
+  if (!outline.nodes || !fits) return { ...snapshot, nodes: undefined };
   const path = new Set(snapshot.path);
   const nodes = outline.nodes.map((node, index) => ({
     ...node,

@@ -34,20 +34,18 @@ class BackwardView(View):
         self._slow: dict[str, Any] | None = None
         """The press by which it is in slow motion."""
         self._chosen: Key | None = None
-        super().__init__(outline=watcher.outline(), snapshot=watcher.snapshot())
+        outline, snapshot, _ = watcher.drawn()
+        super().__init__(outline=outline, snapshot=snapshot)
         watcher.changed = self.changed
-
-    def look(self) -> dict[str, Any]:
-        """The pass as it is now."""
-        return self._watcher.snapshot()
+        self.changed()  # there may have been news before anybody listened
 
     def publish(self) -> None:
         """Publish what is new."""
+        outline, snapshot, found = self._watcher.drawn()
         with self.hold_sync():  # in one message, for the one is nothing without the other
-            self.outline = self._watcher.outline()
-            super().publish()
-        found = self._watcher.backward
-        self.detail = found.detail(self._chosen) if found is not None and self._chosen is not None else {}
+            self.outline = outline
+            self.snapshot = snapshot
+            self.detail = found.detail(self._chosen) if found is not None and self._chosen is not None else {}
 
     def press(self, message: dict[str, Any]) -> None:
         """Do what a button says."""
