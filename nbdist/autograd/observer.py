@@ -186,13 +186,14 @@ class Observer:
         """Wait before a node until the watcher lets it go, or has it otherwise."""
         with self._halting:
             self._halts += 1
-            announced: Control | None = None
+            announced = -1
             while self._halts_before(control := self._control, number, sends=sends) and self._over < self._halts:
-                if announced is None or control.until:
-                    # Also once more, where it has been told meanwhile to run to here.
+                if announced != control.version:
+                    # Again where it has been told something new: the watcher may have taken what it knew of this halt
+                    # for over, when it let all go on, which has been overtaken here by that they halt again.
                     self.note("halted", node=number, name=name, halt=self._halts, version=control.version, **known)
                     self.flush()
-                    announced = control
+                    announced = control.version
                     self._pause(control)
                 with blocking_wait(), halted(), self._changed:
                     while self._control.version == control.version and self._over < self._halts and not self._stopped:

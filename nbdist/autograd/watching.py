@@ -370,8 +370,11 @@ class Watch:
         if worker.at is not None and event.what == "running" and event.node == worker.at.node:
             worker.at = None
         now = happening.version == self._control.version
+        reached = self._reached is None and bool(self._control.until) and now
+        if event.what == "halted" and worker.at is not None and happening.halt == worker.halt and not reached:
+            return  # as is known
         if event.what == "halted" and happening.halt > worker.gone and (now or self._control.paused):
             worker.halt, worker.at = happening.halt, event  # else it is going to hear that it need not halt
-        if self._reached is None and self._control.until and now:
+        if reached:
             self._reached = event
         seen.events.append(event)

@@ -1,0 +1,69 @@
+"""What one worker sees of a pass, and how it halts: told in any order."""
+
+import threading
+import time
+
+import pytest
+
+from nbdist.autograd.contexts import Numbers
+from nbdist.autograd.leaves import Gradients, claimed
+from nbdist.autograd.messages import Control, Watching
+from nbdist.autograd.observer import Observer, Stopped
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Halted:
+    """An observer that is halted before a node, on a thread of its own."""
+
+    def __init__(self, control):
+        self.told = []
+        self.observer = Observer("worker0", Numbers(), Watching(1, 1, False, control), self._send)
+        self.stopped = False
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            with claimed([], Gradients(), self):  # as within a call of the engine
+                self.observer._halt(3, "Mul", {}, sends=False)
+        except Stopped:
+            self.stopped = True
+
+    def _send(self, number, happened, version):
+        self.told += [(each.what, each.halt, each.version) for each in happened]
+
+
+def test_it_goes_on_when_it_is_let_go():
+    halted = Halted(Control(7, True))
+    until(lambda: halted.told == [("halted", 1, 7)])
+    halted.observer.steer(None, 1)
+    halted.thread.join(10)
+    assert not halted.thread.is_alive()
+
+
+def test_it_is_told_again_where_letting_go_was_overtaken_by_halting():
+    halted = Halted(Control(7, True))
+    until(lambda: len(halted.told) == 1)
+    halted.observer.steer(Control(9, True), 0)  # 8 was to let all go on
+    until(lambda: halted.told == [("halted", 1, 7), ("halted", 1, 9)])
+    halted.observer.steer(Control(8), 0)  # too late
+    assert halted.thread.is_alive()
+    halted.observer.steer(Control(10), 1)
+    halted.thread.join(10)
+    assert not halted.thread.is_alive()
+
+
+@pytest.mark.parametrize("end", ["stop", "leave"])
+def test_its_end(end):
+    halted = Halted(Control(7, True))
+    until(lambda: len(halted.told) == 1)
+    getattr(halted.observer, end)()
+    halted.thread.join(10)
+    assert not halted.thread.is_alive()
+    assert halted.stopped == (end == "stop")
