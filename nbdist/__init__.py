@@ -11,7 +11,8 @@ layer  modules                      what is there
 2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
                                     memory that agents of one host share: blocks, arena, leases
 3      rpc                          agents, calls, remote references, membership
-4      autograd optim nn            backward passes over workers; optimizers, modules, pipelines elsewhere
+4      autograd optim nn            backward passes over workers; optimizers, modules, pipelines elsewhere;
+       swarm                        language models served by workers that may die
 5      cluster                      worker kernels: launching, cells, output, interrupts, restarts
 6      views                        what is drawn: progress, status, timelines
 7      magics                       read a line, make one call, show one view
@@ -28,6 +29,7 @@ the same host go beside it, through shared memory: `rpc.sharing`. What is record
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import (
@@ -110,16 +112,20 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "anywidget": ("views.widgets",),
     "ipywidgets": ("views.widgets",),
     "ray": ("cluster.launchers",),
+    "transformers": ("swarm.adapter",),
+    "safetensors": ("swarm.adapter",),
 }
 """Which packages of others only some modules may import."""
 
 
 def __getattr__(name: str) -> Any:
-    """`Cluster` brings Jupyter packages in, which programs without notebooks need not have imported."""
+    """`Cluster` brings Jupyter packages in, and `swarm` transformers, which programs without them need not have."""
     if name == "Cluster":
         from nbdist.views import clusters
 
         return clusters.Cluster
+    if name == "swarm":
+        return importlib.import_module("nbdist.swarm")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,0 +1,134 @@
+"""A model in parts on several workers: it is the model, however it is used."""
+
+import gc
+
+import pytest
+import swarm_models
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.swarm import adapter, serve
+from nbdist.testing import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World(4) as world, world[0].activate():
+        yield world
+
+
+@pytest.fixture(scope="module", params=list(swarm_models.CONFIGS))
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def both(world, family):
+    model = swarm_models.make(family)
+    swarm = serve(model, workers=[1, 2, 3])
+    yield model, swarm.causal_lm(), swarm
+    swarm.close()
+
+
+@torch.no_grad()
+def test_logits_are_the_same_to_the_last_bit(both):
+    model, remote, _ = both
+    for inputs in (swarm_models.batch(), swarm_models.one()):
+        assert torch.equal(model(**inputs).logits, remote(**inputs).logits)
+        assert torch.equal(model(**inputs, use_cache=False).logits, remote(**inputs, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("mode", list(swarm_models.MODES))
+def test_it_writes_what_the_model_writes(both, mode):
+    model, remote, _ = both
+    assert torch.equal(swarm_models.generate(model, mode), swarm_models.generate(remote, mode))
+
+
+def test_with_an_assistant(both):
+    model, remote, _ = both
+    assistant = swarm_models.make("llama")
+    found = [swarm_models.generate(each, "one", assistant_model=assistant) for each in (model, remote)]
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_several_calls_in_one_cache(both):
+    model, remote, _ = both
+    texts = []
+    for each in (model, remote):
+        cache = adapter.DynamicCache(config=each.config)
+        ids = swarm_models.one()["input_ids"]
+        for _ in range(3):
+            ids = each.generate(ids, past_key_values=cache, max_new_tokens=4, pad_token_id=0, eos_token_id=None)
+            ids = torch.cat([ids, ids[:, :2]], 1)
+        texts.append(ids)
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_gradients_come_back(both, use_cache):
+    model, remote, _ = both
+    inputs = model.get_input_embeddings()(swarm_models.batch()["input_ids"]).detach()
+    found = []
+    for each in (model, remote):
+        given = inputs.clone().requires_grad_()
+        each(inputs_embeds=given, use_cache=use_cache).logits.square().mean().backward()
+        found.append(given.grad)
+    assert torch.equal(*found)
+
+
+def test_the_client_has_embeddings_and_head_only(both):
+    model, remote, swarm = both
+    own = sum(parameter.numel() for parameter in remote.parameters())
+    blocks = sum(parameter.numel() for parameter in model.get_submodule(swarm.path).parameters())
+    assert own == sum(parameter.numel() for parameter in model.parameters()) - blocks
+
+
+def test_what_a_session_had_goes_with_its_cache(both):
+    _, remote, swarm = both
+    swarm_models.generate(remote, "greedy")
+    gc.collect()
+    swarm_models.generate(remote, "one")
+    gc.collect()
+    swarm.settle()
+    assert [swarm.ask(swarm.server(name), "info").sessions for name in swarm.blocks] == [0, 0, 0]
+
+
+def test_gradients_do_not_come_through_a_cache_that_has_something(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    with torch.no_grad():
+        cache = remote(ids).past_key_values
+    given = remote.get_input_embeddings()(ids[:, :1]).requires_grad_()
+    with pytest.raises(UsageError, match="use_cache=False"):
+        remote(inputs_embeds=given, past_key_values=cache)
+    cache = remote(inputs_embeds=given).past_key_values
+    with pytest.raises(UsageError, match="has nothing in it"), torch.no_grad():
+        remote(ids[:, :1], past_key_values=cache)
+    with pytest.raises(UsageError, match="StaticCache"):
+        remote.generate(ids, cache_implementation="static", max_new_tokens=2, pad_token_id=0)
+    swarm.close()
+
+
+def test_a_swarm_says_who_has_what(world):
+    swarm = serve(swarm_models.make("llama"), workers=["worker1", 2], spans=[(0, 4), (4, 6)])
+    assert swarm.blocks == {"worker1": [0, 1, 2, 3], "worker2": [4, 5]}
+    assert "worker1: blocks 0-3" in repr(swarm)
+    assert swarm.route(0, 6)[1].server == "worker2"
+    swarm.join("worker3", 2, 6)
+    assert swarm.blocks["worker3"] == [2, 3, 4, 5]
+    with pytest.raises(UsageError, match="3 spans"):
+        serve(swarm_models.make("llama"), workers=[1], spans=[(0, 1), (1, 2), (2, 6)])
+    swarm.close()
+    assert swarm.blocks == {}
+
+
+def test_a_folder_that_others_have_written(world, tmp_path):
+    model = swarm_models.make("mixtral")
+    model.save_pretrained(tmp_path)  # in its own way, with a name for each expert
+    swarm = serve(tmp_path, workers=[1, 2])
+    remote = swarm.causal_lm()
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(swarm_models.generate(again, "greedy"), swarm_models.generate(remote, "greedy"))
+    swarm.close()

@@ -1,0 +1,62 @@
+"""Tiny random models of several families, and what a process alone makes of them."""
+
+import torch
+import transformers
+
+_COMMON = {"vocab_size": 97}
+_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **_COMMON,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**_LLAMA),
+    "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=6, n_head=4, **_COMMON),
+    "falcon": lambda: transformers.FalconConfig(hidden_size=32, num_hidden_layers=6, num_attention_heads=4, **_COMMON),
+    "mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_LLAMA),
+    "qwen3": lambda: transformers.Qwen3Config(head_dim=8, **_LLAMA),
+    "gemma2": lambda: transformers.Gemma2Config(head_dim=8, sliding_window=8, **_LLAMA),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=6, n_head=4, n_positions=64, **_COMMON),
+}
+BLOCKS = 6
+
+
+def make(family):
+    """A model with random weights, the same each time."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+
+
+def batch():
+    """Two texts, one of them padded at its left."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, 97, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def one():
+    """One text."""
+    return {key: value[1:] for key, value in batch().items()}
+
+
+MODES = {
+    "greedy": (batch, {}),
+    "one": (one, {}),
+    "sampling": (batch, {"do_sample": True, "top_k": 20}),
+    "beams": (batch, {"num_beams": 3}),
+    "beams that sample": (batch, {"num_beams": 2, "do_sample": True}),
+    "several": (one, {"num_return_sequences": 3, "do_sample": True}),
+    "prompt lookup": (one, {"prompt_lookup_num_tokens": 3}),
+}
+
+
+def generate(model, mode, tokens=12, **more):
+    """What a model writes, in one of the ways in which models do."""
+    inputs, options = MODES[mode]
+    torch.manual_seed(2)
+    return model.generate(**inputs(), **options, **more, max_new_tokens=tokens, pad_token_id=0, eos_token_id=None)
