@@ -50,6 +50,31 @@ def make_notebook(path, *cells):
 # --- all of them ----------------------------------------------------------------------------------
 
 
+CARDS = [
+    "%load_ext nbdist\n%dist_init -n 2 --backend none\nimport torch",
+    "rref = rpc.remote('worker1', torch.ones, args=(2, 3))\nrref",
+    "{'a': rref, 'b': rpc.remote('worker0', torch.nn.Linear, args=(3, 2))}",
+    "[rpc.remote('worker0', int, args=(n,)) for n in range(3)]",
+    "rref.peek()",
+    "%dist_diff rank",
+    "%dist_shutdown",
+]
+
+
+def test_nbval_finds_cards_the_same_each_time_without_any_leniency(tmp_path):
+    path = make_notebook(tmp_path / "cards.ipynb", *CARDS)
+    status, said = judge("--write", path, scratch=tmp_path)
+    assert status == 0, said
+    outputs = [output.data for cell in code_cells(path) for output in cell.outputs if "data" in output]
+    assert sum("text/html" in data for data in outputs) >= 4
+    for _ in range(2):
+        status, said = run(
+            *("-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "--color=no", path),
+            scratch=tmp_path,
+        )
+        assert status == 0, said
+
+
 @pytest.mark.timeout(1000)
 def test_nbval_finds_the_committed_outputs(tmp_path):
     status, said = run(
