@@ -6,15 +6,17 @@ that on its way, and hands on what comes back.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from nbdist.errors import RRefError, UsageError, WorkerLost
+from nbdist.errors import UsageError
 from nbdist.swarm import adapter
 from nbdist.swarm.adapter import LayerCall
+from nbdist.swarm.session import Gone
 
 if TYPE_CHECKING:
     from nbdist.swarm.session import Session
@@ -88,15 +90,11 @@ def _forward(swarm: Swarm, hidden: torch.Tensor, calls: list[LayerCall]) -> list
     found: list[tuple[Any, torch.Tensor]] = []
     at = 0
     while at < len(calls):
-        for span in swarm.route(at, len(calls)):
-            try:
-                server = swarm.server(span.server)
+        with contextlib.suppress(Gone):  # from there on, by others
+            for span, server in swarm.servers(at, len(calls)):
                 after = swarm.ask(server, "forward", span.begin, hidden.detach(), calls[span.begin : span.end])
-            except (WorkerLost, RRefError) as error:
-                swarm.lose(span.server, error)
-                break
-            found.append(((span.begin, span.end), hidden))
-            hidden, at = after, span.end
+                found.append(((span.begin, span.end), hidden))
+                hidden, at = after, span.end
     return [*found, (None, hidden)]
 
 
@@ -122,25 +120,17 @@ def _backward(
 ) -> torch.Tensor:
     """Back through some blocks, by whoever has them now."""
     while True:
-        spans = swarm.route(begin, begin + len(calls))
-        try:
-            entrances = [given]
-            for span in spans[:-1]:
+        with contextlib.suppress(Gone):
+            way = []
+            hidden = given
+            for span, server in swarm.servers(begin, begin + len(calls)):
                 own = calls[span.begin - begin : span.end - begin]
-                entrances.append(
-                    swarm.ask(swarm.server(span.server), "forward", span.begin, entrances[-1].detach(), own)
-                )
+                way.append((span, server, own, hidden))
+                if span.end < begin + len(calls):
+                    hidden = swarm.ask(server, "forward", span.begin, hidden.detach(), own)
             found = gradient
-            for span, entrance in zip(reversed(spans), reversed(entrances), strict=True):
-                own = calls[span.begin - begin : span.end - begin]
-                found = swarm.ask(swarm.server(span.server), "backward", span.begin, entrance.detach(), own, found)
-        except (WorkerLost, RRefError) as error:
-            gone = [span.server for span in spans if not swarm.is_there(span.server)]
-            if not gone:
-                raise
-            for name in gone:
-                swarm.lose(name, error)
-        else:
+            for span, server, own, entrance in reversed(way):
+                found = swarm.ask(server, "backward", span.begin, entrance.detach(), own, found)
             return found
 
 
@@ -162,6 +152,8 @@ def remote_model(swarm: Swarm) -> Any:
             model(torch.zeros(1, 1, dtype=torch.long), use_cache=False)
     except _Probe as probe:
         hidden, told = probe.args
-        (span, *_) = swarm.route(0, 1)
-        passage.in_tuple = swarm.ask(swarm.server(span.server), "returns_tuple", 0, hidden, told)
+        while passage.in_tuple is None:
+            with contextlib.suppress(Gone):
+                ((_, server),) = swarm.servers(0, 1)
+                passage.in_tuple = swarm.ask(server, "returns_tuple", 0, hidden, told)
     return model

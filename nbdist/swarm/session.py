@@ -13,23 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.errors import RRefError, UsageError, WorkerLost
+from nbdist.errors import UsageError
+from nbdist.rpc.rref import RRef
 from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.routing import Span
 
 if TYPE_CHECKING:
+    from nbdist.swarm.server import Server
     from nbdist.swarm.swarm import Swarm
 
-__all__ = ["Session"]
+__all__ = ["Gone", "Session"]
 
 _numbers = itertools.count()
 
 
+class Gone(Exception):
+    """A server is gone, and the swarm knows."""
+
+
 @dataclass
 class _Part:
-    """A span of the route, and what has gone into it."""
+    """A span of the route, who serves it, and what has gone into it."""
 
     span: Span
+    server: RRef[Server]
     history: History = field(default_factory=History)
 
 
@@ -60,65 +67,60 @@ class Session:
 
     def refuse(self, why: str) -> None:
         """Take no steps from now on."""
-        self._refusal = why
+        self._refusal = self._refusal or why
 
     def step(self, hidden: torch.Tensor, calls: list[Any]) -> torch.Tensor:
         """Take tokens through all blocks."""
         if self._refusal:
             raise UsageError(self._refusal)
         before, self._before = tuple(self._before), []
-        if not self._parts:
-            self._parts = self._open(0, len(calls))
-        at = 0
-        while at < len(self._parts):
-            part = self._parts[at]
-            step = Step(before, hidden, tuple(calls[part.span.begin : part.span.end]))
-            try:
-                hidden = self._take(part, step)
-            except (WorkerLost, RRefError) as error:
-                self._parts[at : at + 1] = self._replace(part, error)
-            else:
-                at += 1
+        try:
+            if not self._parts:
+                self._parts = self._open(0, len(calls))
+            at = 0
+            while at < len(self._parts):
+                part = self._parts[at]
+                step = Step(before, hidden, tuple(calls[part.span.begin : part.span.end]))
+                try:
+                    hidden = self._take(part, step)
+                except Gone:
+                    self._parts[at : at + 1] = self._replace(part)
+                else:
+                    at += 1
+        except BaseException as error:
+            # Some have taken the step, and others have not.
+            self.refuse(f"this cache is of a call that failed: {type(error).__name__}: {error}")
+            raise
         return hidden
 
     def _take(self, part: _Part, step: Step) -> torch.Tensor:
-        server, begin = self._swarm.server(part.span.server), part.span.begin
         number = len(part.history.steps)
-        found: torch.Tensor = self._swarm.ask(server, "step", self.id, begin, number, step)
+        found: torch.Tensor = self._swarm.ask(part.server, "step", self.id, part.span.begin, number, step)
         part.history.add(step)
         return found
 
     def _open(self, begin: int, end: int) -> list[_Part]:
         """A way through these blocks, on which the session has been opened everywhere."""
         while True:
-            parts = [_Part(span) for span in self._swarm.route(begin, end)]
+            parts = [_Part(span, server) for span, server in self._swarm.servers(begin, end)]
             try:
                 for part in parts:
-                    server = self._swarm.server(part.span.server)
-                    self._swarm.ask(server, "open", self.id, part.span.begin, self._empty)
-            except (WorkerLost, RRefError) as error:
-                self._swarm.lose(part.span.server, error)
-            else:
-                return parts
+                    self._swarm.ask(part.server, "open", self.id, part.span.begin, self._empty)
+            except Gone:
+                continue
+            return parts
 
-    def _replace(self, gone: _Part, error: Exception) -> list[_Part]:
+    def _replace(self, gone: _Part) -> list[_Part]:
         """Others for a span whose worker is gone, brought to where it was."""
+        begin = gone.span.begin
         while True:
-            self._swarm.lose(gone.span.server, error)
-            parts = self._open(gone.span.begin, gone.span.end)
+            parts = self._open(begin, gone.span.end)
             try:
                 for step in gone.history.steps:
-                    self._replay(parts, gone.span.begin, step)
-            except (WorkerLost, RRefError) as another:
-                error = another
-                for name in {part.span.server for part in parts}:
-                    if not self._swarm.is_there(name):
-                        self._swarm.lose(name, another)
-            else:
-                return parts
-
-    def _replay(self, parts: list[_Part], begin: int, step: Step) -> None:
-        hidden = step.hidden
-        for part in parts:
-            calls = step.calls[part.span.begin - begin : part.span.end - begin]
-            hidden = self._take(part, Step(step.before, hidden, calls))
+                    hidden = step.hidden
+                    for part in parts:
+                        calls = step.calls[part.span.begin - begin : part.span.end - begin]
+                        hidden = self._take(part, Step(step.before, hidden, calls))
+            except Gone:
+                continue
+            return parts

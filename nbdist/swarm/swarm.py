@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.autograd.api import recorder
-from nbdist.errors import NbdistError, UsageError, WorkerLost
+from nbdist.errors import NbdistError, RRefError, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.rref import RRef
 from nbdist.swarm import adapter, routing
 from nbdist.swarm.routing import Span
 from nbdist.swarm.server import Info, Server
-from nbdist.swarm.session import Session
+from nbdist.swarm.session import Gone, Session
 
 __all__ = ["Swarm", "serve"]
 
@@ -106,9 +106,10 @@ class Swarm:
 
     def kill(self, worker: int | str) -> None:
         """Kill a worker's process, as an accident would."""
-        name = api.get_worker_info(worker).name if isinstance(worker, str) else self._name_of(worker)
-        with self._quiet():
-            info: Info = self.server(name).rpc_sync().info()
+        name = worker if isinstance(worker, str) else self._name_of(worker)
+        if name not in self.blocks:
+            raise UsageError(f"{name} serves nothing")
+        info: Info = self.ask(self.server(name), "info")
         self.log.append(f"{name} is killed")
         os.kill(info.pid, signal.SIGKILL)
 
@@ -117,47 +118,58 @@ class Swarm:
         members = recorder().membership.members()
         return next((member.name for member in members if member.id == id), str(id))
 
-    def lose(self, name: str, why: object) -> None:
-        """A worker is gone."""
+    def lose(self, server: RRef[Server], why: object) -> None:
+        """A server is gone."""
         with self._lock:
-            if self._servers.pop(name, None) is None:
-                return
+            name = next((name for name, known in self._servers.items() if known is server), None)
+            if name is None:
+                return  # that is known; or its worker is back, and serves anew
+            del self._servers[name]
             blocks = self._blocks.pop(name)
         self.log.append(f"{name}, which had {_ranges(blocks)}, is gone: {str(why).splitlines()[0]}")
-
-    def is_there(self, name: str) -> bool:
-        """Whether a worker is a member still."""
-        return any(member.name == name for member in recorder().membership.members())
 
     # -- for sessions -------------------------------------------------------------------------
 
     def route(self, begin: int, end: int) -> list[Span]:
         """A way through these blocks; those that nobody has any more are taken by who is left."""
         while True:
-            for span in routing.assign(self.blocks, begin, end):
-                try:
-                    loaded = self.ask(self.server(span.server), "load", span.begin, span.end)
-                except WorkerLost as error:
-                    self.lose(span.server, error)
-                    break
-                with self._lock:
-                    self._blocks[span.server] = loaded
-                self.log.append(f"{span.server} takes {_ranges(range(span.begin, span.end))}")
-            else:
-                return routing.route(self.blocks, begin, end)
+            try:
+                for span in routing.assign(self.blocks, begin, end):
+                    self._give(span)
+            except Gone:
+                continue
+            return routing.route(self.blocks, begin, end)
+
+    def _give(self, span: Span) -> None:
+        server = self.server(span.server)
+        loaded = self.ask(server, "load", span.begin, span.end)
+        with self._lock:
+            if self._servers.get(span.server) is server:
+                self._blocks[span.server] = loaded
+        self.log.append(f"{span.server} takes {_ranges(range(span.begin, span.end))}")
+
+    def servers(self, begin: int, end: int) -> list[tuple[Span, RRef[Server]]]:
+        """A way through these blocks, and who serves each part."""
+        while True:
+            with contextlib.suppress(Gone):
+                return [(span, self.server(span.server)) for span in self.route(begin, end)]
 
     def server(self, name: str) -> RRef[Server]:
-        """The server on a worker; WorkerLost where it is known to be gone."""
+        """The server on a worker; `Gone` where there is none any more."""
         with self._lock:
             found = self._servers.get(name)
         if found is None:
-            raise WorkerLost(f"{name} serves no longer")
+            raise Gone(name)
         return found
 
     def ask(self, server: RRef[Server], method: str, *args: Any) -> Any:
-        """Call a server."""
+        """Call a server; `Gone` if its worker is lost."""
         with self._quiet():
-            return getattr(server.rpc_sync(0), method)(*args)
+            try:
+                return getattr(server.rpc_sync(0), method)(*args)
+            except (WorkerLost, RRefError) as error:
+                self.lose(server, error)
+                raise Gone(server.owner_name()) from error
 
     @staticmethod
     def _quiet() -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import torch
 import transformers
 
 import nbdist
+from nbdist.errors import UsageError
 from nbdist.swarm import serve
 from nbdist.swarm.routing import NoRoute
 
@@ -131,7 +132,29 @@ def test_a_bad_request_is_an_error_and_nobody_is_given_up(three):
     with pytest.raises(RuntimeError):
         remote(inputs_embeds=torch.zeros(1, 3, 31))
     assert set(swarm.blocks) == {"worker0", "worker1"}
+    cache = remote(**swarm_models.one()).past_key_values
+    with pytest.raises(RuntimeError):
+        remote(inputs_embeds=torch.zeros(1, 3, 31), past_key_values=cache)
+    with pytest.raises(UsageError, match="of a call that failed"):
+        remote(**swarm_models.one(), past_key_values=cache)
     assert swarm_models.generate(remote, "one").shape == (1, 21)
+    swarm.close()
+
+
+def test_a_worker_that_is_back_before_anybody_has_noticed(three):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[0, 1, 2])
+    remote = swarm.causal_lm()
+
+    def die_and_return():
+        swarm.kill(1)
+        three.workers[1].ended.wait(10)
+        three.restart("1")
+        swarm.join(1, 2, 4)
+
+    expected = swarm_models.generate(model, "greedy")
+    assert torch.equal(swarm_models.generate(remote, "greedy", stopping_criteria=at(4, die_and_return)), expected)
+    assert swarm.blocks["worker1"] == [2, 3]
     swarm.close()
 
 
