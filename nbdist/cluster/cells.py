@@ -134,13 +134,15 @@ class Cell:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None = None, *, begin: Callable[[], object] = lambda: None) -> None:
         """Wait until it has ended on all workers; raises their errors.
 
-        Ctrl-C, or the stop button, interrupts the workers, and so does the end of ``timeout`` (seconds).
+        Ctrl-C, or the stop button, interrupts the workers, and so does the end of ``timeout`` (seconds). What sends it
+        is to ``begin`` here: an interrupt that comes just then would else leave it running.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
+            begin()
             while not self._finished:
                 try:
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())

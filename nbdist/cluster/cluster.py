@@ -314,11 +314,17 @@ class Cluster:
             "stop_on_error": False,
         }
         told = {METADATA: {"number": number, "keep": keep, "origin": self._router.origins.current()}}
-        if not self._thread.soon(self._send, cell, workers, pack(request), pack(told)):  # packed once for all
-            raise UsageError("the cluster has been shut down")
+        packed = pack(request), pack(told)  # once for all
+
+        def send() -> None:
+            if not self._thread.soon(self._send, cell, workers, *packed):
+                raise UsageError("the cluster has been shut down")
+
         if block:
-            cell.wait(timeout)
-        elif timeout is not None:
+            cell.wait(timeout, begin=send)
+            return cell
+        send()
+        if timeout is not None:
             self._thread.soon(self._thread.loop.call_later, timeout, self._cancel_late, cell)
         return cell
 

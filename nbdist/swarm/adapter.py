@@ -39,6 +39,7 @@ __all__ = [
     "RecordedCache",
     "build",
     "call",
+    "convert_gguf",
     "find_cache",
     "find_layers",
     "operate",
@@ -133,6 +134,10 @@ class Checkpoint:
         write_checkpoint(transformers.AutoModelForCausalLM.from_pretrained(folder), scratch)
         return cls(scratch)
 
+    def tokenizer(self) -> Any:
+        """What makes numbers of text, if it is there."""
+        return transformers.AutoTokenizer.from_pretrained(self.folder)
+
     @property
     def generation(self) -> Any:
         """How the model is to generate, if the folder says so."""
@@ -173,6 +178,13 @@ def write_checkpoint(model: Any, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write a model of llama.cpp's format so that `Checkpoint` reads it, with its tokenizer."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    write_checkpoint(model, folder)
+    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
 # -- caches -----------------------------------------------------------------------------------------

