@@ -30,7 +30,6 @@ from nbdist.wire.messages import State
 __all__ = ["Holding", "Holdings", "collect", "free"]
 
 _PATIENCE = 10.0
-_SHOWN = 80
 
 
 class Owned(msgspec.Struct, frozen=True):
@@ -67,12 +66,13 @@ class Holding(msgspec.Struct, frozen=True):
     """One thing that lives on a worker."""
 
     worker: str
-    what: str
     nbytes: int | None
     pins: list[tuple[str, list[Pin]]]
     """By worker, who holds it."""
     id: GlobalId | None = None
-    """Of a value."""
+    """Of a value; without one it is what a context keeps."""
+    state: State | None = None
+    """What the value is, if it has come to be."""
 
     @property
     def idle(self) -> bool:
@@ -106,10 +106,10 @@ def collect() -> Holdings:
                 held.append((worker, own or [_UNKNOWN]))
             held.sort(key=lambda each: order.get(each[0], len(order)))
             nbytes = owned.state.nbytes if owned.state is not None else None
-            items.append(Holding(worker, _told(owned.state), nbytes, held, owned.id))
+            items.append(Holding(worker, nbytes, held, owned.id, owned.state))
         for kept in report.contexts:
             pin = Pin("context", f"context {kept.id}, which is open")
-            items.append(Holding(worker, "graph and gradients", kept.nbytes, [(kept.maker, [pin])]))
+            items.append(Holding(worker, kept.nbytes, [(kept.maker, [pin])]))
     items.sort(key=lambda item: (order[item.worker], -(item.nbytes or 0)))
     return Holdings(items, {worker: report.nbytes for worker, report in reports.items()}, silent)
 
@@ -148,14 +148,6 @@ def _ask(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
             found[name] = answer.wait()
     names = [member.name for member in members]
     return {name: found[name] for name in names if name in found}, [name for name in names if name not in found]
-
-
-def _told(state: State | None) -> str:
-    if state is None:
-        return "a value still to come"
-    if state.error is not None:
-        return f"{state.qualname}: {state.error.partition(chr(10))[0][:_SHOWN]}"
-    return f"{state.qualname} {state.dtype}{tuple(state.shape)}" if state.shape is not None else state.qualname
 
 
 # -- on each worker -------------------------------------------------------------------------------

@@ -93,10 +93,10 @@ def _without_weights() -> Iterator[None]:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def build(config: Any, *, head: str = "AutoModelForCausalLM") -> Any:
+def build(config: Any) -> Any:
     """A model of this configuration whose parameters have no memory yet."""
     with _without_weights():
-        model = getattr(transformers, head).from_config(copy.deepcopy(config))
+        model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))  # type: ignore[no-untyped-call]
     return model.eval()
 
 
@@ -154,7 +154,7 @@ class Checkpoint:
         module.load_state_dict(state, strict=False, assign=True)
         module.requires_grad_(False)
 
-    def nbytes(self, prefix: str = "") -> int:
+    def nbytes(self, prefix: str) -> int:
         """Of all weights whose names begin so."""
         with open(self.folder / _WEIGHTS, "rb") as file:
             size = int.from_bytes(file.read(8), "little")

@@ -65,13 +65,6 @@ class Server:
                     self._blocks[number] = layers[number]
             return sorted(self._blocks)
 
-    def unload(self, begin: int, end: int) -> list[int]:
-        """Let go of these."""
-        with self._computing:
-            for number in range(begin, end):
-                self._blocks.pop(number, None)
-            return sorted(self._blocks)
-
     def info(self) -> Info:
         """How it is, at once."""
         return Info(os.getpid(), sorted(self._blocks), len(self._sessions), self._steps)

@@ -14,7 +14,7 @@ from nbdist.rpc.peeking import Histogram, Numbers, Parameter, Peek
 from nbdist.views.amounts import size
 from nbdist.wire.messages import State
 
-__all__ = ["MOST", "Facts", "card", "peek_html", "table", "text"]
+__all__ = ["MOST", "Facts", "card", "peek_html", "table", "text", "value"]
 
 _STANDINGS = {
     "here": ("owned here", "#3b82c4"),
@@ -50,7 +50,7 @@ def text(facts: Facts) -> str:
 def card(facts: Facts, *, lasting: bool = False) -> str:
     """All that is known; if it is to be looked at when all is over, without what has only not come yet."""
     state = facts.state
-    rows = [("value", _value(state)), *_more(state)] if state is not None or not lasting else []
+    rows = [("value", value(state)), *_more(state)] if state is not None or not lasting else []
     if facts.forks is not None:
         rows.append(("forks", str(facts.forks)))
     if facts.why:
@@ -76,7 +76,7 @@ def table(rows: Sequence[tuple[str, Facts]], count: int) -> str:
         state = facts.state
         device = (state.device if state is not None else None) or ""
         nbytes = size(state.nbytes) if state is not None and state.nbytes is not None else ""
-        cells = [escape(told) for told in (key, facts.owner, _value(state), device, nbytes)]
+        cells = [escape(told) for told in (key, facts.owner, value(state), device, nbytes)]
         told = "".join(f'<td style="text-align:left">{cell}</td>' for cell in [*cells, _badge(facts.standing)])
         lines.append(f"<tr>{told}</tr>")
     left = f"<div>… and {count - len(rows)} more</div>" if count > len(rows) else ""
@@ -96,7 +96,8 @@ def peek_html(peek: Peek) -> str:
     return f'<div style="font-family:sans-serif;font-size:13px">{"".join(parts)}</div>'
 
 
-def _value(state: State | None) -> str:
+def value(state: State | None) -> str:
+    """What a value is, shortly."""
     if state is None:
         return "not known yet"
     if state.error is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from html import escape
 
 from nbdist.cluster.holdings import Holding, Holdings
-from nbdist.views import tables
+from nbdist.views import cards, tables
 from nbdist.views.amounts import size
 
 __all__ = ["FreedTable", "MemoryTable"]
 
 _MOST = 100
+_SHOWN = 80
 _COLUMNS = ("worker", "what", "bytes", "held by")
 
 
@@ -69,4 +70,5 @@ class FreedTable(MemoryTable):
 
 def _cells(item: Holding) -> list[str]:
     held = [f"{worker}: {', '.join(map(str, pins))}" for worker, pins in item.pins]
-    return [item.worker, item.what, size(item.nbytes) if item.nbytes is not None else "", "; ".join(held)]
+    what = cards.value(item.state).partition("\n")[0][:_SHOWN] if item.id is not None else "graph and gradients"
+    return [item.worker, what, size(item.nbytes) if item.nbytes is not None else "", "; ".join(held)]

@@ -51,7 +51,9 @@ class Panel:
             sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.links.sent()}
             with self._lock:
                 self.rows, self._awaited = rows, awaited
-                for name, counts in sent.items():  # of those that have answered
+                # Of those that have answered: what a worker sent that is gone or silent is not what it sends.
+                self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] in sent}
+                for name, counts in sent.items():
                     self._note_rates(name, counts, now)
                 for row in rows:
                     course = self._courses.setdefault(row.name, Course())

@@ -111,10 +111,14 @@ def test_what_is_kept_is_bounded(cluster):
 
 def test_a_worker_that_is_gone(cluster):
     panel = Panel(cluster)
+    code = "import torch\nfrom nbdist import rpc\nrpc.rpc_sync('worker0', torch.numel, args=(torch.ones(25_000_000),))"
+    cluster.execute(code, "1")
+    until(panel, lambda _: any(each["from"] == "worker1" for each in panel.snapshot()["talk"]))
     with pytest.raises(nbdist.WorkerLost):
         cluster.execute("import os; os._exit(3)", "1")
     rows = until(panel, lambda rows: rows["worker1"]["lost"])
     assert "exited with code 3" in rows["worker1"]["state"]
+    assert not any(each["from"] == "worker1" for each in panel.snapshot()["talk"])
     cluster.restart("1")
     until(panel, lambda rows: rows["worker1"]["state"] == "idle")
 
