@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from nbdist import trace
@@ -44,6 +45,11 @@ class _PerThread(threading.local):
 
 
 _thread = _PerThread()
+
+
+def _drop(listeners: list[Any], listener: Any) -> None:
+    with contextlib.suppress(ValueError):  # it has been
+        listeners.remove(listener)
 
 
 def active_agent() -> Agent | None:
@@ -161,9 +167,10 @@ class Agent:
             return None
         return handler(message, sender, frames)
 
-    def on_lost(self, listener: Callable[[Record, str], None]) -> None:
-        """Have ``listener(record, why)`` called when a member is lost; it must be quick."""
+    def on_lost(self, listener: Callable[[Record, str], None]) -> Callable[[], None]:
+        """Have ``listener(record, why)`` called when a member is lost; it must be quick. Returns what ends that."""
         self._on_lost.append(listener)
+        return partial(_drop, self._on_lost, listener)
 
     def at_close(self, action: Callable[[], None]) -> None:
         """Have ``action`` called at the end of `close`."""
@@ -299,7 +306,7 @@ class Agent:
 
         if calls or going_on:
             self.pool.submit(tell)
-        for listener in self._on_lost:
+        for listener in list(self._on_lost):
             listener(record, why)
 
     # -- looking ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ try:
     import transformers
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers.cache_utils import Cache, DynamicCache
+    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 except ImportError as error:  # an extra of this package
     raise ImportError('nbdist.swarm needs transformers: pip install "nbdist[swarm]"') from error
 
@@ -39,11 +39,20 @@ __all__ = [
     "RecordedCache",
     "build",
     "call",
+    "complete",
     "convert_gguf",
+    "empty",
     "find_cache",
     "find_layers",
+    "forgets",
+    "is_same",
+    "length",
+    "nbytes",
+    "new_cache",
     "operate",
+    "part",
     "strip",
+    "windows",
     "write_checkpoint",
 ]
 
@@ -93,11 +102,28 @@ def _without_weights() -> Iterator[None]:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def build(config: Any) -> Any:
-    """A model of this configuration whose parameters have no memory yet."""
+def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) -> Any:
+    """A model of this configuration, with a head of that kind, whose parameters have no memory yet."""
+    config = copy.deepcopy(config)
+    if num_labels is not None:
+        config.num_labels = num_labels
+    auto = getattr(transformers, "AutoModel" if kind == "Model" else f"AutoModelFor{kind}")
     with _without_weights():
-        model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))  # type: ignore[no-untyped-call]
+        model: Any = auto.from_config(config)
     return model.eval()
+
+
+def complete(model: Any, kind: str) -> None:
+    """Give a head that the file has not got weights to begin with; there is none that could write."""
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        if kind != "SequenceClassification":
+            raise UsageError(f"the model came without {name}: Swarm.model() wants no head")
+        owner, _, own = name.rpartition(".")
+        made = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+        nn.init.normal_(made, std=getattr(model.config, "initializer_range", 0.02))
+        setattr(model.get_submodule(owner), own, made)
 
 
 def find_layers(model: Any) -> str:
@@ -119,8 +145,13 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = transformers.AutoConfig.from_pretrained(self.folder)
-        with safe_open(self.folder / _WEIGHTS, "pt") as file:
-            self.names: frozenset[str] = frozenset(file.keys())
+        with open(self.folder / _WEIGHTS, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
+        self._sizes: dict[str, int] = {name: end - begin for name, (begin, end) in spans.items()}
+        self.names: frozenset[str] = frozenset(self._sizes)
+        family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        self._base: str = family.base_model_prefix
 
     @classmethod
     def opened(cls, folder: str | Path, scratch: Path) -> Checkpoint:
@@ -129,9 +160,12 @@ class Checkpoint:
             found = cls(folder)
             model = build(found.config)
             path = find_layers(model)
-            if all(f"{path}.{name}" in found.names for name, _ in model.get_submodule(path).named_parameters()):
+            names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()]
+            if all(found._named(name) in found.names for name in names):
                 return found
-        write_checkpoint(transformers.AutoModelForCausalLM.from_pretrained(folder), scratch)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        own = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        write_checkpoint(own.from_pretrained(folder), scratch)
         return cls(scratch)
 
     def tokenizer(self) -> Any:
@@ -147,20 +181,26 @@ class Checkpoint:
 
     def fill(self, module: nn.Module, prefix: str = "") -> None:
         """Give a module its weights; they stay in the file, of which all processes of a host share the memory."""
+        state = {}
         with safe_open(self.folder / _WEIGHTS, "pt") as file:
-            state = {
-                name: file.get_tensor(prefix + name) for name in module.state_dict() if prefix + name in self.names
-            }
+            for name in module.state_dict():
+                found = self._named(prefix + name)
+                if found in self.names:
+                    state[name] = file.get_tensor(found)
         module.load_state_dict(state, strict=False, assign=True)
         module.requires_grad_(False)
 
+    def _named(self, name: str) -> str:
+        """How the file calls what a model calls so: with a head, or without, it has one name more, or less."""
+        if name in self.names:
+            return name
+        base = f"{self._base}."
+        return name.removeprefix(base) if name.startswith(base) else base + name
+
     def nbytes(self, prefix: str) -> int:
         """Of all weights whose names begin so."""
-        with open(self.folder / _WEIGHTS, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        spans = [told["data_offsets"] for name, told in header.items() if name.startswith(prefix)]
-        return sum(end - begin for begin, end in spans)
+        prefixes = (prefix, prefix.removeprefix(f"{self._base}."))
+        return sum(size for name, size in self._sizes.items() if name.startswith(prefixes))
 
 
 def write_checkpoint(model: Any, folder: Path) -> None:
@@ -188,6 +228,25 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 # -- caches -----------------------------------------------------------------------------------------
+
+
+def new_cache(config: Any) -> Any:
+    """An empty one."""
+    return DynamicCache(config=config)
+
+
+def is_same(one: LayerCall, other: LayerCall) -> bool:
+    """Whether two layers are called in the same way, with the same objects."""
+    return (
+        len(one.args) == len(other.args)
+        and one.kwargs.keys() == other.kwargs.keys()
+        and all(map(_is, one.args, other.args))
+        and all(_is(value, other.kwargs[name]) for name, value in one.kwargs.items())
+    )
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other)
 
 
 def find_cache(values: Sequence[Any]) -> Any:
@@ -236,6 +295,46 @@ def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) ->
         method = getattr(layer, name, None)
         if method is not None and (layer.is_initialized or name == "activate_past_recording"):
             method(*args)
+
+
+def length(cache: Any, span: tuple[int, int]) -> int:
+    """How many tokens are in the caches of some layers."""
+    return int(cache.layers[span[0]].get_seq_length()) if span[0] < len(cache.layers) else 0
+
+
+def nbytes(cache: Any, span: tuple[int, int]) -> int:
+    """Of the caches of some layers."""
+    return sum(
+        tensor.nbytes
+        for layer in cache.layers[slice(*span)]
+        for tensor in vars(layer).values()
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def part(cache: Any, begin: int, end: int) -> Any:
+    """A cache with the entries of these layers only."""
+    found = copy.copy(cache)
+    found.layers = [copy.copy(layer) for layer in cache.layers]
+    for number, layer in enumerate(found.layers):
+        if not begin <= number < end:
+            layer.reset()
+    return found
+
+
+def forgets(cache: Any) -> bool:
+    """Whether a cache that was cropped is as if what was cropped had never been there."""
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def windows(cache: Any) -> list[int | None]:
+    """How many tokens each layer looks back at; None for all."""
+    return [getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in cache.layers]
+
+
+def empty(module: nn.Module) -> None:
+    """Take a module's weights from it."""
+    module.to("meta")
 
 
 def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter
+from nbdist.swarm import adapter, stateless
 from nbdist.swarm.adapter import LayerCall
-from nbdist.swarm.session import Gone
+from nbdist.swarm.session import Gone, Recover
 
 if TYPE_CHECKING:
     from nbdist.swarm.session import Session
     from nbdist.swarm.swarm import Swarm
 
-__all__ = ["remote_model"]
+__all__ = ["Passage", "remote_model"]
 
 
 class _Probe(BaseException):
@@ -31,36 +32,48 @@ class _Probe(BaseException):
 
 class _Notes(threading.local):
     calls: list[LayerCall] = []  # noqa: RUF012 - never changed, only replaced
+    only = False
+    """Whether layers note only how they are called."""
+    expected = 0
 
 
-class _Passage:
+class Passage:
     """What the stand-ins of one model have in common."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: Swarm, model: Any, recover: Recover) -> None:
         self.swarm = swarm
+        self.model = model
+        self.recover: Recover = recover
         self.notes = _Notes()
         self.in_tuple: bool | None = None
 
     def take(self, hidden: torch.Tensor, calls: list[LayerCall], cache: Any) -> torch.Tensor:
         """Through all blocks."""
-        wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
+        prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
+        wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
         if cache is not None:
             session: Session = cache.nbdist[1]
-            if not wants_gradient:
-                return session.step(hidden.detach(), calls)
+            if not wanted:
+                return session.step(hidden.detach(), calls, prompts.detach() if prompts is not None else None)
             if session.tokens:
                 raise UsageError("no gradient comes back through a cache: call the model with use_cache=False")
             session.refuse("this cache is of a call that gradients come back from, and has nothing in it")
-        if wants_gradient:
-            found: torch.Tensor = _Through.apply(hidden, self.swarm, calls)  # type: ignore[no-untyped-call]
-            return found
-        return _forward(self.swarm, hidden, calls)[-1][1]
+        return stateless.through(self.swarm, 0, hidden, calls, prompts)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[_Notes]:
+        """For the block, layers do nothing but note how they are called."""
+        self.notes.only = True
+        try:
+            yield self.notes
+        finally:
+            self.notes.only = False
 
 
 class _StandIn(nn.Module):
     """A layer that is elsewhere."""
 
-    def __init__(self, passage: _Passage, number: int, count: int) -> None:
+    def __init__(self, passage: Passage, number: int, count: int) -> None:
         super().__init__()
         self._passage = passage
         self._number = number
@@ -72,88 +85,84 @@ class _StandIn(nn.Module):
         told = adapter.strip(args, kwargs, cache)
         if passage.in_tuple is None:
             raise _Probe(hidden, told)
+        notes = passage.notes
         if not self._number:
-            passage.notes.calls = []
+            notes.calls = []
             if cache is not None and not hasattr(cache, "nbdist"):
-                passage.swarm.session(cache)
-        passage.notes.calls.append(told)
+                passage.swarm.session(cache, expected=notes.expected, recover=passage.recover)
+        last = notes.calls[-1] if notes.calls else None
+        notes.calls.append(last if last is not None and adapter.is_same(last, told) else told)
         if cache is not None:
             cache.nbdist[0].grow(self._number, hidden.shape[0], hidden.shape[1])
-        if self._number == self._count - 1:
-            calls, passage.notes.calls = passage.notes.calls, []
+        if self._number == self._count - 1 and not notes.only:
+            calls, notes.calls = notes.calls, []
             hidden = passage.take(hidden, calls, cache)
         return (hidden,) if passage.in_tuple else hidden
 
 
-def _forward(swarm: Swarm, hidden: torch.Tensor, calls: list[LayerCall]) -> list[tuple[Any, torch.Tensor]]:
-    """Through all blocks without a session; for each span what went in, and behind the last what came out."""
-    found: list[tuple[Any, torch.Tensor]] = []
-    at = 0
-    while at < len(calls):
-        with contextlib.suppress(Gone):  # from there on, by others
-            for span, server in swarm.servers(at, len(calls)):
-                after = swarm.ask(server, "forward", span.begin, hidden.detach(), calls[span.begin : span.end])
-                found.append(((span.begin, span.end), hidden))
-                hidden, at = after, span.end
-    return [*found, (None, hidden)]
-
-
-class _Through(torch.autograd.Function):
-    """All blocks as one function: what goes into each span is kept, what is between is computed again."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, swarm: Swarm, calls: list[LayerCall]) -> torch.Tensor:
-        way = _forward(swarm, hidden, calls)
-        ctx.swarm, ctx.calls, ctx.way = swarm, calls, [(span, given.detach()) for span, given in way[:-1]]
-        return way[-1][1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        for (begin, end), given in reversed(ctx.way):
-            gradient = _backward(ctx.swarm, begin, given, ctx.calls[begin:end], gradient)
-        return gradient, None, None
-
-
-def _backward(
-    swarm: Swarm, begin: int, given: torch.Tensor, calls: list[LayerCall], gradient: torch.Tensor
-) -> torch.Tensor:
-    """Back through some blocks, by whoever has them now."""
-    while True:
-        with contextlib.suppress(Gone):
-            way = []
-            hidden = given
-            for span, server in swarm.servers(begin, begin + len(calls)):
-                own = calls[span.begin - begin : span.end - begin]
-                way.append((span, server, own, hidden))
-                if span.end < begin + len(calls):
-                    hidden = swarm.ask(server, "forward", span.begin, hidden.detach(), own)
-            found = gradient
-            for span, server, own, entrance in reversed(way):
-                found = swarm.ask(server, "backward", span.begin, entrance.detach(), own, found)
-            return found
-
-
-def remote_model(swarm: Swarm) -> Any:
-    """A model of a swarm."""
-    model = adapter.build(swarm.checkpoint.config)
-    parent, _, name = swarm.path.rpartition(".")
-    passage = _Passage(swarm)
+def remote_model(swarm: Swarm, kind: str, *, recover: Recover, num_labels: int | None = None) -> Any:
+    """A model of a swarm, with the head of that kind."""
+    model = adapter.build(swarm.checkpoint.config, kind, num_labels)
+    path = adapter.find_layers(model)
+    parent, _, name = path.rpartition(".")
+    passage = Passage(swarm, model, recover)
     count = len(swarm)
     setattr(
         model.get_submodule(parent), name, nn.ModuleList(_StandIn(passage, number, count) for number in range(count))
     )
     swarm.checkpoint.fill(model)
     model.tie_weights()
-    if (generation := swarm.checkpoint.generation) is not None:
-        model.generation_config = generation
+    adapter.complete(model, kind)
+    if kind == "CausalLM":
+        if (generation := swarm.checkpoint.generation) is not None:
+            model.generation_config = generation
+        model.generate = _Generate(passage, model.generate)
+    model.nbdist = passage
+    _probe(passage)
+    return model
+
+
+def _probe(passage: Passage) -> None:
+    """Find out what a layer hands on; and, if caches are counted, how large they are, with one token."""
+    model, swarm = passage.model, passage.swarm
+    token = torch.zeros(1, 1, dtype=torch.long)
     try:
         with torch.no_grad():
-            model(torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+            model(token, use_cache=False)
     except _Probe as probe:
         hidden, told = probe.args
-        while passage.in_tuple is None:
-            with contextlib.suppress(Gone):
-                ((_, server),) = swarm.servers(0, 1)
-                passage.in_tuple = swarm.ask(server, "returns_tuple", 0, hidden, told)
-    return model
+        with swarm.working():
+            while passage.in_tuple is None:
+                with contextlib.suppress(Gone):
+                    ((span, member),) = swarm.way(0, 1)
+                    passage.in_tuple = swarm.ask(member, "returns_tuple", span.begin, hidden, told)
+    if swarm.options.cache_bytes is not None:
+        with torch.no_grad():
+            model(token, use_cache=True)
+
+
+class _Generate:
+    """`generate()`, which says how long the text is going to be, so that there is room for it from the start."""
+
+    def __init__(self, passage: Passage, own: Any) -> None:
+        self._passage = passage
+        self._own = own
+
+    def __call__(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        notes = self._passage.notes
+        notes.expected = self._expected(inputs, kwargs)
+        try:
+            return self._own(inputs, *args, **kwargs)
+        finally:
+            notes.expected = 0
+
+    def _expected(self, inputs: Any, kwargs: dict[str, Any]) -> int:
+        config = kwargs.get("generation_config") or self._passage.model.generation_config
+        given = next(
+            (each for each in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None
+        )
+        begin = int(given.shape[1]) if isinstance(given, torch.Tensor) else 1
+        new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+        if new is not None:
+            return begin + int(new)
+        return max(begin, int(kwargs.get("max_length") or getattr(config, "max_length", None) or 0))

@@ -1,25 +1,67 @@
 """A worker's part in a swarm: blocks that it has loaded, and the caches of the sessions that go through them.
 
-It is a value that lives on the worker; clients call its methods by a reference. Only one thing is computed at a time,
-and whoever asks how it is need not wait for that.
+It is a value that lives on the worker; clients call its methods by a reference. Whoever calls only brings work: one
+thread computes (`nbdist.swarm.runtime`), so that a busy server answers. What comes out of a step goes on to the next
+server of the session at once, and to the client besides, who keeps it for the case that somebody dies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from nbdist.errors import UsageError
-from nbdist.swarm import adapter
+from nbdist.errors import NbdistError, UsageError
+from nbdist.rpc.api import current_agent, rpc_async, rpc_sync
+from nbdist.rpc.futures import blocking_wait
+from nbdist.swarm import adapter, stacking
+from nbdist.swarm.budget import Budget, CacheFull, Ticket
 from nbdist.swarm.history import Step
+from nbdist.swarm.pools import Pools, Request, prioritize
+from nbdist.swarm.runtime import Runtime
 
-__all__ = ["Info", "Server"]
+if TYPE_CHECKING:
+    from nbdist.wire.messages import Record
+
+__all__ = ["Info", "NoSession", "Options", "Place", "Reply", "Server", "pieces"]
+
+_PIECE = 4 << 20
+"""Bytes of hidden states in one message, from worker to worker and from the client."""
+_PUSHED = 60.0
+"""Seconds for which it is tried to hand on what came out."""
+_MORE = 1.25
+"""By so much more than it needs a session grows that has more tokens than it has said."""
+
+
+class NoSession(NbdistError):
+    """A server does not know a session, any more."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server serves."""
+
+    cache_bytes: int | None = None
+    """Room for caches; None for as much as there is."""
+    largest: int | None = None
+    """Tokens that one request may have."""
+    stack: bool = False
+    """Whether several clients' requests without caches may be computed as one: faster, and equal within rounding."""
+    session_timeout: float = 3600.0
+    """Seconds after which a session that nobody has used is over."""
+    prioritize: Callable[[str, int, float], float] = prioritize
+    """How soon something is computed, of its kind ("step", "forward", "backward"), its tokens, and the points that the
+    client spends on it; the least is first."""
 
 
 class Info(NamedTuple):
@@ -30,97 +72,382 @@ class Info(NamedTuple):
     sessions: int
     steps: int
     """So many steps it has taken, of all sessions."""
+    cache: int
+    """Bytes of caches."""
+    waiting: int
+    """Requests that have not been begun."""
+    busy: float
+    """Seconds for which it has computed."""
+
+
+class Reply(NamedTuple):
+    """What came out of some blocks, and how the server is."""
+
+    result: Any
+    seconds: float
+    """That it has computed."""
+    cache: int
+    sessions: int
+    steps: int
+
+
+class Place(NamedTuple):
+    """Where a server is, for other servers: by name, so that nobody has to do with a reference to one that is dead."""
+
+    worker: str
+    key: str
+
+
+_servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
+"""Of this process."""
 
 
 class _Session:
     """The caches of one session here."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, client: int, expected: int) -> None:
         self.cache = cache
+        self.client = client
+        self.expected = expected
+        """Tokens that it will have, if that was said."""
         self.taken = 0
+        self.last: torch.Tensor | None = None
+        self.lock = threading.Lock()
+        """Held by who takes a step."""
+        self.changed = threading.Condition()
+        self.given: dict[int, dict[int, torch.Tensor]] = {}
+        """What has been pushed, by number of step and by its first token."""
+        self.ended = ""
+        self.used = time.monotonic()
+        self.next: tuple[Place, int] | None = None
+        """Where what comes out goes, and which block that begins with."""
+        self.blocks = (0, 0)
+
+    def end(self, why: str) -> None:
+        with self.changed:
+            self.ended = self.ended or why
+            self.changed.notify_all()
 
 
 class Server:
     """Serves blocks of one model."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, options: Options | None = None, key: str = "") -> None:
+        self._options = options or Options()
         self._checkpoint = adapter.Checkpoint(folder)
+        self._skeleton: Any = None
         self._blocks: dict[int, nn.Module] = {}
+        self._loading = threading.Lock()
         self._sessions: dict[tuple[str, int], _Session] = {}
-        self._computing = threading.Lock()
+        self._budget = Budget(self._options.cache_bytes)
+        self._per_token = 0.0
+        """Bytes of cache of one token of one text in one block."""
+        self._room = threading.Condition()
         self._steps = 0
+        self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
+        _servers[key] = self
+        weakref.finalize(self, current_agent().on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
     # -- blocks -------------------------------------------------------------------------------
 
     def load(self, begin: int, end: int) -> list[int]:
         """Have these blocks; all that it has then."""
-        with self._computing:
+        with self._loading:
             missing = [number for number in range(begin, end) if number not in self._blocks]
-            if missing:
+            if missing and self._skeleton is None:
                 model = adapter.build(self._checkpoint.config)
                 path = adapter.find_layers(model)
-                layers = model.get_submodule(path)
-                for number in missing:
-                    self._checkpoint.fill(layers[number], f"{path}.{number}.")
-                    self._blocks[number] = layers[number]
+                self._skeleton = path, model.get_submodule(path)
+            for number in missing:
+                path, layers = self._skeleton
+                self._checkpoint.fill(layers[number], f"{path}.{number}.")
+                self._blocks[number] = layers[number]
+            return sorted(self._blocks)
+
+    def unload(self, keep: Sequence[int]) -> list[int]:
+        """Have these blocks only; all that it has then."""
+        with self._loading:
+            for number in [number for number in self._blocks if number not in keep]:
+                block = self._blocks.pop(number)
+                adapter.empty(block)
             return sorted(self._blocks)
 
     def info(self) -> Info:
         """How it is, at once."""
-        return Info(os.getpid(), sorted(self._blocks), len(self._sessions), self._steps)
+        runtime = self._runtime
+        return Info(
+            os.getpid(),
+            sorted(self._blocks),
+            self._count(),
+            self._steps,
+            self._budget.used,
+            runtime.waiting,
+            runtime.busy,
+        )
+
+    def _count(self) -> int:
+        return len({id for id, _ in list(self._sessions)})
 
     # -- sessions -----------------------------------------------------------------------------
 
-    def open(self, session: str, begin: int, cache: Any) -> None:
+    def open(self, id: str, begin: int, cache: Any, client: int, expected: int = 0) -> None:
         """A session comes to the span that begins with this block; ``cache`` is what its caches begin as."""
-        self._sessions[session, begin] = _Session(copy.deepcopy(cache))
+        self._enter(id, begin, _Session(copy.deepcopy(cache), client, expected))
 
-    def close(self, session: str) -> None:
-        """A session is over; what it had here is gone."""
-        for key in [key for key in self._sessions if key[0] == session]:
-            self._sessions.pop(key, None)
+    def _enter(self, id: str, begin: int, session: _Session) -> None:
+        before = self._sessions.pop((id, begin), None)
+        if before is not None:
+            self._end((id, begin), before, "it was opened anew")
+        self._sessions[id, begin] = session
+        self._runtime.keep()
 
-    def step(self, session: str, begin: int, number: int, step: Step) -> torch.Tensor:
-        """Take the tokens of a session's step of that number through the span that begins with this block."""
-        found = self._sessions.get((session, begin))
-        if found is None:
-            raise UsageError(f"there is no session {session} at block {begin} here")
-        with self._computing, torch.no_grad():
-            if found.taken != number:
-                raise UsageError(f"step {number} of session {session} comes after {found.taken} others")
+    def link(self, id: str, begin: int, to: Place, at: int) -> None:
+        """What comes out of a session's span goes on to there, to the span that begins with block ``at``."""
+        self._find(id, begin).next = to, at
+
+    def close(self, id: str, begin: int | None = None) -> None:
+        """A session is over, or its span that begins there; what it had here is gone, and nobody waits for it."""
+        for key in [key for key in list(self._sessions) if key[0] == id and begin in (None, key[1])]:
+            session = self._sessions.pop(key, None)
+            if session is not None:
+                self._end(key, session, "its client has closed it")
+
+    def _end(self, key: tuple[str, int], session: _Session, why: str) -> None:
+        session.end(f"session {key[0]} is over: {why}")
+        with self._room:
+            self._budget.release(key)
+            self._room.notify_all()
+
+    def _find(self, id: str, begin: int) -> _Session:
+        session = self._sessions.get((id, begin))
+        if session is None:
+            raise NoSession(f"there is no session {id} at block {begin} here")
+        session.used = time.monotonic()
+        return session
+
+    def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
+        """Hidden states for a step of that number: those from token ``at`` on. Again, if need be: that is no matter."""
+        session = self._find(id, begin)
+        with session.changed:
+            if number >= session.taken:
+                session.given.setdefault(number, {}).setdefault(at, hidden)
+                session.changed.notify_all()
+
+    def step(
+        self,
+        id: str,
+        begin: int,
+        number: int,
+        tokens: int,
+        step: Step,
+        *,
+        push: bool = True,
+        patience: float = 60.0,
+        points: float = 0.0,
+    ) -> Reply:
+        """Take the tokens of a session's step of that number through the span that begins with this block.
+
+        The hidden states come along, or have been pushed, or will be. A step that was taken already has the same answer
+        again.
+        """
+        session = self._find(id, begin)
+        deadline = time.monotonic() + patience
+        with blocking_wait():
+            got = session.lock.acquire(timeout=patience)
+        if not got:
+            raise TimeoutError(f"another step of session {id} did not end here within {patience:g} s")
+        try:
+            seconds = 0.0
+            if number != session.taken - 1:
+                if number != session.taken:
+                    raise UsageError(f"step {number} of session {id} comes after {session.taken} others")
+                hidden = step.hidden if step.hidden.numel() else _await(session, number, tokens, deadline)
+                seconds = self._take(id, begin, session, step._replace(hidden=hidden), deadline, points)
+            result = session.last
+            assert result is not None  # a step was taken
+        finally:
+            session.lock.release()
+        if push and session.next is not None:
+            send(session.next[0], id, session.next[1], number, result)
+        return Reply(result, seconds, self._budget.used, self._count(), self._steps)
+
+    def _take(self, id: str, begin: int, session: _Session, step: Step, deadline: float, points: float) -> float:
+        key, rows, tokens = (id, begin), step.hidden.shape[0], step.hidden.shape[1]
+        span = (begin, begin + len(step.calls))
+        session.blocks = span
+        have = adapter.length(session.cache, span)
+        self._reserve(key, session, rows * len(step.calls) * self._per_token, have + tokens, deadline)
+
+        def work() -> tuple[torch.Tensor, float]:
+            began = time.perf_counter()
             for operation in step.before:
-                adapter.operate(found.cache, *operation, begin, begin + len(step.calls))
-            hidden = self._through(begin, step.hidden, step.calls, found.cache)
-            found.taken += 1
-            self._steps += 1
-            return hidden
+                adapter.operate(session.cache, *operation, *span)
+            found = self._through(begin, step.hidden, step.calls, session.cache, step.prompts)
+            return found, time.perf_counter() - began
+
+        result: torch.Tensor
+        seconds: float
+        result, seconds = self._run("step", rows * tokens, points, work)
+        used = adapter.nbytes(session.cache, span)
+        if used and not self._per_token:
+            self._per_token = used / (rows * (have + tokens) * len(step.calls))
+        self._reserve(key, session, used / max(1, have + tokens), have + tokens, deadline)
+        session.last = result
+        with session.changed:
+            session.taken += 1
+            for number in [number for number in session.given if number < session.taken]:
+                del session.given[number]
+        self._steps += 1
+        return seconds
+
+    def _reserve(self, key: tuple[str, int], session: _Session, per_token: float, tokens: int, deadline: float) -> None:
+        """Have room for so many tokens, or for as many as there are going to be; wait for that if need be."""
+        has = self._budget.of(key)
+        if per_token * tokens <= has:
+            return
+        expected = max(session.expected, tokens)
+        if has:
+            expected = max(expected, int(_MORE * tokens))
+        wants = int(per_token * expected)
+        with self._room:
+            ticket: Ticket | None = None
+            try:
+                try:
+                    ticket = self._budget.ask(key, wants - has, deadline)
+                except CacheFull:
+                    if expected == tokens:
+                        raise
+                    ticket = self._budget.ask(key, int(per_token * tokens) + 1 - has, deadline)
+                self._runtime.keep()
+                with blocking_wait():
+                    while ticket.state == "waiting" and not session.ended:
+                        if not self._room.wait(max(0.0, deadline - time.monotonic())):
+                            self._budget.expire(time.monotonic())
+            finally:
+                if ticket is not None and ticket.state == "waiting":  # interrupted, or its session has ended
+                    self._budget.cancel(ticket)
+                self._room.notify_all()
+        if ticket.state == "expired":
+            raise CacheFull(
+                f"{ticket.nbytes} bytes for the caches of session {key[0]} did not become free in time: "
+                f"{self._budget.used} of {self._budget.limit} are in use"
+            )
+        if session.ended:
+            raise NoSession(session.ended)
+
+    def export(self, id: str, begin: int, first: int, last: int) -> tuple[Any, int, int]:
+        """What another server needs to go on with some blocks of a session: caches, steps taken, tokens expected."""
+        session = self._find(id, begin)
+        with session.lock:
+            return adapter.part(session.cache, first, last), session.taken, session.expected
+
+    def adopt(self, id: str, begin: int, end: int, other: Place, at: int, client: int, patience: float) -> None:
+        """Go on with some blocks of a session that another server has at its block ``at``, where that is now."""
+        cache, taken, expected = rpc_sync(
+            other.worker, _call, args=(other.key, "export", id, at, begin, end), timeout=patience
+        )
+        session = _Session(cache, client, expected)
+        session.taken, session.blocks = taken, (begin, end)
+        tokens = adapter.length(cache, session.blocks)
+        self._enter(id, begin, session)
+        used = adapter.nbytes(cache, session.blocks)
+        self._reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
 
     # -- without a session --------------------------------------------------------------------
 
-    def forward(self, begin: int, hidden: torch.Tensor, calls: Sequence[adapter.LayerCall]) -> torch.Tensor:
+    def forward(
+        self,
+        begin: int,
+        hidden: torch.Tensor,
+        calls: Sequence[adapter.LayerCall],
+        prompts: torch.Tensor | None = None,
+        points: float = 0.0,
+    ) -> Reply:
         """Take hidden states through blocks, and remember nothing."""
-        with self._computing, torch.no_grad():
-            return self._through(begin, hidden, calls, None)
+        return self._stateless("forward", begin, hidden, calls, prompts, None, points)
 
     def backward(
-        self, begin: int, hidden: torch.Tensor, calls: Sequence[adapter.LayerCall], gradient: torch.Tensor
-    ) -> torch.Tensor:
-        """The gradient of what went in, of that of what came out: the way between is computed again."""
-        with self._computing, torch.enable_grad():
-            given = hidden.detach().requires_grad_()
-            (found,) = torch.autograd.grad(self._through(begin, given, calls, None), [given], [gradient])
-            return found
+        self,
+        begin: int,
+        hidden: torch.Tensor,
+        calls: Sequence[adapter.LayerCall],
+        gradient: torch.Tensor,
+        prompts: torch.Tensor | None = None,
+        points: float = 0.0,
+    ) -> Reply:
+        """The gradients of what went in, and of prompts, of that of what came out: the way is computed again."""
+        return self._stateless("backward", begin, hidden, calls, prompts, gradient, points)
+
+    def _stateless(
+        self,
+        kind: str,
+        begin: int,
+        hidden: torch.Tensor,
+        calls: Sequence[adapter.LayerCall],
+        prompts: torch.Tensor | None,
+        gradient: torch.Tensor | None,
+        points: float,
+    ) -> Reply:
+        item = stacking.Item(hidden, tuple(calls), prompts, gradient)
+
+        def work(item: stacking.Item) -> tuple[Any, float]:
+            began = time.perf_counter()
+            found: Any
+            if kind == "forward":
+                with torch.no_grad():
+                    found = self._through(begin, item.hidden, item.calls, None, item.prompts)
+            else:
+                found = self._back(begin, item)
+            return found, time.perf_counter() - began
+
+        together = (kind, begin, len(calls), hidden.shape[1:], hidden.dtype) if self._options.stack else None
+        size = hidden.shape[0] * hidden.shape[1]
+        request = Request(
+            kind,
+            size,
+            self._options.prioritize(kind, size, points),
+            (work, item),
+            together if prompts is None else None,
+        )
+        found, seconds = self._runtime.run(request)
+        return Reply(found, seconds, self._budget.used, self._count(), self._steps)
+
+    def _back(self, begin: int, item: stacking.Item) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with torch.enable_grad():
+            given = item.hidden.detach().requires_grad_()
+            prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
+            wanted = [given] if prompts is None else [given, prompts]
+            found = torch.autograd.grad(self._through(begin, given, item.calls, None, prompts), wanted, [item.gradient])
+            return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
         """Whether a block hands on its hidden states in a tuple."""
-        with self._computing, torch.no_grad():
+
+        def work() -> bool:
             args, kwargs = told
             return isinstance(self._block(begin)(hidden, *args, **kwargs), tuple)
 
+        found: bool = self._run("step", 1, 0.0, work)
+        return found
+
+    # -- computing ----------------------------------------------------------------------------
+
+    def _run(self, kind: str, size: int, points: float, work: Callable[[], Any]) -> Any:
+        return self._runtime.run(Request(kind, size, self._options.prioritize(kind, size, points), (work, None)))
+
     def _through(
-        self, begin: int, hidden: torch.Tensor, calls: Sequence[adapter.LayerCall], cache: Any
+        self,
+        begin: int,
+        hidden: torch.Tensor,
+        calls: Sequence[adapter.LayerCall],
+        cache: Any,
+        prompts: torch.Tensor | None,
     ) -> torch.Tensor:
         for number, told in enumerate(calls, begin):
+            if prompts is not None:
+                prompt = prompts[number - begin]
+                count = prompt.shape[1]
+                hidden = torch.cat([hidden[:, :count] + prompt, hidden[:, count:]], 1)
             hidden = adapter.call(self._block(number), hidden, told, cache)
         return hidden
 
@@ -129,3 +456,96 @@ class Server:
         if block is None:
             raise UsageError(f"block {number} is not here, which has {sorted(self._blocks)}")
         return block
+
+    # -- looking after it ---------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """See to what is due; whether there is something left to look after."""
+        now = time.monotonic()
+        for key, session in list(self._sessions.items()):
+            if now - session.used > self._options.session_timeout and not session.lock.locked():
+                self._sessions.pop(key, None)
+                self._end(key, session, f"nobody has used it for {self._options.session_timeout:g} s")
+        with self._room:
+            if self._budget.expire(now):
+                self._room.notify_all()
+        return bool(self._sessions)
+
+    def on_lost(self, client: int) -> None:
+        """A client is gone: so are its sessions."""
+        for key, session in list(self._sessions.items()):
+            if session.client == client:
+                self._sessions.pop(key, None)
+                self._end(key, session, "its client is gone")
+
+
+def _look(server: weakref.ref[Server]) -> bool:
+    # By the thread that computes, and by the agent: neither is to keep a server that nobody has.
+    found = server()
+    return found is not None and found.look()
+
+
+def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
+    found = server()
+    if found is not None:
+        found.on_lost(record.incarnation)
+
+
+def _call(key: str, method: str, *args: Any) -> Any:
+    """Here: a server's method, for another server."""
+    found = _servers.get(key)
+    if found is None:
+        raise NoSession("this server is gone")
+    return getattr(found, method)(*args)
+
+
+def send(to: Place, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
+    """Push hidden states, in pieces if they are large. If that fails, their client brings them."""
+    with contextlib.suppress(NbdistError):
+        for at, piece in pieces(hidden):
+            rpc_async(to.worker, _call, args=(to.key, "push", id, begin, number, at, piece), timeout=_PUSHED)
+
+
+def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Hidden states in parts that are small enough for a message each, with the first token of each part."""
+    per_token = max(1, hidden[:, :1].numel() * hidden.element_size())
+    size = max(1, _PIECE // per_token)
+    count = hidden.shape[1]
+    return [(at, hidden[:, at : at + size]) for at in range(0, count, size)] if count > size else [(0, hidden)]
+
+
+def _await(session: _Session, number: int, tokens: int, deadline: float) -> torch.Tensor:
+    """What has been pushed, or is going to be."""
+    with blocking_wait(), session.changed:
+        while True:
+            if session.ended:
+                raise NoSession(session.ended)
+            given = session.given.get(number, {})
+            if sum(piece.shape[1] for piece in given.values()) == tokens:
+                break
+            if not session.changed.wait(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"nothing has come for step {number} from who is to take it before")
+    found = [given[at] for at in sorted(given)]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _compute(requests: Sequence[Request]) -> list[Any]:
+    """On the thread that computes: an outcome for each."""
+    if len(requests) == 1 and requests[0].work[1] is None:
+        (request,) = requests
+        with torch.no_grad():
+            return [request.work[0]()]
+    work = requests[0].work[0]
+    items = [request.work[1] for request in requests]
+    stacked = stacking.stack(items)
+    if stacked is None:
+        return [_outcome(work, item) for item in items]
+    found, seconds = work(stacked)
+    return [(part, seconds) for part in stacking.split(found, items)]
+
+
+def _outcome(work: Callable[[stacking.Item], Any], item: stacking.Item) -> Any:
+    try:
+        return work(item)
+    except Exception as error:
+        return error

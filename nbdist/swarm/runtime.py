@@ -1,0 +1,102 @@
+"""The one thread of a server that computes. All others only bring it work and wait, so that a busy server answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbdist.rpc.futures import blocking_wait
+from nbdist.swarm.pools import Pools, Request
+
+__all__ = ["Runtime"]
+
+_LOOKS = 1.0
+_IDLE = 5.0
+"""Seconds after which a thread without work ends; the next request starts another."""
+
+
+class Runtime:
+    """Computes what its pools hand out."""
+
+    def __init__(
+        self, pools: Pools, compute: Callable[[Sequence[Request]], Sequence[Any]], look: Callable[[], bool]
+    ) -> None:
+        """``compute`` has an outcome for each request; ``look`` sees to what is due, and says whether to go on."""
+        self._pools = pools
+        self._compute = compute
+        self._look = look
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.busy = 0.0
+        """Seconds for which it has computed."""
+
+    def run(self, request: Request) -> Any:
+        """Have it computed; its result, or its error."""
+        done = threading.Event()
+        found: list[Any] = []
+        request.work = request.work, found, done
+        with self._changed:
+            self._pools.submit(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="swarm computes", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        try:
+            with blocking_wait():
+                done.wait()
+        except BaseException:
+            with self._changed:
+                self._pools.withdraw(request)
+            raise
+        (outcome,) = found
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have not been begun."""
+        return len(self._pools)
+
+    def keep(self) -> None:
+        """There is something to look after."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="swarm computes", daemon=True)
+                self._thread.start()
+
+    def _serve(self) -> None:
+        used = looked = time.monotonic()
+        while True:
+            with self._changed:
+                requests = self._pools.take()
+                if not requests:
+                    self._changed.wait(_LOOKS)
+                    requests = self._pools.take()
+            now = time.monotonic()
+            if requests:
+                self._run(requests)
+                used = time.monotonic()
+            if now - looked >= _LOOKS:
+                looked = now
+                if not self._look() and now - used >= _IDLE:
+                    with self._changed:
+                        if not len(self._pools):
+                            self._thread = None
+                            return
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        works = [request.work for request in requests]
+        for request, (work, _, _) in zip(requests, works, strict=True):
+            request.work = work
+        began = time.perf_counter()
+        try:
+            outcomes: Sequence[Any] = self._compute(requests)
+        except BaseException as error:
+            outcomes = [error] * len(requests)
+        self.busy += time.perf_counter() - began
+        for (_, found, done), outcome in zip(works, outcomes, strict=True):
+            found.append(outcome)
+            done.set()
