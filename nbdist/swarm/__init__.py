@@ -5,6 +5,9 @@
 >>> remote.generate(**inputs)                                # goes on when a worker is killed meanwhile
 """
 
+from nbdist.swarm.budget import CacheFull
+from nbdist.swarm.routing import NoRoute
+from nbdist.swarm.server import Options
 from nbdist.swarm.swarm import Swarm, serve
 
-__all__ = ["Swarm", "serve"]
+__all__ = ["CacheFull", "NoRoute", "Options", "Swarm", "serve"]

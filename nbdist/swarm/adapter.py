@@ -261,10 +261,11 @@ class RecordedCache:
     and each operation is told to ``tell`` besides. Whoever has the entries begins with ``empty``.
     """
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, count: int) -> None:
         if type(cache) is not DynamicCache:
             raise UsageError(f"a swarm keeps caches of its own, which grow: not a {type(cache).__name__}")
         self.empty = copy.deepcopy(cache)
+        self._count = count
         self.tell: Callable[[str, tuple[Any, ...]], None] = lambda name, args: None
         self._cache = weakref.ref(cache)  # which has this one
         for name in OPERATIONS:
@@ -281,12 +282,22 @@ class RecordedCache:
 
         return record
 
-    def grow(self, layer: int, batch: int, tokens: int) -> None:
-        """So many tokens have come to a layer's cache."""
+    def grow(self, batch: int, tokens: int) -> None:
+        """So many tokens have come to all layers' caches."""
         cache = self._cache()
-        if cache is not None:
-            little = torch.zeros(batch, 1, tokens, 1, dtype=torch.int8)
-            cache.update(little, little, layer)
+        if cache is None:
+            return
+        little = torch.zeros(batch, 1, tokens, 1, dtype=torch.int8)
+        known: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for number in range(self._count):
+            layer = cache.layers[number] if number < len(cache.layers) else None
+            # Nearly all are alike; what one has become, the others are, too.
+            key = (type(layer), getattr(layer, "sliding_window", None), getattr(layer, "record_past", None))
+            if layer is None or key not in known:
+                cache.update(little, little, number)
+                known[key] = vars(cache.layers[number])
+            else:
+                vars(layer).update(known[key])
 
 
 def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) -> None:

@@ -92,11 +92,12 @@ class _StandIn(nn.Module):
                 passage.swarm.session(cache, expected=notes.expected, recover=passage.recover)
         last = notes.calls[-1] if notes.calls else None
         notes.calls.append(last if last is not None and adapter.is_same(last, told) else told)
-        if cache is not None:
-            cache.nbdist[0].grow(self._number, hidden.shape[0], hidden.shape[1])
-        if self._number == self._count - 1 and not notes.only:
-            calls, notes.calls = notes.calls, []
-            hidden = passage.take(hidden, calls, cache)
+        if self._number == self._count - 1:
+            if cache is not None:
+                cache.nbdist[0].grow(hidden.shape[0], hidden.shape[1])
+            if not notes.only:
+                calls, notes.calls = notes.calls, []
+                hidden = passage.take(hidden, calls, cache)
         return (hidden,) if passage.in_tuple else hidden
 
 

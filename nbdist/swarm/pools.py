@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import NbdistError
@@ -33,7 +33,8 @@ class Request:
     work: Any
     together: Hashable = None
     """What it has in common with those with which it can be computed as one; None if it cannot."""
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: int = -1
+    """When it came."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -63,6 +64,7 @@ class Pools:
             raise TooLarge(
                 f"a {request.kind} of {request.size} tokens is more than the {self.largest} that a server takes"
             )
+        request.number = next(_numbers)
         self._pools.setdefault(request.kind, []).append(request)
 
     def withdraw(self, request: Request) -> bool:

@@ -94,8 +94,7 @@ class RemoteSequential(nn.Module):
             yield BlockSession(self, cache)
         finally:
             cache.nbdist[1].refuse("this session has ended")
-            del cache
-            self._swarm.settle()
+            self._swarm.over(cache.nbdist[1].id)
 
 
 class BlockSession:

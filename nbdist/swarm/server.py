@@ -23,7 +23,8 @@ from torch import nn
 
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.api import current_agent, rpc_async, rpc_sync
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.functions import async_execution
+from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.swarm import adapter, stacking
 from nbdist.swarm.budget import Budget, CacheFull, Ticket
 from nbdist.swarm.history import Step
@@ -33,8 +34,10 @@ from nbdist.swarm.runtime import Runtime
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
-__all__ = ["Info", "NoSession", "Options", "Place", "Reply", "Server", "pieces"]
+__all__ = ["AGAIN", "Info", "NoSession", "Options", "Place", "Reply", "Server", "pieces"]
 
+AGAIN = -1
+"""The number of steps that a session is brought back by."""
 _PIECE = 4 << 20
 """Bytes of hidden states in one message, from worker to worker and from the client."""
 _PUSHED = 60.0
@@ -102,31 +105,84 @@ _servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary
 """Of this process."""
 
 
+@dataclass(eq=False)
+class _Asked:
+    """Somebody wants the result of a step."""
+
+    number: int
+    tokens: int
+    step: Step
+    push: bool
+    deadline: float
+    points: float
+    answer: Future[Reply]
+
+
 class _Session:
-    """The caches of one session here."""
+    """The caches of one session here, and what is to be done with them."""
 
     def __init__(self, cache: Any, client: int, expected: int) -> None:
         self.cache = cache
         self.client = client
         self.expected = expected
         """Tokens that it will have, if that was said."""
-        self.taken = 0
+        self.taken = AGAIN
+        """The number of the last step."""
         self.last: torch.Tensor | None = None
-        self.lock = threading.Lock()
-        """Held by who takes a step."""
-        self.changed = threading.Condition()
-        self.given: dict[int, dict[int, torch.Tensor]] = {}
-        """What has been pushed, by number of step and by its first token."""
-        self.ended = ""
-        self.used = time.monotonic()
         self.next: tuple[Place, int] | None = None
         """Where what comes out goes, and which block that begins with."""
-        self.blocks = (0, 0)
+        self.changed = threading.Condition()
+        self.asked: list[_Asked] = []
+        self.given: dict[int, dict[int, torch.Tensor]] = {}
+        """What is to go in, by number of step and by its first token."""
+        self.busy = False
+        """Whether some thread sees to it."""
+        self.ended = ""
+        self.used = time.monotonic()
+
+    def give(self, number: int, at: int, hidden: torch.Tensor) -> None:
+        """Some of what is to go in; the same again is no matter."""
+        if number > self.taken or number == AGAIN:
+            given = self.given.setdefault(number, {})
+            if at not in given or given[at].shape[1] < hidden.shape[1]:
+                given[at] = hidden
+
+    def given_for(self, asked: _Asked) -> torch.Tensor | None:
+        """What is to go in, if all of it is there."""
+        found: list[torch.Tensor] = []
+        at, given = 0, self.given.get(asked.number, {})
+        while at < asked.tokens:
+            if at not in given:
+                return None
+            found.append(given[at])
+            at += given[at].shape[1]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def take(self, number: int, result: torch.Tensor) -> None:
+        """A step has been taken."""
+        with self.changed:
+            self.last = result
+            self.taken = max(self.taken, number)
+            for known in [known for known in self.given if known <= self.taken]:
+                del self.given[known]
 
     def end(self, why: str) -> None:
+        """Nothing is done any more."""
         with self.changed:
             self.ended = self.ended or why
+            asked, self.asked = self.asked, []
             self.changed.notify_all()
+        for each in asked:
+            each.answer.try_settle(None, NoSession(self.ended))
+
+    def expire(self, now: float) -> None:
+        """Whoever waits for what does not come waits no longer."""
+        with self.changed:
+            late = [each for each in self.asked if each.deadline <= now] if not self.busy else []
+            self.asked = [each for each in self.asked if each not in late]
+        for each in late:
+            error = TimeoutError(f"what goes into step {each.number} has not come from whoever is before")
+            each.answer.try_settle(None, error)
 
 
 class Server:
@@ -146,7 +202,8 @@ class Server:
         self._steps = 0
         self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
         _servers[key] = self
-        weakref.finalize(self, current_agent().on_lost(partial(_lost, weakref.ref(self)))).atexit = False
+        self._agent = current_agent()
+        weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
     # -- blocks -------------------------------------------------------------------------------
 
@@ -190,9 +247,24 @@ class Server:
 
     # -- sessions -----------------------------------------------------------------------------
 
-    def open(self, id: str, begin: int, cache: Any, client: int, expected: int = 0) -> None:
-        """A session comes to the span that begins with this block; ``cache`` is what its caches begin as."""
-        self._enter(id, begin, _Session(copy.deepcopy(cache), client, expected))
+    def open(
+        self,
+        id: str,
+        begin: int,
+        cache: Any,
+        client: int,
+        expected: int = 0,
+        wants: tuple[int, int, int, float] | None = None,
+    ) -> None:
+        """A session comes to the span that begins with this block; ``cache`` is what its caches begin as.
+
+        It wants room for so many texts of so many tokens in so many blocks, for which it waits so many seconds.
+        """
+        session = _Session(copy.deepcopy(cache), client, expected)
+        self._enter(id, begin, session)
+        if wants is not None:
+            rows, tokens, blocks, patience = wants
+            self._reserve((id, begin), session, rows * blocks * self._per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: _Session) -> None:
         before = self._sessions.pop((id, begin), None)
@@ -229,10 +301,10 @@ class Server:
         """Hidden states for a step of that number: those from token ``at`` on. Again, if need be: that is no matter."""
         session = self._find(id, begin)
         with session.changed:
-            if number >= session.taken:
-                session.given.setdefault(number, {}).setdefault(at, hidden)
-                session.changed.notify_all()
+            session.give(number, at, hidden)
+        self._go_on((id, begin), session)
 
+    @async_execution
     def step(
         self,
         id: str,
@@ -244,60 +316,94 @@ class Server:
         push: bool = True,
         patience: float = 60.0,
         points: float = 0.0,
-    ) -> Reply:
+    ) -> Future[Reply]:
         """Take the tokens of a session's step of that number through the span that begins with this block.
 
-        The hidden states come along, or have been pushed, or will be. A step that was taken already has the same answer
-        again.
+        The hidden states come along, or have been pushed, or will be: no thread waits for that. A step that was taken
+        already has the same answer again. Numbers go up; `AGAIN` is that of each that other servers have taken before.
         """
         session = self._find(id, begin)
-        deadline = time.monotonic() + patience
-        with blocking_wait():
-            got = session.lock.acquire(timeout=patience)
-        if not got:
-            raise TimeoutError(f"another step of session {id} did not end here within {patience:g} s")
-        try:
-            seconds = 0.0
-            if number != session.taken - 1:
-                if number != session.taken:
-                    raise UsageError(f"step {number} of session {id} comes after {session.taken} others")
-                hidden = step.hidden if step.hidden.numel() else _await(session, number, tokens, deadline)
-                seconds = self._take(id, begin, session, step._replace(hidden=hidden), deadline, points)
-            result = session.last
-            assert result is not None  # a step was taken
-        finally:
-            session.lock.release()
-        if push and session.next is not None:
-            send(session.next[0], id, session.next[1], number, result)
-        return Reply(result, seconds, self._budget.used, self._count(), self._steps)
+        asked = _Asked(number, tokens, step, push, time.monotonic() + patience, points, Future())
+        with session.changed:
+            if step.hidden.numel():
+                session.give(number, 0, step.hidden)
+            session.asked.append(asked)
+        self._go_on((id, begin), session)
+        return asked.answer
 
-    def _take(self, id: str, begin: int, session: _Session, step: Step, deadline: float, points: float) -> float:
-        key, rows, tokens = (id, begin), step.hidden.shape[0], step.hidden.shape[1]
+    def _go_on(self, key: tuple[str, int], session: _Session) -> None:
+        """Do what can be done for a session, unless somebody does."""
+        with session.changed:
+            if session.busy:
+                return
+            session.busy = True
+        while True:
+            with session.changed:
+                found = self._next(session)
+                if found is None:
+                    session.busy = False
+                    session.changed.notify_all()
+                    return
+                asked, hidden = found
+                session.asked.remove(asked)
+            try:
+                seconds = 0.0
+                if hidden is not None:
+                    seconds = self._take(key, session, asked, hidden)
+                assert session.last is not None  # a step was taken
+                told = Reply(session.last, seconds, self._budget.used, self._count(), self._steps)
+                asked.answer.try_settle(told, None)
+            except BaseException as error:  # whoever asked is told
+                asked.answer.try_settle(None, error)
+                if not isinstance(error, Exception):
+                    with session.changed:
+                        session.busy = False
+                    raise
+
+    @staticmethod
+    def _next(session: _Session) -> tuple[_Asked, torch.Tensor | None] | None:
+        """What can be done: a step, with what goes in; or to answer again, without."""
+        for asked in session.asked:
+            if asked.number != AGAIN and asked.number == session.taken:
+                return asked, None
+            if asked.number != AGAIN and asked.number < session.taken:
+                session.asked.remove(asked)
+                error = UsageError(f"step {asked.number} comes after step {session.taken}")
+                asked.answer.try_settle(None, error)
+                return Server._next(session)
+            hidden = session.given_for(asked)
+            if hidden is not None:
+                return asked, hidden
+        return None
+
+    def _take(self, key: tuple[str, int], session: _Session, asked: _Asked, hidden: torch.Tensor) -> float:
+        step, begin = asked.step, key[1]
+        rows, tokens = hidden.shape[:2]
         span = (begin, begin + len(step.calls))
-        session.blocks = span
         have = adapter.length(session.cache, span)
+        # In half of the time: who waits longer for an answer takes this server for dead.
+        now = time.monotonic()
+        deadline = now + (asked.deadline - now) / 2
         self._reserve(key, session, rows * len(step.calls) * self._per_token, have + tokens, deadline)
 
-        def work() -> tuple[torch.Tensor, float]:
+        def work() -> float:
             began = time.perf_counter()
             for operation in step.before:
                 adapter.operate(session.cache, *operation, *span)
-            found = self._through(begin, step.hidden, step.calls, session.cache, step.prompts)
-            return found, time.perf_counter() - began
+            found = self._through(begin, hidden, step.calls, session.cache, step.prompts)
+            seconds = time.perf_counter() - began
+            session.take(asked.number, found)
+            self._steps += 1
+            if asked.push and session.next is not None:  # at once, by this thread: the next server waits for it
+                with self._agent.activate():
+                    _send(session.next[0], key[0], session.next[1], asked.number, found)
+            return seconds
 
-        result: torch.Tensor
-        seconds: float
-        result, seconds = self._run("step", rows * tokens, points, work)
-        used = adapter.nbytes(session.cache, span)
+        seconds: float = self._run("step", rows * tokens, asked.points, work)
+        used, length = adapter.nbytes(session.cache, span), adapter.length(session.cache, span)
         if used and not self._per_token:
-            self._per_token = used / (rows * (have + tokens) * len(step.calls))
-        self._reserve(key, session, used / max(1, have + tokens), have + tokens, deadline)
-        session.last = result
-        with session.changed:
-            session.taken += 1
-            for number in [number for number in session.given if number < session.taken]:
-                del session.given[number]
-        self._steps += 1
+            self._per_token = used / (rows * length * len(step.calls))
+        self._reserve(key, session, used / max(1, length), length, deadline)
         return seconds
 
     def _reserve(self, key: tuple[str, int], session: _Session, per_token: float, tokens: int, deadline: float) -> None:
@@ -335,22 +441,26 @@ class Server:
         if session.ended:
             raise NoSession(session.ended)
 
-    def export(self, id: str, begin: int, first: int, last: int) -> tuple[Any, int, int]:
-        """What another server needs to go on with some blocks of a session: caches, steps taken, tokens expected."""
+    def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
+        """What another server needs to go on with some blocks of a session."""
         session = self._find(id, begin)
-        with session.lock:
-            return adapter.part(session.cache, first, last), session.taken, session.expected
+        with blocking_wait(), session.changed:
+            while session.busy:
+                if not session.changed.wait(patience):
+                    raise TimeoutError(f"session {id} is busy")
+            session.busy = True  # it is not gone on with here
+        return adapter.part(session.cache, first, last), session.taken, session.last, session.expected
 
     def adopt(self, id: str, begin: int, end: int, other: Place, at: int, client: int, patience: float) -> None:
         """Go on with some blocks of a session that another server has at its block ``at``, where that is now."""
-        cache, taken, expected = rpc_sync(
-            other.worker, _call, args=(other.key, "export", id, at, begin, end), timeout=patience
+        cache, taken, last, expected = rpc_sync(
+            other.worker, _call, args=(other.key, "export", id, at, begin, end, patience), timeout=patience
         )
         session = _Session(cache, client, expected)
-        session.taken, session.blocks = taken, (begin, end)
-        tokens = adapter.length(cache, session.blocks)
+        session.taken, session.last = taken, last
+        tokens = adapter.length(cache, (begin, end))
         self._enter(id, begin, session)
-        used = adapter.nbytes(cache, session.blocks)
+        used = adapter.nbytes(cache, (begin, end))
         self._reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
 
     # -- without a session --------------------------------------------------------------------
@@ -463,9 +573,10 @@ class Server:
         """See to what is due; whether there is something left to look after."""
         now = time.monotonic()
         for key, session in list(self._sessions.items()):
-            if now - session.used > self._options.session_timeout and not session.lock.locked():
+            if now - session.used > self._options.session_timeout and not session.busy:
                 self._sessions.pop(key, None)
                 self._end(key, session, f"nobody has used it for {self._options.session_timeout:g} s")
+            session.expire(now)
         with self._room:
             if self._budget.expire(now):
                 self._room.notify_all()
@@ -499,7 +610,7 @@ def _call(key: str, method: str, *args: Any) -> Any:
     return getattr(found, method)(*args)
 
 
-def send(to: Place, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
+def _send(to: Place, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
     """Push hidden states, in pieces if they are large. If that fails, their client brings them."""
     with contextlib.suppress(NbdistError):
         for at, piece in pieces(hidden):
@@ -512,21 +623,6 @@ def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     size = max(1, _PIECE // per_token)
     count = hidden.shape[1]
     return [(at, hidden[:, at : at + size]) for at in range(0, count, size)] if count > size else [(0, hidden)]
-
-
-def _await(session: _Session, number: int, tokens: int, deadline: float) -> torch.Tensor:
-    """What has been pushed, or is going to be."""
-    with blocking_wait(), session.changed:
-        while True:
-            if session.ended:
-                raise NoSession(session.ended)
-            given = session.given.get(number, {})
-            if sum(piece.shape[1] for piece in given.values()) == tokens:
-                break
-            if not session.changed.wait(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"nothing has come for step {number} from who is to take it before")
-    found = [given[at] for at in sorted(given)]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 def _compute(requests: Sequence[Request]) -> list[Any]:

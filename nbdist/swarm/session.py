@@ -23,7 +23,7 @@ from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter, merging
 from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.routing import NoRoute, Span
-from nbdist.swarm.server import Reply, pieces
+from nbdist.swarm.server import AGAIN, Reply, pieces
 
 if TYPE_CHECKING:
     from nbdist.swarm.member import Member
@@ -41,7 +41,7 @@ _PUSHED = 0.5
 _LARGE = 4 << 20
 
 
-class Gone(Exception):
+class Gone(NbdistError):
     """A server is gone, or does not answer, and the swarm knows."""
 
 
@@ -56,8 +56,8 @@ class _Part:
     span: Span
     member: Member
     history: History
-    number: int = 0
-    """Of the next step there."""
+    used: bool = False
+    """Whether anything has gone in."""
     linked: _Part | None = field(default=None, repr=False)
     """Where it is known to push."""
 
@@ -75,9 +75,13 @@ class Session:
         self._empty = empty
         self._begin, self._end = begin, end
         self._expected = expected
+        self.rows = 1
+        """Texts side by side."""
         self._before: list[Operation] = []
         self._parts: list[_Part] = []
         self._refusal = ""
+        self._number = 0
+        """Of the last step: the same on all servers."""
         self._lock = threading.RLock()
 
     @property
@@ -123,6 +127,8 @@ class Session:
     def _step(
         self, before: tuple[Operation, ...], hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
     ) -> torch.Tensor:
+        self.rows = hidden.shape[0]
+        self._expected = max(self._expected, self.tokens + hidden.shape[1])
         if not self._parts:
             self._parts = self._opened(self._begin, self._end)
             self._link()
@@ -142,15 +148,16 @@ class Session:
 
     def _through(self, step: Step) -> torch.Tensor:
         """All servers are asked at once; each hands on to the next what comes out, and tells it here besides."""
+        self._number += 1
         sent: dict[_Part, tuple[Future[Reply], float]] = {}
         hidden, at, tries = step.hidden, 0, 0
         while at < len(self._parts):
             part = self._parts[at]
             own = self._own(part, step, hidden)
             try:
-                if not self._swarm.has(part.member, part.span):
-                    raise Gone(part.member.name)
                 if part not in sent:
+                    if not self._swarm.has(part.member, part.span):
+                        raise Gone(part.member.name)
                     sent = self._send(at, step, hidden)
                 result = self._wait(part, *sent[part], own, first=not at)
             except Gone as gone:
@@ -161,7 +168,7 @@ class Session:
                 sent = {}
                 continue
             part.history.add(own, result)
-            part.number += 1
+            part.used = True
             hidden, at = result, at + 1
         return hidden
 
@@ -186,7 +193,7 @@ class Session:
                 "step",
                 self.id,
                 part.span.begin,
-                part.number,
+                self._number,
                 tokens,
                 told,
                 patience=swarm.step_timeout,
@@ -197,7 +204,7 @@ class Session:
 
     def _bring(self, part: _Part, hidden: torch.Tensor) -> None:
         for at, piece in pieces(hidden):
-            self._swarm.send(part.member, "push", self.id, part.span.begin, part.number, at, piece)
+            self._swarm.send(part.member, "push", self.id, part.span.begin, self._number, at, piece)
 
     def _wait(self, part: _Part, asked: Future[Reply], since: float, own: Step, *, first: bool) -> torch.Tensor:
         if not first:
@@ -220,27 +227,31 @@ class Session:
             way = self._swarm.way(begin, end)
             parts = [_Part(span, member, self._history()) for span, member in way]
             try:
-                asked = [
-                    (
-                        part,
-                        self._swarm.send(
-                            part.member,
-                            "open",
-                            self.id,
-                            part.span.begin,
-                            self._empty,
-                            self._swarm.incarnation,
-                            self._expected,
-                        ),
-                    )
-                    for part in parts
-                ]
-                for part, answer in asked:
-                    self._swarm.answer(part.member, answer)
+                self._open(parts)
             except Gone:
                 continue
             return parts
         raise NoRoute(f"no way through blocks {begin} to {end - 1} lasted")
+
+    def _open(self, parts: Sequence[_Part]) -> None:
+        """On all of them at once; one after the other, if there may be no room: else two might wait for each other."""
+        swarm = self._swarm
+        limited = swarm.options.cache_bytes is not None
+        asked = []
+        for part in parts:
+            blocks = part.span.end - part.span.begin
+            patience = swarm.cache_timeout if limited else 0.0
+            wants = self.rows, max(self._expected, self.tokens), blocks, patience
+            answer = swarm.send(
+                part.member, "open", self.id, part.span.begin, self._empty, swarm.incarnation, self._expected, wants,
+                patience=patience,
+            )  # fmt: skip
+            if limited:
+                swarm.answer(part.member, answer)
+            else:
+                asked.append((part, answer))
+        for part, answer in asked:
+            swarm.answer(part.member, answer)
 
     def _history(self) -> History:
         return History(adapter.forgets(self._empty))
@@ -287,7 +298,7 @@ class Session:
         if not self._swarm.lives(part.member):
             return None
         way = self._swarm.way(part.span.begin, part.span.end)
-        if len(way) != 1 or (not part.number and not part.history.steps):
+        if len(way) != 1 or not part.used:
             return None
         ((span, member),) = way
         if member is part.member:
@@ -309,7 +320,7 @@ class Session:
             return None
         self._swarm.abandon(self.id, [part.member], part.span.begin)
         self._swarm.tell(f"session {self.id} moved from {part.member.name} to {member.name}, blocks {_told(span)}")
-        return [_Part(span, member, part.history, part.number)]
+        return [_Part(span, member, part.history, used=True)]
 
     def _caught_up(self, gone: _Part) -> list[_Part]:
         """Others that are given again what went in."""
@@ -320,7 +331,7 @@ class Session:
         if self.recover == "fast" and len(history.steps) > 1 and self._at_once(gone, parts):
             how = f"{history.tokens} tokens at once"
         elif history.steps:
-            if any(part.number for part in parts):  # what was tried at once was not right
+            if any(part.used for part in parts):  # what was tried at once was not right
                 parts = self._opened(gone.span.begin, gone.span.end)
             for step in history.steps:
                 self._again(gone, parts, step)
@@ -342,14 +353,14 @@ class Session:
                 "step",
                 self.id,
                 part.span.begin,
-                part.number,
+                AGAIN,
                 hidden.shape[1],
                 own,
                 push=False,
                 patience=self._swarm.step_timeout,
             )
             part.history.add(own, reply.result)
-            part.number += 1
+            part.used = True
             hidden = reply.result
         return hidden
 
@@ -359,7 +370,7 @@ class Session:
             merged = merging.merge(gone.history)
             calls = tuple(adapter.LayerCall(*call) for call in merged.calls)
             found = self._again(gone, parts, Step((), merged.hidden, calls, merged.prompts))
-            if merging.is_near(found, merged.result):
+            if merging.is_near(found, merged.result, merged.calls):
                 return True
             why = "came out different"
         except Gone:
@@ -368,7 +379,7 @@ class Session:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
         self._swarm.tell(f"session {self.id}: all at once {why}; step by step")
         for part in parts:
-            part.number += 1  # whatever came of it, it is to be opened anew
+            part.used = True  # whatever came of it, it is to be opened anew
         return False
 
     def settle(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import random
 import signal
 import tempfile
@@ -37,6 +38,8 @@ __all__ = ["Swarm", "serve"]
 _numbers = itertools.count()
 _KEPT = 200
 _SHOWN = 50
+_LOADING = 300.0
+"""Seconds that it may take to load blocks, besides: the first time, transformers is imported."""
 _BAN = 5.0
 """Seconds for which a server is left alone that did not answer."""
 _RATE = 20
@@ -50,6 +53,7 @@ def serve(
     *,
     recover: Recover = "exact",
     step_timeout: float = 60.0,
+    cache_timeout: float = 60.0,
     chunk: int | None = None,
     micro_batch: int | None = None,
     room: int | None = None,
@@ -63,7 +67,8 @@ def serve(
 
     A session whose server is lost is brought to another one step by step, so that all that follows is equal to the last
     bit (``recover="exact"``), or at once, which is faster and equal within rounding (``"fast"``). A server that has not
-    answered within ``step_timeout`` seconds is left alone for a while. Steps of more than ``chunk`` tokens are taken in
+    answered within ``step_timeout`` seconds is left alone for a while; room for a session's caches is waited for up to
+    ``cache_timeout``. Steps of more than ``chunk`` tokens are taken in
     parts; what is computed without a cache goes in parts of ``micro_batch`` texts, which are under way at the same
     time. A worker takes up to ``room`` bytes of blocks. ``spend`` says how many points to spend on a request of a kind
     ("step", "forward", "backward") of so many tokens. All else is the servers': `nbdist.swarm.server.Options`.
@@ -77,7 +82,7 @@ def serve(
         checkpoint = adapter.Checkpoint(folder.name)
     found = Swarm(checkpoint, folder, Options(**options), room=room)
     found.recover, found.step_timeout, found.chunk, found.micro_batch = recover, step_timeout, chunk, micro_batch
-    found.points = spend
+    found.points, found.cache_timeout = spend, cache_timeout
     if spans is None:
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):
@@ -95,7 +100,7 @@ class Swarm:
         self.checkpoint = checkpoint
         self.options = options or Options()
         self.recover: Recover = "exact"
-        self.step_timeout = 60.0
+        self.step_timeout = self.cache_timeout = 60.0
         self.chunk: int | None = None
         self.micro_batch: int | None = None
         self.points: Callable[[str, int], float] = lambda kind, tokens: 0.0
@@ -109,7 +114,8 @@ class Swarm:
         """Bytes of each block."""
         self._log: deque[tuple[float, str]] = deque(maxlen=_KEPT)
         self._members: dict[str, Member] = {}
-        self._over: deque[str] = deque()
+        self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._settler: threading.Thread | None = None
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._last: weakref.ref[Session] | None = None
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE)
@@ -122,12 +128,13 @@ class Swarm:
         self._agent = api.current_agent()
         self.incarnation = self._agent.me.incarnation
         weakref.finalize(self, self._agent.on_lost(_Listener(self))).atexit = False
+        weakref.finalize(self, self._over.put, None).atexit = False
 
     def start(self, workers: Sequence[Any], spans: Sequence[tuple[int, int]]) -> None:
         """Have these workers load these blocks."""
         with self.working():
             made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
-            asked = [(member, self.send(member, "load", *span)) for member, span in made]
+            asked = [(member, self.send(member, "load", *span, patience=_LOADING)) for member, span in made]
             for member, answer in asked:
                 self._came(member, self.answer(member, answer))
 
@@ -246,7 +253,7 @@ class Swarm:
         with self.working():
             known = self._members.get(self._name_of(worker))
             member = known if known is not None and known.state == "online" else self._made(worker)
-            self._came(member, self.ask(member, "load", begin, len(self) if end is None else end))
+            self._came(member, self.ask(member, "load", begin, len(self) if end is None else end, patience=_LOADING))
 
     def leave(self, worker: int | str) -> None:
         """Relieve a worker: others take its blocks, the sessions that go through it move there, and it is done."""
@@ -272,7 +279,7 @@ class Swarm:
         """Have a worker take these blocks from whoever has them; the sessions go along."""
         member = self.member(worker)
         with self.working(), self._arranging:
-            loaded = self.ask(member, "load", begin, end)
+            loaded = self.ask(member, "load", begin, end, patience=_LOADING)
             relieved = []
             with self._lock:
                 member.blocks = loaded
@@ -346,6 +353,7 @@ class Swarm:
     def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, Member]]:
         """A way through these blocks; those that nobody has any more are taken by who is left."""
         while True:
+            self._check_open()
             try:
                 self._mend(begin, end)
             except Gone:
@@ -380,7 +388,10 @@ class Swarm:
                 spans = routing.assign(blocks, begin, end, self.sizes, room)
             except NoRoute as error:
                 raise NoRoute("; ".join([str(error), *self._excused()])) from None
-            asked = [(span, self.send(members[span.server], "load", span.begin, span.end)) for span in spans]
+            asked = [
+                (span, self.send(members[span.server], "load", span.begin, span.end, patience=_LOADING))
+                for span in spans
+            ]
             for span, answer in asked:
                 member = members[span.server]
                 loaded = self.answer(member, answer)
@@ -422,10 +433,11 @@ class Swarm:
         with self._agent.activate(), recorder().contexts.outside():
             yield
 
-    def send(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a server; `answer` has the result."""
+    def send(self, member: Member, method: str, *args: Any, patience: float = 0.0, **kwargs: Any) -> Future[Any]:
+        """Call a server; `answer` has the result. It may take so much longer than an answer does."""
+        timeout = self.step_timeout + patience
         try:
-            found: Future[Any] = getattr(member.server.rpc_async(self.step_timeout), method)(*args, **kwargs)
+            found: Future[Any] = getattr(member.server.rpc_async(timeout), method)(*args, **kwargs)
         except (WorkerLost, RRefError) as error:
             found = Future()
             found.set_exception(error)
@@ -473,8 +485,7 @@ class Swarm:
         self, cache: Any, begin: int = 0, end: int | None = None, *, expected: int = 0, recover: Recover | None = None
     ) -> Session:
         """A session whose end is that of ``cache``."""
-        self.settle()
-        recorded = adapter.RecordedCache(cache)
+        recorded = adapter.RecordedCache(cache, len(self))
         session = Session(
             self,
             recorded.empty,
@@ -486,13 +497,19 @@ class Swarm:
         recorded.tell = session.note
         cache.nbdist = recorded, session
         self._sessions.add(session)
-        weakref.finalize(cache, self._over.append, session.id).atexit = False
+        with self._lock:
+            if self._settler is None:
+                self._settler = threading.Thread(
+                    target=_settle, args=(weakref.ref(self), self._over), name="swarm settles", daemon=True
+                )
+                self._settler.start()
+        weakref.finalize(cache, self._over.put, session.id).atexit = False
         return session
 
-    def settle(self) -> None:
-        """Tell servers which sessions are over: those whose caches are gone. A finaliser must not do that itself."""
-        while self._over:
-            self.abandon(self._over.popleft(), self._there())
+    def over(self, session: str) -> None:
+        """A session is over: its cache is gone."""
+        self.abandon(session, self._there())
+        self.news()
 
     def close(self) -> None:
         """Serve no longer; what the workers had is gone, and so is a folder that was made for it."""
@@ -510,6 +527,10 @@ class Swarm:
                     member.server.release()
         self._folder.cleanup()
         self.news()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this swarm is closed")
 
     # -- models -------------------------------------------------------------------------------
 
@@ -538,7 +559,19 @@ class Swarm:
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:
         from nbdist.swarm.model import remote_model
 
+        self._check_open()
         return remote_model(self, kind, recover=recover or self.recover, num_labels=num_labels)
+
+
+def _settle(swarm: weakref.ref[Swarm], over: queue.SimpleQueue[str | None]) -> None:
+    """A thread of its own tells servers which sessions are over: what notices that is a finaliser, and must not."""
+    while (session := over.get()) is not None:
+        found = swarm()
+        if found is None:
+            return
+        with contextlib.suppress(NbdistError):
+            found.over(session)
+        del found
 
 
 class _Listener:

@@ -1,5 +1,9 @@
 """Workers killed with SIGKILL in the middle of what they are asked: the text goes on as if nothing had been."""
 
+import os
+import signal
+import time
+
 import pytest
 import swarm_models
 import torch
@@ -85,6 +89,11 @@ def back(cluster, swarm):
     swarm.join(0)
 
 
+def each_of(steps):
+    count = iter(range(1, 1000))
+    return transformers.StoppingCriteriaList([Each(lambda: steps.get(next(count), lambda: None)())])
+
+
 class Each(transformers.StoppingCriteria):
     """Does something behind each token."""
 
@@ -155,6 +164,74 @@ def test_a_worker_that_is_back_before_anybody_has_noticed(three):
     expected = swarm_models.generate(model, "greedy")
     assert torch.equal(swarm_models.generate(remote, "greedy", stopping_criteria=at(4, die_and_return)), expected)
     assert swarm.blocks["worker1"] == [2, 3]
+    swarm.close()
+
+
+def size_of_a_block(model):
+    return sum(tensor.nbytes for tensor in model.model.layers[0].state_dict().values())
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_span_that_has_to_be_divided(three, victim):
+    model = swarm_models.make("llama")
+    for recover in ("exact", "fast"):
+        swarm = serve(model, workers=[0, 1, 2], recover=recover, room=3 * size_of_a_block(model))
+        remote = swarm.causal_lm()
+        expected = swarm_models.generate(model, "beams")
+        steps = {4: lambda swarm=swarm: swarm.kill(victim)}
+        assert torch.equal(swarm_models.generate(remote, "beams", stopping_criteria=each_of(steps)), expected)
+        assert sorted(map(len, swarm.blocks.values())) == [3, 3]
+        swarm.close()
+        three.restart()
+
+
+def test_nobody_who_is_left_has_room(three):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[0, 1], room=3 * size_of_a_block(model))
+    remote = swarm.causal_lm()
+    with pytest.raises(NoRoute, match=r"has room for block 0; worker0 is gone: .*SIGKILL"):
+        swarm_models.generate(remote, "one", stopping_criteria=each_of({2: lambda: swarm.kill(0)}))
+    assert set(swarm.blocks) == {"worker1"}
+    swarm.close()
+
+
+def test_one_that_hangs_is_left_alone_for_a_while_and_then_asked_again(three):
+    model = swarm_models.make("llama")
+    expected = swarm_models.generate(model, "greedy", tokens=20)
+    swarm = serve(model, workers=[0, 1, 2], step_timeout=0.7)
+    swarm.ban_seconds = 1.5
+    remote = swarm.causal_lm()
+    pid = swarm.info()["worker1"].pid
+    try:
+        steps = {4: lambda: os.kill(pid, signal.SIGSTOP)}
+        began = time.monotonic()
+        found = swarm_models.generate(remote, "greedy", tokens=20, stopping_criteria=each_of(steps))
+        assert time.monotonic() - began < 10
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert torch.equal(found, expected)
+    assert "worker1 did not answer for 0.7 s: it is left alone for 1.5 s" in "\n".join(swarm.log)
+    assert swarm.states["worker1"] in ("banned", "online")
+    assert swarm.states["worker0"] == swarm.states["worker2"] == "online"  # nobody who waited for it is to blame
+    deadline = time.monotonic() + 10
+    while swarm.states["worker1"] != "online":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    swarm.move(0, 6, "worker1")
+    assert torch.equal(swarm_models.generate(remote, "greedy", tokens=20), expected)
+    swarm.close()
+
+
+def test_all_hang(three):
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1], step_timeout=0.5)
+    remote = swarm.causal_lm()
+    pids = [info.pid for info in swarm.info().values()]
+    try:
+        [os.kill(pid, signal.SIGSTOP) for pid in pids]
+        with pytest.raises(NoRoute, match="worker0 is banned: did not answer; asked again in"):
+            swarm_models.generate(remote, "one")
+    finally:
+        [os.kill(pid, signal.SIGCONT) for pid in pids]
     swarm.close()
 
 

@@ -91,7 +91,6 @@ def test_what_a_session_had_goes_with_its_cache(both):
     gc.collect()
     swarm_models.generate(remote, "one")
     gc.collect()
-    swarm.settle()
     deadline = time.monotonic() + 10
     while any(info.sessions for info in swarm.info().values()):
         assert time.monotonic() < deadline

@@ -1,0 +1,244 @@
+"""Sessions that survive: what is lost is brought back at once or step by step, and what is to go elsewhere moves."""
+
+import threading
+import time
+
+import pytest
+import swarm_models
+import torch
+import transformers
+
+import nbdist
+from nbdist.errors import UsageError
+from nbdist.swarm import adapter, serve
+from nbdist.swarm.routing import NoRoute
+from nbdist.testing import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World(4) as world, world[0].activate():
+        yield world
+
+
+class Each(transformers.StoppingCriteria):
+    """Does something behind certain tokens."""
+
+    def __init__(self, steps):
+        self.steps = steps
+        self.count = 0
+
+    def __call__(self, ids, scores, **_):
+        self.count += 1
+        self.steps.get(self.count, lambda: None)()
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+
+def each(steps):
+    return transformers.StoppingCriteriaList([Each(steps)])
+
+
+def forget(swarm, name):
+    """A server that has lost all of its sessions, as one that has been started anew."""
+    server = swarm.member(name).server
+    for id in [session.id for session in list(swarm._sessions)]:
+        server.rpc_sync().close(id)
+
+
+@pytest.mark.parametrize("family", list(swarm_models.CONFIGS))
+@pytest.mark.parametrize("mode", ["greedy", "beams", "prompt lookup"])
+def test_at_once(world, family, mode):
+    model = swarm_models.make(family)
+    swarm = serve(model, workers=[1, 2, 3], recover="fast")
+    remote = swarm.causal_lm()
+    expected = swarm_models.generate(model, mode)
+    steps = {2: lambda: forget(swarm, "worker1"), 3: lambda: forget(swarm, "worker3")}
+    assert torch.equal(swarm_models.generate(remote, mode, stopping_criteria=each(steps)), expected)
+    told = [line for line in swarm.log if "goes on" in line]
+    assert len(told) == 2
+    assert all("tokens at once" in line for line in told)
+    swarm.close()
+
+
+def test_what_comes_out_different_at_once_is_done_step_by_step(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2])
+    remote = swarm.causal_lm(recover="fast")
+    expected = swarm_models.generate(model, "greedy")
+    monkeypatch.setattr("nbdist.swarm.merging.is_near", lambda *_: False)
+    steps = {4: lambda: forget(swarm, "worker2")}
+    assert torch.equal(swarm_models.generate(remote, "greedy", stopping_criteria=each(steps)), expected)
+    assert "came out different; step by step" in "\n".join(swarm.log)
+    assert "4 steps again" in "\n".join(swarm.log)
+    swarm.close()
+
+
+def test_what_is_not_pushed_is_brought(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3])
+    monkeypatch.setattr("nbdist.swarm.server._send", lambda *_: None)
+    monkeypatch.setattr("nbdist.swarm.session._PUSHED", 0.01)
+    found = swarm_models.generate(swarm.causal_lm(), "greedy")
+    assert torch.equal(found, swarm_models.generate(model, "greedy"))
+    assert set(swarm.states.values()) == {"online"}
+    swarm.close()
+
+
+def test_large_prompts_go_in_pieces(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2])
+    monkeypatch.setattr("nbdist.swarm.server._PIECE", 600)
+    monkeypatch.setattr("nbdist.swarm.session._LARGE", 600)
+    found = swarm_models.generate(swarm.causal_lm(), "beams")
+    assert torch.equal(found, swarm_models.generate(model, "beams"))
+    swarm.close()
+
+
+# -- moving ------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_takes_nothing_along(world):
+    model = swarm_models.make("gemma2")
+    swarm = serve(model, workers=[1, 2, 3])
+    remote = swarm.causal_lm()
+    expected = swarm_models.generate(model, "beams", tokens=20)
+    states = []
+
+    def leave():
+        swarm.listen(lambda: states.append(swarm.states["worker2"]))
+        swarm.leave("worker2")
+
+    steps = {6: leave, 12: lambda: swarm.join("worker2", 2, 4), 15: lambda: swarm.leave("worker1")}
+    assert torch.equal(swarm_models.generate(remote, "beams", tokens=20, stopping_criteria=each(steps)), expected)
+    log = "\n".join(swarm.log)
+    assert "moved from worker2 to worker" in log
+    assert "again" not in log  # nothing was computed twice
+    assert "at once" not in log
+    assert states.index("draining") < states.index("offline")
+    assert swarm.states == {"worker1": "offline", "worker3": "online", "worker2": "online"}
+    with pytest.raises(UsageError, match="worker1 serves nothing"):
+        swarm.leave("worker1")
+    swarm.close()
+
+
+def test_blocks_move_and_sessions_with_them(world):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3])
+    remote = swarm.causal_lm()
+    expected = swarm_models.generate(model, "greedy", tokens=16)
+    steps = {5: lambda: swarm.move(2, 4, "worker3"), 9: lambda: swarm.move(0, 1, "worker3")}
+    found = swarm_models.generate(remote, "greedy", tokens=16, stopping_criteria=each(steps))
+    assert torch.equal(found, expected)
+    assert swarm.blocks == {"worker1": [1], "worker2": [], "worker3": [0, 2, 3, 4, 5]}
+    assert "moved from worker2 to worker3" in "\n".join(swarm.log)
+    swarm.close()
+
+
+def test_the_last_cannot_leave(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    with pytest.raises(NoRoute):
+        swarm.leave("worker1")
+    assert swarm.states == {"worker1": "online"}
+    assert swarm_models.generate(swarm.causal_lm(), "one").shape == (1, 21)
+    swarm.close()
+
+
+def test_a_worker_leaves_while_several_write(world):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3])
+    expected = swarm_models.generate(model, "greedy", tokens=24)
+    found = []
+
+    def write():
+        with world[0].activate():
+            found.append(swarm_models.generate(swarm.causal_lm(), "greedy", tokens=24))
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    swarm.leave("worker2")
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 3
+    assert all(torch.equal(one, expected) for one in found)
+    assert swarm.states["worker2"] == "offline"
+    swarm.close()
+
+
+# -- room, parts, and who is served first ----------------------------------------------------------
+
+
+def test_room_for_caches_is_asked_for_with_the_length_of_the_text(world):
+    model = swarm_models.make("llama")
+    per_token = 2 * 2 * 8 * 4 * 3
+    swarm = serve(model, workers=[1, 2], cache_bytes=30 * per_token, step_timeout=5.0)
+    remote = swarm.causal_lm()
+    assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))  # 9 and 12 tokens
+    with pytest.raises(nbdist.swarm.CacheFull, match="ever"):
+        swarm_models.generate(remote, "beams", tokens=30)
+    assert set(swarm.states.values()) == {"online"}
+    # two side by side do not fit: the second waits for the first
+    found = []
+
+    def write():
+        with world[0].activate():
+            found.append(swarm_models.generate(swarm.causal_lm(), "one"))
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 2
+    assert all(torch.equal(one, swarm_models.generate(model, "one")) for one in found)
+    swarm.close()
+
+
+@pytest.mark.parametrize("family", list(swarm_models.CONFIGS))
+def test_long_steps_in_parts(world, family):
+    model = swarm_models.make(family)
+    swarm = serve(model, workers=[1, 2], chunk=4, recover="fast")
+    remote = swarm.causal_lm()
+    for mode in ("greedy", "prompt lookup"):
+        steps = {6: lambda: forget(swarm, "worker1")}
+        found = swarm_models.generate(remote, mode, stopping_criteria=each(steps))
+        assert torch.equal(found, swarm_models.generate(model, mode))
+    swarm.close()
+
+
+def test_who_spends_more(world):
+    asked = []
+
+    def spend(kind, tokens):
+        asked.append((kind, tokens))
+        return 3.0
+
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2], spend=spend)
+    remote = swarm.causal_lm()
+    swarm_models.generate(remote, "greedy", tokens=2)
+    ids = swarm_models.batch()["input_ids"]
+    remote(inputs_embeds=remote.get_input_embeddings()(ids).requires_grad_(), use_cache=False).logits.sum().backward()
+    assert [each for each in asked if each[0] == "step"] == [("step", 18), ("step", 2)]
+    assert {kind for kind, _ in asked} == {"step", "forward", "backward"}
+    swarm.close()
+
+
+def test_a_session_says_how_it_is(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+    remote = swarm.causal_lm()
+    told = []
+    forget_it = swarm.listen(lambda: told.append(swarm.snapshot()))
+    cache = adapter.new_cache(remote.config)
+    with torch.no_grad():
+        remote(swarm_models.one()["input_ids"], past_key_values=cache)
+    forget_it()
+    last = told[-1]
+    assert last["route"] == [["worker1", 0, 3], ["worker2", 3, 6]]
+    assert last["session"]["tokens"] == 9
+    assert [server["steps"] for server in last["servers"]] == [1, 1]
+    assert last["servers"][0]["cache"] == 9 * 2 * 2 * 8 * 4 * 3
+    assert last["count"] == 6
+    assert last["bytes"] == sum(swarm.sizes)
+    assert any("worker1 serves blocks 0-2" in text for _, text in last["log"])
+    swarm.close()

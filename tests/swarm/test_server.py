@@ -1,0 +1,341 @@
+"""One server: what it is asked, by whom, in which order, with how much room."""
+
+import threading
+import time
+
+import pytest
+import swarm_models
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.rpc import api
+from nbdist.swarm import adapter, serve
+from nbdist.swarm.budget import CacheFull
+from nbdist.swarm.history import Step
+from nbdist.swarm.pools import TooLarge
+from nbdist.swarm.server import NoSession, Options, Place, Server, pieces
+from nbdist.testing import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World(3) as world, world[0].activate():
+        yield world
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder, and how its blocks are called for a text of five tokens, and then for one more."""
+    model = swarm_models.make("llama")
+    folder = tmp_path_factory.mktemp("llama")
+    adapter.write_checkpoint(model, folder)
+    notes = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: notes.append((args[0].detach(), adapter.strip(args[1:], kwargs, cache))),
+            with_kwargs=True,
+        )
+    cache = adapter.new_cache(model.config)
+    ids = swarm_models.one()["input_ids"][:, :5]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    hiddens = [notes[0][0], notes[6][0]]
+    calls = [tuple(call for _, call in notes[:6]), tuple(call for _, call in notes[6:])]
+    return folder, model.config, hiddens, calls
+
+
+@pytest.fixture
+def ask(world, llama):
+    """Servers with options, and what they are asked."""
+    made = []
+
+    def make(**options):
+        rref = api.remote(f"worker{1 + len(made) % 2}", Server, (str(llama[0]), Options(**options), f"key{len(made)}"))
+        rref.rpc_sync().load(0, 6)
+        made.append(rref)
+        return rref
+
+    yield make
+    made.clear()
+
+
+class Client:
+    """Asks a server for steps of sessions."""
+
+    def __init__(self, llama, server, me):
+        _, self.config, self.hiddens, self.calls = llama
+        self.server = server
+        self.me = me
+
+    def open(self, id, begin=0, expected=0):
+        self.server.rpc_sync().open(id, begin, adapter.new_cache(self.config), self.me, expected)
+
+    def step(self, id, number, begin=0, end=6, hidden=None, **options):
+        given = self.hiddens[number] if hidden is None else hidden
+        step = Step((), given, self.calls[number][begin:end])
+        return self.server.rpc_async().step(id, begin, number, self.hiddens[number].shape[1], step, **options)
+
+
+@pytest.fixture
+def client(world, llama, ask):
+    return lambda **options: Client(llama, ask(**options), world[0].me.incarnation)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_step_that_was_taken_has_the_same_answer_again(client):
+    one = client()
+    one.open("s")
+    first = one.step("s", 0).wait().result
+    second = one.step("s", 1)
+    again = one.step("s", 1)  # a client that has not heard in time asks once more
+    assert torch.equal(second.wait().result, again.wait().result)
+    assert one.server.rpc_sync().info().steps == 2
+    assert not torch.equal(first[:, -1:], second.wait().result)
+    with pytest.raises(UsageError, match="step 0 comes after step 1"):
+        one.step("s", 0).wait()
+    with pytest.raises(NoSession, match="no session t at block 0"):
+        one.step("t", 0).wait()
+
+
+def test_what_goes_in_may_come_before_or_after_or_in_pieces_and_twice(client):
+    one = client()
+    one.open("s")
+    expected = [one.step("s", number).wait().result for number in (0, 1)]
+    hidden, nothing = one.hiddens[0], torch.empty(0)
+    for order in ("before", "after"):
+        one.open(order)
+        if order == "after":
+            asked = one.step(order, 0, hidden=nothing)
+            time.sleep(0.05)
+            assert not asked.done()
+        for at in (3, 0, 2, 0):
+            one.server.rpc_sync().push(order, 0, 0, at, hidden[:, at : at + (1 if at == 2 else 2)])
+        if order == "before":
+            asked = one.step(order, 0, hidden=nothing)
+        assert torch.equal(asked.wait(10).result, expected[0])
+        one.server.rpc_sync().push(order, 0, 0, 0, torch.zeros(1, 5, 32))  # late: that step is over
+        assert torch.equal(one.step(order, 1).wait(10).result, expected[1])
+
+
+def test_it_pushes_to_the_next(client, world):
+    one, two = client(), client()
+    one.open("alone")
+    expected = one.step("alone", 0).wait().result
+    one.open("s", 0)
+    two.open("s", 3)
+    one.server.rpc_sync().link("s", 0, Place("worker2", "key1"), 3)
+    last = two.step("s", 0, 3, hidden=torch.empty(0))
+    middle = one.step("s", 0, 0, 3).wait().result
+    assert torch.equal(last.wait(10).result, expected)
+    two.open("t", 3)
+    assert torch.equal(two.step("t", 0, 3, hidden=middle).wait().result, expected)
+
+
+def test_what_does_not_come_in_time_is_an_error(client):
+    one = client()
+    one.open("s")
+    asked = one.step("s", 0, hidden=torch.empty(0), patience=0.1)
+    with pytest.raises(TimeoutError, match="what goes into step 0 has not come"):
+        asked.wait(10)
+    assert one.step("s", 0).wait().result.shape == (1, 5, 32)  # nothing has happened to the session
+
+
+def test_a_session_that_is_closed_lets_go_of_who_waits(client):
+    one = client()
+    one.open("s")
+    asked = one.step("s", 0, hidden=torch.empty(0))
+    one.server.rpc_sync().close("s")
+    with pytest.raises(NoSession, match="its client has closed it"):
+        asked.wait(10)
+    assert one.server.rpc_sync().info().sessions == 0
+
+
+PER_TOKEN = 2 * 2 * 8 * 4 * 6  # keys and values, two heads of eight floats, six blocks
+
+
+def test_room_is_waited_for_in_order_and_is_free_when_a_session_ends(client):
+    one = client(cache_bytes=16 * PER_TOKEN)
+    info = one.server.rpc_sync().info
+    one.open("a", expected=12)
+    assert one.step("a", 0).wait().cache == 5 * PER_TOKEN or info().cache >= 12 * PER_TOKEN
+    assert info().cache == 12 * PER_TOKEN  # for all that it is going to have
+    for name in ("b", "c"):
+        one.open(name, expected=6)
+    waiting = [one.step(name, 0) for name in ("b",)]
+    time.sleep(0.05)
+    waiting += [one.step(name, 0) for name in ("c",)]
+    assert one.step("a", 1).wait(10)  # who has room goes on
+    assert not any(each.done() for each in waiting)
+    one.server.rpc_sync().close("a")
+    assert all(each.wait(10) for each in waiting)
+    assert info().cache == 12 * PER_TOKEN
+    one.server.rpc_sync().close("b")
+    one.server.rpc_sync().close("c")
+    assert info().cache == 0
+
+
+def test_what_never_fits_fails_at_once_and_what_does_not_in_time_then(client):
+    one = client(cache_bytes=8 * PER_TOKEN)
+    one.open("a")
+    one.step("a", 0).wait()
+    one.open("b")
+    with pytest.raises(CacheFull, match="did not become free in time"):
+        one.step("b", 0, patience=0.2).wait(10)
+    assert one.step("a", 1).wait(10)
+    one.server.rpc_sync().close("a")
+    small = client(cache_bytes=4 * PER_TOKEN)
+    small.open("a")
+    with pytest.raises(CacheFull, match="ever"):
+        small.step("a", 0).wait(10)
+
+
+def test_who_is_cancelled_while_waiting_for_room_waits_no_longer(client):
+    one = client(cache_bytes=8 * PER_TOKEN)
+    one.open("a")
+    one.step("a", 0).wait()
+    one.open("b")
+    asked = one.step("b", 0)
+    time.sleep(0.05)
+    one.server.rpc_sync().close("b")
+    with pytest.raises(NoSession):
+        asked.wait(10)
+    assert one.server.rpc_sync().info().cache == 5 * PER_TOKEN
+
+
+def test_a_session_that_nobody_uses_expires(client):
+    one = client(session_timeout=0.3)
+    one.open("s")
+    one.step("s", 0).wait()
+    wait_until(lambda: one.server.rpc_sync().info().sessions == 0)
+    assert one.server.rpc_sync().info().cache == 0
+    with pytest.raises(NoSession):
+        one.step("s", 1).wait()
+
+
+def test_a_request_may_be_too_large(client):
+    one = client(largest=4)
+    one.open("s")
+    with pytest.raises(TooLarge, match="step of 5 tokens is more than the 4"):
+        one.step("s", 0).wait()
+    with pytest.raises(TooLarge, match="forward"):
+        one.server.rpc_sync().forward(0, one.hiddens[0], one.calls[0])
+
+
+class Slow(torch.nn.Module):
+    """A block that takes its time, and notes when it began."""
+
+    def __init__(self, own, began):
+        super().__init__()
+        self.own = own
+        self.began = began
+        self.go = threading.Event()
+
+    def forward(self, hidden, **kwargs):
+        self.began.append(hidden.shape[0])
+        self.go.wait(10)
+        return self.own(hidden, **kwargs)
+
+
+@pytest.fixture(params=[False, True], ids=["one by one", "stacked"])
+def slow(world, llama, request):
+    """A server of this process, whose first block can be held."""
+    options = Options(stack=request.param, prioritize=lambda kind, size, points: -points)
+    server = Server(str(llama[0]), options, "slow")
+    server.load(0, 6)
+    began = []
+    server._blocks[0] = Slow(server._blocks[0], began)
+    yield server, server._blocks[0], began
+    server._blocks[0].go.set()
+
+
+def in_thread(function, *args, **kwargs):
+    found = []
+
+    def run():
+        try:
+            found.append(function(*args, **kwargs))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def end():
+        thread.join(10)
+        return found[0]
+
+    return end
+
+
+def test_a_busy_server_answers_and_does_first_what_is_paid_for(slow, llama):
+    server, block, began = slow
+    _, _, hiddens, calls = llama
+    texts = lambda count: hiddens[0].expand(count, -1, -1)  # noqa: E731
+    ends = [in_thread(server.forward, 0, texts(1), calls[0])]
+    wait_until(lambda: began == [1])
+    assert server.info().waiting == 0
+    for count, points in ((2, 0.0), (3, 5.0), (4, 9.0)):
+        ends.append(in_thread(server.backward, 0, texts(count), calls[0], torch.ones(count, 5, 32), points=points))
+        wait_until(lambda count=count: server.info().waiting == count - 1)
+    block.go.set()
+    replies = [end() for end in ends]
+    assert began == ([1, 9] if server._options.stack else [1, 4, 3, 2])
+    assert [reply.result[0].shape[0] for reply in replies[1:]] == [2, 3, 4]
+
+
+def test_requests_that_are_alike_are_computed_as_one(slow, llama):
+    server, block, began = slow
+    _, _, hiddens, calls = llama
+    torch.manual_seed(0)
+    given = [torch.randn(count, 5, 32) for count in (1, 2, 3)]
+    block.go.set()
+    alone = [server.forward(0, each, calls[0]).result for each in given]
+    block.go.clear()
+    began.clear()
+    ends = [in_thread(server.forward, 0, hiddens[0], calls[0])]
+    wait_until(lambda: began == [1])
+    for number, each in enumerate(given, 1):
+        ends.append(in_thread(server.forward, 0, each, calls[0]))
+        wait_until(lambda number=number: server.info().waiting == number)
+    block.go.set()
+    found = [end().result for end in ends[1:]]
+    assert began == ([1, 6] if server._options.stack else [1, 1, 2, 3])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, alone, strict=True))
+
+
+def test_large_hidden_states_go_in_pieces():
+    hidden = torch.zeros(2, 3000, 1024)
+    found = pieces(hidden)
+    assert len(found) > 1
+    assert [at for at, _ in found] == [sum(p.shape[1] for _, p in found[:n]) for n in range(len(found))]
+    assert torch.equal(torch.cat([piece for _, piece in found], 1), hidden)
+    assert pieces(hidden[:, :3])[0][0] == 0
+
+
+def test_a_client_that_is_gone_takes_its_sessions_along(client, world):
+    one = client()
+    one.open("mine")
+    one.me = -5
+    one.open("gone")
+    one.step("gone", 0).wait()
+    record = type("Record", (), {"incarnation": -5})
+    for listener in list(world[1]._on_lost):
+        if getattr(listener, "func", None) is not None:
+            listener(record, "")
+    assert one.server.rpc_sync().info().sessions == 1
+
+
+def test_a_server_goes_with_its_swarm(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+    before = len(world[1]._on_lost)
+    swarm.close()
+    wait_until(lambda: len(world[1]._on_lost) == before - 1)
+    with pytest.raises(UsageError, match="closed"):
+        swarm.causal_lm()
