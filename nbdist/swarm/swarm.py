@@ -123,7 +123,7 @@ class Swarm:
         self._choose = random.Random(0)
         self._lock = threading.RLock()
         self._arranging = threading.RLock()
-        """Held by who gives blocks to servers."""
+        """Held by who gives blocks to servers; never while a session's lock is waited for."""
         self._closed = False
         self._agent = api.current_agent()
         self.incarnation = self._agent.me.incarnation
@@ -258,14 +258,15 @@ class Swarm:
     def leave(self, worker: int | str) -> None:
         """Relieve a worker: others take its blocks, the sessions that go through it move there, and it is done."""
         member = self.member(worker)
-        with self.working(), self._arranging:
-            member.state = "draining"
-            self.tell(f"{member.name} is to leave")
-            try:
-                self._mend(0, len(self))
-            except NoRoute:
-                member.state = "online"
-                raise
+        with self.working():
+            with self._arranging:
+                member.state = "draining"
+                self.tell(f"{member.name} is to leave")
+                try:
+                    self._mend(0, len(self))
+                except NoRoute:
+                    member.state = "online"
+                    raise
             self._settle_sessions()
             self.abandon(None, [member])
             with self._lock:
@@ -278,23 +279,25 @@ class Swarm:
     def move(self, begin: int, end: int, worker: int | str) -> None:
         """Have a worker take these blocks from whoever has them; the sessions go along."""
         member = self.member(worker)
-        with self.working(), self._arranging:
-            loaded = self.ask(member, "load", begin, end, patience=_LOADING)
+        with self.working():
             relieved = []
-            with self._lock:
-                member.blocks = loaded
-                for other in self._there():
-                    kept = [number for number in other.blocks if other is member or not begin <= number < end]
-                    if kept != other.blocks:
-                        other.blocks = kept
-                        relieved.append(other)
-            self.tell(f"{member.name} takes {_ranges(range(begin, end))}")
+            with self._arranging:
+                loaded = self.ask(member, "load", begin, end, patience=_LOADING)
+                with self._lock:
+                    member.blocks = loaded
+                    for other in self._there():
+                        kept = [number for number in other.blocks if other is member or not begin <= number < end]
+                        if kept != other.blocks:
+                            other.blocks = kept
+                            relieved.append(other)
+                self.tell(f"{member.name} takes {_ranges(range(begin, end))}")
             self._settle_sessions()
             for other in relieved:
                 with contextlib.suppress(Gone):
                     self.ask(other, "unload", other.blocks)
 
     def _settle_sessions(self) -> None:
+        # Not while blocks are being arranged: a session that takes a step may wait for that.
         for session in list(self._sessions):
             session.settle()
 
@@ -388,6 +391,8 @@ class Swarm:
                 spans = routing.assign(blocks, begin, end, self.sizes, room)
             except NoRoute as error:
                 raise NoRoute("; ".join([str(error), *self._excused()])) from None
+            for span in spans:  # who hangs is not waited for as long as who loads
+                self.ask(members[span.server], "info")
             asked = [
                 (span, self.send(members[span.server], "load", span.begin, span.end, patience=_LOADING))
                 for span in spans
@@ -525,6 +530,7 @@ class Swarm:
                 member.state = "offline"
                 with contextlib.suppress(NbdistError):
                     member.server.release()
+        self._over.put(None)
         self._folder.cleanup()
         self.news()
 
