@@ -18,6 +18,8 @@ from nbdist.autograd.watching import Watch
 from nbdist.cluster.sinks import current_sink
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, report
+from nbdist.views.map import Mapped
+from nbdist.views.map import as_html as map_as_html
 from nbdist.views.panel import Panel
 from nbdist.views.references import Bundle, bundle, bundle_of_many, facts_of
 from nbdist.views.watching import Watcher
@@ -27,8 +29,10 @@ __all__ = ["register", "unregister"]
 _PATIENCE = 1.0
 _HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'
 _MOST = 8
-"""So many views of passes and panels are live; older ones are pictures."""
-_before: list[tuple[Any, type, Any]] = []
+"""So many views of passes, panels and swarms are live; older ones are pictures."""
+_SWARM = "nbdist.swarm.swarm.Swarm"
+"""By name, for its module needs transformers."""
+_before: list[tuple[Any, type | str, Any]] = []
 """What showed things before."""
 _views: deque[Any] = deque()
 
@@ -36,11 +40,12 @@ _views: deque[Any] = deque()
 def register(shell: Any) -> None:
     """Have a shell show references, and lists and dicts of them."""
     bundles = shell.display_formatter.mimebundle_formatter
-    printers: dict[type, Any] = {
+    printers: dict[type | str, Any] = {
         RRef: _show,
         Watcher: _show_watched,
         Watch: _show_watch,
         Panel: _show_panel,
+        _SWARM: _show_swarm,
         list: _show_many,
         dict: _show_many,
     }
@@ -65,6 +70,7 @@ def unregister(shell: Any) -> None:
 def _prepare() -> None:
     import nbdist.views.widgets.backward
     import nbdist.views.widgets.card
+    import nbdist.views.widgets.map
     import nbdist.views.widgets.panel  # noqa: F401
 
 
@@ -136,6 +142,16 @@ def _show_panel(panel: Panel) -> Bundle:
         from nbdist.views.widgets.panel import PanelView
 
         shown |= _widget(_keep(PanelView(panel)))
+    return shown
+
+
+def _show_swarm(swarm: Mapped) -> Bundle:
+    watched = current_sink().interactive
+    shown: Bundle = {"text/plain": repr(swarm), "text/html": map_as_html(swarm.snapshot(), lasting=not watched)}
+    if watched:
+        from nbdist.views.widgets.map import MapView
+
+        shown |= _widget(_keep(MapView(swarm)))
     return shown
 
 

@@ -16,18 +16,15 @@ NODE = shutil.which("node")
 
 
 @pytest.mark.skipif(NODE is None, reason="there is no node here")
-def test_drawing_is_right(tmp_path):
+@pytest.mark.parametrize("name", sorted(path.name for path in HERE.glob("*.test.mjs")))
+def test_drawing_is_right(name, tmp_path):
     # A copy, with the checkout's or the installed package's modules: node wants to be told that they are modules.
     shutil.copytree(STATIC, tmp_path / "static")
-    text = (HERE / "graph.test.mjs").read_text().replace("../../nbdist/views/static", "./static")
+    text = (HERE / name).read_text().replace("../../nbdist/views/static", "./static")
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "graph.test.mjs").write_text(text)
+    (tmp_path / name).write_text(text)
     done = subprocess.run(
-        [NODE, "--test", "--test-reporter=tap", "graph.test.mjs"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [NODE, "--test", "--test-reporter=tap", name], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     print(*re.findall(r"1,000 nodes.*", done.stdout))

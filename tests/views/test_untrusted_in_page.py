@@ -2,6 +2,7 @@
 
 import nbformat
 import pytest
+import swarm_double
 from browser import needs_browser, notebook
 from frontend import Notebook
 
@@ -19,6 +20,7 @@ CELLS = {
     "trace": "with dist_autograd.context() as context_id:\n    y = rpc.rpc_sync('worker1', torch.exp, args=(x,))\n"
     "    display(dist_autograd.trace(context_id))",
     "timeline": "%%timeline\nrpc.rpc_sync('worker1', torch.exp, args=(x,)).sum().item();",
+    "map": f"exec(open({swarm_double.__file__!r}).read())\nthree()",
 }
 SAID = {
     "card": "RRef on worker1",
@@ -30,8 +32,9 @@ SAID = {
     "status": "idle",
     "trace": "",
     "timeline": "call",
+    "map": "nobody has blocks 10-19",
 }
-DRAWN = {"pass", "trace", "timeline"}
+DRAWN = {"pass", "trace", "timeline", "map"}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import { bytes } from "./amounts.js";
 import { button, connect, element, leavePicture } from "./buttons.js";
+import { tellLooking } from "./looking.js";
 import { points, talk } from "./sparkline.js";
 
 const WIDE = 56;
@@ -15,7 +16,6 @@ const COURSES = [
   { name: "out", title: "out", most: 100_000, told: rate },
 ];
 const FIRST = 6; // the column of the first of them
-const AGAIN = 4000; // ms after which the page says once more that somebody looks
 const SVG = "http://www.w3.org/2000/svg";
 
 function spark(title) {
@@ -88,23 +88,11 @@ function render({ model, el }) {
     logs.hidden = !written.length;
   }
 
-  // Nobody looks at what is scrolled away, or in a page that lies behind another.
-  let visible = true;
-  const watcher = new IntersectionObserver((entries) => {
-    visible = entries.at(-1).isIntersecting;
-    tell();
-  });
-  watcher.observe(el);
-  const tell = () => {
-    if (visible && !document.hidden) model.send({ press: "looking" });
-  };
-  const timer = setInterval(tell, AGAIN);
   model.on("change:snapshot", draw);
   draw();
-  tell();
+  const stop = tellLooking(model, el);
   return () => {
-    clearInterval(timer);
-    watcher.disconnect();
+    stop();
     wire.close();
     model.off("change:snapshot", draw);
     leavePicture(el);

@@ -22,7 +22,7 @@ class PanelView(View):
     """One panel."""
 
     _anywidget_id = identity("nbdist.panel")
-    _esm = script("amounts.js", "buttons.js", "sparkline.js", "panel.js")
+    _esm = script("amounts.js", "buttons.js", "looking.js", "sparkline.js", "panel.js")
     _css = style("common.css", "panel.css")
 
     def __init__(self, panel: Panel) -> None:

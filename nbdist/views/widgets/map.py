@@ -1,0 +1,102 @@
+"""The live map of a swarm: follows it while somebody looks; a button for each worker that kills it.
+
+It does not hold the swarm: a swarm that nobody refers to any more goes, though it is shown, and the workers' memory
+with it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nbdist.errors import UsageError
+from nbdist.views.map import Mapped
+from nbdist.views.widgets.view import View, identity, script, style
+
+__all__ = ["MapView"]
+
+_LOOKING = 10.0
+"""Seconds after which nobody looks any more, unless the page has said so again."""
+
+
+class MapView(View):
+    """One map."""
+
+    _anywidget_id = identity("nbdist.map")
+    _esm = script("amounts.js", "blocks.js", "buttons.js", "looking.js", "map.js")
+    _css = style("common.css", "map.css")
+
+    def __init__(self, swarm: Mapped) -> None:
+        self._until = 0.0
+        self._swarm = weakref.ref(swarm, partial(_news, weakref.ref(self)))
+        listener = _Listener(self)
+        listener.forget = swarm.listen(listener)
+        self._listener = weakref.ref(listener)
+        super().__init__(snapshot=_snapshot(swarm))
+
+    def close(self) -> None:
+        """Follow it no longer."""
+        if (listener := self._listener()) is not None:
+            listener.forget()
+        super().close()
+
+    def look(self) -> dict[str, Any]:
+        """The swarm as it is known here; or as it was last, when it is no more."""
+        swarm = self._swarm()
+        return _snapshot(swarm) if swarm is not None else {**self.snapshot, "over": True}
+
+    @property
+    def looking(self) -> bool:
+        """Whether somebody looks."""
+        return self.comm is not None and time.monotonic() < self._until
+
+    def changed(self) -> None:
+        """There is news; it is published when somebody looks, who may come later."""
+        if self.looking:
+            super().changed()
+
+    def press(self, message: dict[str, Any]) -> None:
+        """Look on, or kill."""
+        what, worker = message.get("press"), message.get("worker")
+        if what == "looking":
+            self._until = time.monotonic() + _LOOKING
+            self.changed()  # what was not published meanwhile; and a rate may have changed by itself
+            return
+        swarm = self._swarm()
+        if swarm is None:
+            raise UsageError("this swarm is no more")
+        if what != "kill":
+            raise UsageError(f"there is no button {what!r}")
+        if not any(server["name"] == worker for server in swarm.snapshot()["servers"]):
+            raise UsageError(f"there is no {worker!r}")
+        swarm.kill(str(worker))
+        self.changed()
+
+
+class _Listener:
+    """Tells a view of news. The swarm has it: so what ends that, which may refer to the swarm, is not the view's."""
+
+    def __init__(self, view: MapView) -> None:
+        self._view = weakref.ref(view)
+        self.forget: Callable[[], None] = _nothing
+
+    def __call__(self) -> None:
+        _news(self._view)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _snapshot(swarm: Mapped) -> dict[str, Any]:
+    return {**swarm.snapshot(), "over": False}
+
+
+def _news(known: weakref.ref[MapView], _: object = None) -> None:
+    """Called by threads of the swarm's, and by the garbage collector: it only enqueues."""
+    view = known()
+    if view is not None:
+        view.changed()

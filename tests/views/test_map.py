@@ -1,0 +1,243 @@
+"""The map of a swarm, of one that only says what it is told to: its form on paper, and what goes to a page."""
+
+import base64
+import gc
+import json
+import re
+import time
+import weakref
+from xml.etree import ElementTree
+
+import pytest
+import swarm_double
+from frontend import Notebook
+from swarm_double import Swarm, large, server, three
+
+from nbdist.views.map import as_html, as_svg, missing, parts
+from nbdist.views.widgets import map as live
+from nbdist.views.widgets.map import MapView
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- what is drawn --------------------------------------------------------------------------------
+
+
+def test_a_row_is_cut_where_it_looks_otherwise():
+    route = [["a", 0, 4], ["b", 4, 6], ["a", 6, 7]]
+    assert parts(server("a", (2, 8)), route) == [(2, 4, "route"), (4, 6, "held"), (6, 7, "route"), (7, 8, "held")]
+    assert parts(server("a", (0, 2), (2, 4), (6, 7)), []) == [(0, 4, "held"), (6, 7, "held")]
+    assert parts(server("a", (0, 4), state="offline"), route) == [(0, 4, "away")]
+    assert parts(server("a", (0, 4), state="draining"), route) == [(0, 4, "route")]
+    assert parts(server("a", (0, 4), state="gone"), route) == []
+
+
+def test_what_nobody_has():
+    assert missing(three().snapshot()) == [(10, 20, "missing")]
+    assert missing(large().snapshot()) == []
+    silent = Swarm(4, [server("a", (0, 2), state="offline"), server("b", (1, 3))])
+    assert missing(silent.snapshot()) == [(0, 1, "missing"), (3, 4, "missing")]
+    assert missing(Swarm(2).snapshot()) == [(0, 2, "missing")]
+
+
+@pytest.mark.parametrize("swarm", [three(), large(), Swarm(), Swarm(0), Swarm(300, [server("x" * 90, (0, 300))])])
+def test_a_picture_in_which_everything_has_its_place(swarm):
+    picture = ElementTree.fromstring(as_svg(swarm.snapshot()))
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    assert width <= 1400
+    for box in picture.findall("{*}g/{*}rect"):
+        left, top, wide, tall = (float(box.get(side)) for side in ("x", "y", "width", "height"))
+        assert wide > 0
+        assert left + wide <= width
+        assert top + tall <= height
+
+
+def test_it_is_told_whose_blocks_are_pointed_at():
+    told = as_html(three().snapshot())
+    titles = re.findall(r'<area [^>]*title="([^"]+)"', told)
+    assert titles == [
+        "blocks 0-9: worker0, on the session&#x27;s route",
+        "blocks 20-21: worker0, on the session&#x27;s route",
+        "blocks 22-29: worker1, on the session&#x27;s route",
+        "blocks 10-19: nobody",
+    ]
+
+
+def test_the_form_on_paper():
+    told = as_html(three().snapshot())
+    assert "30 blocks, 540 MB; 3 workers: 2 online, 1 gone; nobody has blocks 10-19" in told
+    assert "session 4711.3: recovering, 57 tokens, 23.4 tokens/s" in told
+    assert "route: worker0 0-9 → worker2 10-19 → worker0 20-21 → worker1 22-29" in told
+    assert "1.2 MB of 50.0 MB" in told
+    assert "300 B</td>" in told
+    clock = time.strftime("%H:%M:%S", time.localtime(1763812345.12))
+    assert f"{clock}  worker2, which had blocks 10-19, is gone: WorkerLost: &lt;killed&gt;" in told
+    assert "<script" not in told
+    assert "<svg" not in told  # which a page that is not trusted would not have
+    drawn = base64.b64decode(re.search(r"base64,([^\"]+)", told)[1]).decode()
+    assert "worker2" in drawn
+
+
+def test_where_nobody_watches_it_is_the_same_each_time():
+    swarm = three()
+    first = as_html(swarm.snapshot(), lasting=True)
+    swarm.tell(session={"id": "9.9", "tokens": 57, "rate": 1.0, "state": "recovering"})
+    swarm.told["servers"][0].update(cache=5, sessions=2, steps=3)
+    swarm.told["log"][0][0] += 1000
+    assert as_html(swarm.snapshot(), lasting=True) == first
+    assert "57 tokens" in first
+    assert "WorkerLost" in first
+
+
+def test_a_swarm_of_many_is_a_picture_of_some_kilobytes():
+    assert len(as_html(large().snapshot())) < 60_000
+    assert "session 1.1: idle, 1 token<" in as_html(large().snapshot())
+
+
+# --- the live view --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown():
+    swarm = three()
+    view = MapView(swarm)
+    published = []
+    view.observe(lambda change: published.append(change["new"]), "snapshot")
+    yield swarm, view, published
+    view.close()
+
+
+def look(view):
+    view.receive({"press": "looking"})
+    wait_until(lambda: view.looking)
+
+
+def test_nothing_is_published_while_nobody_looks(shown):
+    swarm, view, published = shown
+    before = swarm.looks
+    for tokens in range(100):
+        swarm.tell(session={"id": "1", "tokens": tokens, "rate": 1.0, "state": "writing"})
+    time.sleep(0.3)
+    assert swarm.looks == before
+    assert not published
+    look(view)
+    wait_until(lambda: published)
+    assert published[-1]["session"]["tokens"] == 99
+
+
+def test_what_is_news_is_published_at_most_ten_times_a_second_and_what_is_none_is_not(shown):
+    swarm, view, published = shown
+    look(view)
+    end = time.monotonic() + 1.5
+    tokens = 0
+    while time.monotonic() < end:
+        tokens += 1
+        swarm.tell(session={"id": "1", "tokens": tokens, "rate": 1.0, "state": "writing"})
+        time.sleep(0.001)
+    wait_until(lambda: published and published[-1]["session"]["tokens"] == tokens)
+    assert 3 < len(published) <= 17
+    count = len(published)
+    swarm.tell()
+    look(view)
+    time.sleep(0.4)
+    assert len(published) == count
+
+
+def test_who_has_said_that_somebody_looks_says_so_again(shown, monkeypatch):
+    _, view, _ = shown
+    monkeypatch.setattr(live, "_LOOKING", 0.1)
+    look(view)
+    wait_until(lambda: not view.looking)
+
+
+def test_killing(shown):
+    swarm, view, _ = shown
+    sent = []
+    view.send = sent.append
+    view.receive({"press": "kill", "worker": "worker1", "number": 7})
+    assert sent == [{"received": 7}]
+    wait_until(lambda: swarm.killed == ["worker1"])
+    for message, told in [
+        ({"press": "kill", "worker": "worker9"}, "there is no 'worker9'"),
+        ({"press": "sing", "worker": "worker1"}, "there is no button 'sing'"),
+    ]:
+        view.receive({**message, "number": 8})
+        wait_until(lambda told=told: told in view.notice)
+    assert swarm.killed == ["worker1"]
+
+
+def test_a_press_does_not_wait_for_the_one_before(shown):
+    swarm, view, _ = shown
+    names = []
+
+    def kill(name):
+        names.append(name)
+        if name == "worker0":
+            time.sleep(5)
+
+    swarm.kill = kill
+    view.receive({"press": "kill", "worker": "worker0", "number": 1})
+    view.receive({"press": "kill", "worker": "worker1", "number": 2})
+    wait_until(lambda: set(names) == {"worker0", "worker1"})
+
+
+def test_a_view_keeps_no_swarm_alive_and_shows_how_it_was():
+    swarm = three()
+    view = MapView(swarm)
+    look(view)
+    known = weakref.ref(swarm)
+    del swarm
+    gc.collect()
+    assert known() is None
+    wait_until(lambda: view.snapshot["over"])
+    assert view.snapshot["count"] == 30
+    view.receive({"press": "kill", "worker": "worker0", "number": 1})
+    wait_until(lambda: "no more" in view.notice)
+    view.close()
+
+
+def test_a_view_that_is_closed_is_told_nothing(shown):
+    swarm, view, _ = shown
+    assert len(swarm.listeners) == 1
+    view.close()
+    view.close()
+    assert not swarm.listeners
+    assert not view.looking
+
+
+def test_a_snapshot_is_json(shown):
+    assert json.loads(json.dumps(shown[1].snapshot))["servers"][2]["state"] == "gone"
+
+
+# --- in a kernel ----------------------------------------------------------------------------------
+
+SWARM = f"exec(open({swarm_double.__file__!r}).read())\nsw = three()"
+
+
+def result(cell):
+    (told,) = cell.of("execute_result")
+    return told["data"]
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_swarm_as_the_value_of_a_cell(watched):
+    with Notebook(watched=watched) as notebook:
+        notebook.run(SWARM)
+        for _ in range(2):
+            told = result(notebook.run("sw"))
+            assert told["text/plain"] == "<Swarm of 30 blocks>"
+            assert "nobody has blocks 10-19" in told["text/html"]
+            assert (WIDGET in told) == watched
+            assert ("tokens/s" in told["text/html"]) == watched
+        notebook.run("%unload_ext nbdist")
+        assert set(result(notebook.run("sw"))) == {"text/plain"}
+        notebook.run("%load_ext nbdist")
+        assert "text/html" in result(notebook.run("sw"))
+        assert notebook.run("'transformers' in __import__('sys').modules").result == "False"

@@ -1,0 +1,83 @@
+"""The map of a swarm in a real page, of real workers: one is killed by its button while a text is written."""
+
+import re
+
+import pytest
+from browser import needs_browser, notebook
+
+pytestmark = [needs_browser(), pytest.mark.timeout(240)]
+
+START = """
+%load_ext nbdist
+%dist_init -n 3 --backend none
+import nbdist, torch, transformers
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
+    num_attention_heads=4, num_key_value_heads=2,
+)).eval()
+"""
+SERVE = """
+sw = nbdist.swarm.serve(model, workers=[0, 1, 2], cache_bytes=1_000_000)
+sw
+"""
+WRITE = """
+import time
+def slowly(ids, scores, **more):  # so that there is time for a press, however fast the swarm is
+    time.sleep(0.02)
+    return torch.zeros(len(ids), dtype=torch.bool)
+
+ids = torch.tensor([[5, 7, 11]])
+how = dict(do_sample=False, min_new_tokens=300, max_new_tokens=300, pad_token_id=0)
+found = sw.causal_lm().generate(ids, **how, stopping_criteria=[slowly])
+print("the same:", torch.equal(found, model.generate(ids, **how)))
+"""
+
+
+def press(button):
+    button.click()
+
+
+def press_by_keys(button):
+    button.focus()
+    button.press("Enter")
+
+
+@pytest.mark.parametrize(("front", "press"), [("lab", press), ("notebook", press_by_keys)], ids=["lab", "notebook"])
+def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, request):
+    with notebook([START, SERVE, WRITE], front, tmp_path) as page:
+        page.finish(0)
+        page.finish(1)
+        view = page.cell(1).locator(".nbdist-map")
+        view.get_by_text("3 workers: 3 online").wait_for(timeout=10_000)
+        rows = view.locator("tbody tr")
+        assert rows.count() == 4  # one is for blocks that nobody has, and hidden
+        assert not rows.nth(3).is_visible()
+        assert [held(rows.nth(n)) for n in range(3)] == [60, 60, 60]
+        page.run(2)
+        view.get_by_text(re.compile(r"writing, \d+ tokens, .* tokens/s")).wait_for(timeout=20_000)
+        assert "route: worker0 0-1 → worker1 2-3 → worker2 4-5" in view.text_content()
+        assert [held(rows.nth(n), "route") for n in range(3)] == [60, 60, 60]
+        assert " KB of 1.0 MB" in rows.nth(0).text_content()
+        press(view.get_by_role("button", name="Kill worker2"))
+        view.get_by_text("2 online, 1 gone").wait_for(timeout=10_000)
+        view.get_by_text(re.compile(r"→ worker[01] (4-5|2-5)")).wait_for(timeout=10_000)
+        if picture := request.config.getoption("--pictures"):
+            page.page.wait_for_timeout(1000)
+            view.screenshot(path=f"{picture}/{'map' if front == 'lab' else f'map-{front}'}.png")
+        assert page.cell(2).locator(".jp-InputPrompt").text_content() == "[*]:"  # it is still busy
+        assert sum(held(rows.nth(n), "route") for n in range(2)) == 180
+        page.ended(2)
+        assert "the same: True" in page.told(2)
+        assert not rows.nth(3).is_visible()  # all blocks are with somebody
+        assert held(rows.nth(2)) == 0
+        assert rows.nth(2).get_by_text("gone", exact=True).is_visible()
+        assert view.get_by_role("button", name="Kill worker2").is_disabled()
+        assert "worker2, which had blocks 4-5, is gone" in view.locator(".nbdist-log").text_content()
+        assert not page.complaints
+        assert not page.strangers
+
+
+def held(row, kind="held"):
+    """How wide the blocks of a row are that are drawn so."""
+    return sum(float(each.get_attribute("width")) for each in row.locator(f"rect.{kind}").all())
