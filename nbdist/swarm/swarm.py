@@ -44,6 +44,8 @@ _BAN = 5.0
 """Seconds for which a server is left alone that did not answer."""
 _RATE = 20
 """Steps over which the rate of a session is told."""
+_PAUSE = 2.0
+"""Seconds without a step after which a session is idle: between two steps its client computes."""
 
 
 def serve(
@@ -202,6 +204,7 @@ class Swarm:
             steps = list(self._steps)
         elapsed = steps[-1][0] - steps[0][0] if len(steps) > 1 else 0.0
         rate = sum(tokens for _, tokens in steps[1:]) / elapsed if elapsed else 0.0
+        writes = bool(steps) and now - steps[-1][0] < _PAUSE
         return {
             "count": len(self.sizes),
             "bytes": sum(self.sizes),
@@ -213,7 +216,7 @@ class Swarm:
                 "id": session.id,
                 "tokens": session.tokens,
                 "rate": round(rate, 1),
-                "state": session.state,
+                "state": "writing" if writes and session.state == "idle" else session.state,
             },
             "log": [[at, text] for at, text in list(self._log)[-_SHOWN:]],
         }

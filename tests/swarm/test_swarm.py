@@ -135,3 +135,16 @@ def test_a_folder_that_others_have_written(world, tmp_path):
     again = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(swarm_models.generate(again, "greedy"), swarm_models.generate(remote, "greedy"))
     swarm.close()
+
+
+@torch.no_grad()
+def test_a_session_writes_also_between_two_steps(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2, 3])
+    remote = swarm.causal_lm()
+    assert swarm.snapshot()["session"] is None
+    cache = adapter.DynamicCache(config=remote.config)
+    remote(**swarm_models.one(), past_key_values=cache)
+    assert swarm.snapshot()["session"]["state"] == "writing"
+    monkeypatch.setattr("nbdist.swarm.swarm._PAUSE", 0.0)
+    assert swarm.snapshot()["session"]["state"] == "idle"
+    swarm.close()
