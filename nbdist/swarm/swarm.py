@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.autograd.api import recorder
 from nbdist.errors import NbdistError, RpcTimeout, RRefError, UsageError, WorkerLost
 from nbdist.rpc import api
-from nbdist.rpc.futures import Future
+from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.rpc.rref import RRef
 from nbdist.swarm import adapter, routing
 from nbdist.swarm.member import Member
@@ -56,6 +56,7 @@ def serve(
     recover: Recover = "exact",
     step_timeout: float = 60.0,
     cache_timeout: float = 60.0,
+    route_timeout: float = 0.0,
     chunk: int | None = None,
     micro_batch: int | None = None,
     room: int | None = None,
@@ -70,7 +71,8 @@ def serve(
     A session whose server is lost is brought to another one step by step, so that all that follows is equal to the last
     bit (``recover="exact"``), or at once, which is faster and equal within rounding (``"fast"``). A server that has not
     answered within ``step_timeout`` seconds is left alone for a while; room for a session's caches is waited for up to
-    ``cache_timeout``. Steps of more than ``chunk`` tokens are taken in
+    ``cache_timeout``, and somebody to take blocks that nobody can take, as when all workers are being started anew, up
+    to ``route_timeout``. Steps of more than ``chunk`` tokens are taken in
     parts; what is computed without a cache goes in parts of ``micro_batch`` texts, which are under way at the same
     time. A worker takes up to ``room`` bytes of blocks. ``spend`` says how many points to spend on a request of a kind
     ("step", "forward", "backward") of so many tokens. All else is the servers': `nbdist.swarm.server.Options`.
@@ -84,7 +86,7 @@ def serve(
         checkpoint = adapter.Checkpoint(folder.name)
     found = Swarm(checkpoint, folder, Options(**options), room=room)
     found.recover, found.step_timeout, found.chunk, found.micro_batch = recover, step_timeout, chunk, micro_batch
-    found.points, found.cache_timeout = spend, cache_timeout
+    found.points, found.cache_timeout, found.route_timeout = spend, cache_timeout, route_timeout
     if spans is None:
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):
@@ -103,6 +105,7 @@ class Swarm:
         self.options = options or Options()
         self.recover: Recover = "exact"
         self.step_timeout = self.cache_timeout = 60.0
+        self.route_timeout = 0.0
         self.chunk: int | None = None
         self.micro_batch: int | None = None
         self.points: Callable[[str, int], float] = lambda kind, tokens: 0.0
@@ -124,6 +127,8 @@ class Swarm:
         self._listeners: list[Callable[[], None]] = []
         self._choose = random.Random(0)
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Notified when somebody has come."""
         self._arranging = threading.RLock()
         """Held by who gives blocks to servers; never while a session's lock is waited for."""
         self._closed = False
@@ -138,7 +143,7 @@ class Swarm:
             made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
             asked = [(member, self.send(member, "load", *span, patience=_LOADING)) for member, span in made]
             for member, answer in asked:
-                self._came(member, self.answer(member, answer))
+                self._came(member, answer)
 
     def _made(self, worker: int | str) -> Member:
         record = self._agent.membership.find(worker)
@@ -153,10 +158,17 @@ class Swarm:
         self.news()
         return member
 
-    def _came(self, member: Member, blocks: list[int]) -> None:
+    def _came(self, member: Member, asked: Future[list[int]]) -> None:
+        try:
+            blocks: list[int] = self.answer(member, asked)
+        except BaseException as error:
+            if member.state == "joining":
+                self.lose(member.incarnation, error)
+            raise
         with self._lock:
             if member.state != "gone":
                 member.blocks, member.state = blocks, "online"
+            self._changed.notify_all()
         self.tell(f"{member.name} serves {_ranges(blocks)}")
 
     # -- looking ------------------------------------------------------------------------------
@@ -256,7 +268,8 @@ class Swarm:
         with self.working():
             known = self._members.get(self._name_of(worker))
             member = known if known is not None and known.state == "online" else self._made(worker)
-            self._came(member, self.ask(member, "load", begin, len(self) if end is None else end, patience=_LOADING))
+            to = len(self) if end is None else end
+            self._came(member, self.send(member, "load", begin, to, patience=_LOADING))
 
     def leave(self, worker: int | str) -> None:
         """Relieve a worker: others take its blocks, the sessions that go through it move there, and it is done."""
@@ -358,11 +371,16 @@ class Swarm:
 
     def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, Member]]:
         """A way through these blocks; those that nobody has any more are taken by who is left."""
+        began = time.monotonic()
         while True:
             self._check_open()
             try:
                 self._mend(begin, end)
             except Gone:
+                continue
+            except NoRoute:
+                if not self._may_come(began):
+                    raise
                 continue
             members = self._offers()
             offers = {name: member.offer() for name, member in members.items()}
@@ -375,6 +393,16 @@ class Swarm:
                     raise
                 continue  # somebody has just gone
             return [(span, members[span.server]) for span in spans]
+
+    def _may_come(self, since: float) -> bool:
+        """Wait for whoever comes, where nobody is left who could take something; False when that is over."""
+        with self._lock:
+            joining = any(member.state == "joining" for member in self._members.values())
+            if not joining and time.monotonic() - since >= self.route_timeout:
+                return False
+            with blocking_wait():
+                self._changed.wait(0.1)
+        return True
 
     def route(self, begin: int = 0, end: int | None = None) -> list[Span]:
         """The way that a session would take now."""

@@ -134,6 +134,37 @@ def test_blocks_move_and_sessions_with_them(world):
     swarm.close()
 
 
+def test_who_comes_is_waited_for(world):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1], route_timeout=20.0)
+    remote = swarm.causal_lm()
+    expected = swarm_models.generate(model, "greedy")
+    threads = []
+
+    def lose_all():
+        forget(swarm, "worker1")
+        swarm.lose(swarm.member("worker1").incarnation, "it is said to be gone")
+        threads.append(threading.Timer(0.5, lambda: swarm.join("worker2")))
+        threads[0].start()
+
+    assert torch.equal(swarm_models.generate(remote, "greedy", stopping_criteria=each({5: lose_all})), expected)
+    threads[0].join()
+    assert swarm.states == {"worker1": "gone", "worker2": "online"}
+    swarm.close()
+
+
+def test_who_cannot_come_is_not_waited_for(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    monkeypatch.setattr("nbdist.swarm.server.Server.load", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        swarm.join(2)
+    assert swarm.states == {"worker1": "online", "worker2": "gone"}
+    swarm.lose(swarm.member("worker1").incarnation, "it is said to be gone")
+    with pytest.raises(NoRoute, match="worker2 is gone: division by zero"):
+        swarm.route()
+    swarm.close()
+
+
 def test_the_last_cannot_leave(world):
     swarm = serve(swarm_models.make("llama"), workers=[1])
     with pytest.raises(NoRoute):
