@@ -257,7 +257,9 @@ class Cluster:
     def _explain_end(self, pid: int) -> str:
         for worker in self.workers:
             if worker.pid == pid:
-                worker.ended.wait(_SETTLE)
+                worker.exited.wait(_SETTLE)
+                if worker.lost is None:  # else it had no time for last words, which are not waited for
+                    worker.ended.wait(_SETTLE)
                 return worker.lost or ""
         return ""
 

@@ -209,6 +209,7 @@ class Lifecycle:
 
     def _on_end(self, name: str, code: int) -> None:
         worker = next(worker for worker in self._workers if worker.name == name)
+        worker.exit(code)
         self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT, self._ended, worker, worker.lives, code)
 
     def _ended(self, worker: Worker, life: int, code: int) -> None:

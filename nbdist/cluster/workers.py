@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import secrets
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -52,7 +53,10 @@ class Worker:
         self.kernel: Kernel | None = None
         self.step = "starting"
         self.lost: str | None = None
+        self._let_go = False
         self.ended = threading.Event()
+        self.exited = threading.Event()
+        """Set when its process has; `ended` when its last words are known, too."""
         self.cells: list[Cell] = []
         self.names: list[str] = []
         self.stderr: deque[str] = deque(maxlen=_LAST_LINES)
@@ -100,7 +104,9 @@ class Worker:
         self.connection_file(folder).write_text(json.dumps(connection))
         self.kernel = Kernel(thread, connection, lambda channel, message: listener(self, channel, message))
         self.ended = threading.Event()
+        self.exited = threading.Event()
         self.lost, self.pid, self.step = None, None, "starting"
+        self._let_go = False
         self.stderr.clear()
         self.log.clear()
         self.names = []
@@ -129,10 +135,17 @@ class Worker:
             self.ended.set()
         return why
 
+    def exit(self, code: int) -> None:
+        """Its process has ended just now; what it has put out may be on its way, so its cells have not."""
+        if code == -signal.SIGKILL:  # there is no more to be said of that
+            self.lost = describe_exit(code)
+        self.exited.set()
+
     def lose(self, why: str) -> None:
         """It is gone: all that waits for it fails."""
-        if self.lost is not None:
+        if self._let_go:
             return
+        self._let_go = True
         self.lost = why
         if self.kernel is not None:
             self.kernel.close(f"{self.name} {why}")
