@@ -276,11 +276,15 @@ class RecordedCache:
     def _recording(self, name: str, own: Callable[..., Any]) -> Any:
         known = self._cache
 
-        def record(*args: Any) -> Any:
-            self.tell(name, args)
-            return own(known(), *args)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            found = own(known(), *args, **kwargs)  # first: it may be refused
+            self.tell(name, (*args, *kwargs.values()))
+            return found
 
         return record
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedCache:
+        raise UsageError("a cache whose entries are elsewhere cannot be copied: take the text through the model again")
 
     def grow(self, batch: int, tokens: int) -> None:
         """So many tokens have come to all layers' caches."""
@@ -344,8 +348,10 @@ def windows(cache: Any) -> list[int | None]:
 
 
 def empty(module: nn.Module) -> None:
-    """Take a module's weights from it."""
-    module.to("meta")
+    """Take a module's weights from it. Its buffers stay: not all of them are in the file."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
 
 
 def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:

@@ -46,16 +46,17 @@ class Member:
     def answered(self, reply: Reply, elapsed: float | None, tokens: int, blocks: int) -> None:
         """It has computed something, in so many seconds from call to answer; None if it had to wait for others."""
         self.cache, self.sessions, self.steps = reply.cache, reply.sessions, reply.steps
-        self.strikes, self.banned_until = 0, 0.0
+        self.strikes, self.banned_until, self.note = 0, 0.0, ""
         if reply.seconds > 0:
             self.pace += _WEIGHT * (reply.seconds / max(1, tokens * blocks) - self.pace)
             if elapsed is not None:
                 self.hop += _WEIGHT * (max(0.0, elapsed - reply.seconds) - self.hop)
 
-    def ban(self, now: float, seconds: float) -> float:
-        """It did not answer: leave it alone, each time in a row for twice as long; for how many seconds."""
+    def ban(self, now: float, seconds: float, why: str) -> float:
+        """It did not answer, or cannot: leave it alone, each time in a row for twice as long; for how many seconds."""
         for_ = min(seconds * 2.0**self.strikes, _LONGEST)
         self.strikes += 1
+        self.note = why
         self.banned_until = now + for_
         return for_
 
@@ -77,7 +78,7 @@ class Member:
         return {
             "name": self.name,
             "state": "banned" if banned else self.state,
-            "note": f"did not answer; asked again in {self.banned_until - now:.0f} s" if banned else self.note,
+            "note": f"{self.note}; asked again in {self.banned_until - now:.0f} s" if banned else self.note,
             "blocks": [[run[0], run[-1] + 1] for run in runs_of(self.blocks)],
             "nbytes": sum(sizes[number] for number in self.blocks),
             "cache": self.cache,

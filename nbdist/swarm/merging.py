@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nbdist.swarm.history import History, Operation
+from nbdist.swarm.stacking import ANY, Layout
 
 __all__ = ["Merged", "Unmergeable", "is_near", "merge"]
 
@@ -49,13 +50,13 @@ class _Piece:
         return self.begin + self.size
 
 
-def merge(history: History) -> Merged:
+def merge(history: History, layout: Layout = ANY) -> Merged:
     """All steps of a span as one."""
     pieces: list[_Piece] = []
     batch = 0
     for step, result in zip(history.steps, history.results, strict=True):
         for operation in step.before:
-            batch = _operate(pieces, operation, batch)
+            batch = _operate(pieces, operation, batch, layout)
         begin = pieces[-1].end if pieces else 0
         calls = [(tuple(args), dict(kwargs)) for args, kwargs in step.calls]
         pieces.append(_Piece(begin, step.hidden.shape[1], (step.hidden, result, calls, step.prompts)))
@@ -93,7 +94,7 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
 # -- what is done to a cache between steps ------------------------------------------------------------
 
 
-def _operate(pieces: list[_Piece], operation: Operation, batch: int) -> int:
+def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Layout) -> int:
     name, args = operation
     if name == "crop":
         left = (pieces[-1].end if pieces else 0) + args[0]
@@ -118,27 +119,28 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int) -> int:
         hidden, result, calls, prompts = piece.values
         if prompts is not None and prompts.shape[1] > 1:
             prompts = change(prompts.transpose(0, 1)).transpose(0, 1)
-        hidden, result, calls = _each((hidden, result, calls), lambda tensor: _by_rows(tensor, batch, change))
-        piece.values = hidden, result, calls, prompts
+        calls = [
+            (
+                tuple(_by_rows(value, place, batch, change, layout) for place, value in enumerate(args)),
+                {name: _by_rows(value, name, batch, change, layout) for name, value in kwargs.items()},
+            )
+            for args, kwargs in calls
+        ]
+        piece.values = change(hidden), change(result), calls, prompts
     return after
 
 
-def _by_rows(tensor: torch.Tensor, batch: int, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Change the rows of what has some for each text, be it one or, as with biases, one for each head of it."""
-    if tensor.dim() < 2 or tensor.shape[0] % batch or (batch == 1 and tensor.shape[0] > 1):
-        return tensor  # it is the same for all texts
-    shape = tensor.shape
-    return change(tensor.reshape(batch, -1, *shape[1:])).reshape(-1, *shape[1:])
-
-
-def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
+def _by_rows(
+    value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: Layout
+) -> Any:
+    """Change the rows of what has some for each text."""
     if type(value) in (tuple, list):
-        return type(value)(_each(each, change) for each in value)
-    if type(value) is dict:
-        return {key: _each(each, change) for key, each in value.items()}
-    return value
+        return type(value)(_by_rows(each, name, batch, change, layout) for each in value)
+    each = layout.rows(value, batch, name) if isinstance(value, torch.Tensor) else 0
+    if not each:
+        return value
+    shape = value.shape
+    return change(value.reshape(batch, each, *shape[1:])).reshape(-1, *shape[1:])
 
 
 # -- how layers were called ---------------------------------------------------------------------------

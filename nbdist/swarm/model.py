@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter, stateless
+from nbdist.swarm import adapter, stacking, stateless
 from nbdist.swarm.adapter import LayerCall
 from nbdist.swarm.session import Gone, Recover
 
@@ -137,9 +137,21 @@ def _probe(passage: Passage) -> None:
                 with contextlib.suppress(Gone):
                     ((span, member),) = swarm.way(0, 1)
                     passage.in_tuple = swarm.ask(member, "returns_tuple", span.begin, hidden, told)
+    swarm.layout = stacking.compare(*(_called(passage, texts) for texts in (1, 2)))
     if swarm.options.cache_bytes is not None:
         with torch.no_grad():
             model(token, use_cache=True)
+
+
+def _called(passage: Passage, texts: int) -> LayerCall:
+    """How the first layer is called for so many texts, of which the first begins with padding."""
+    mask = torch.ones(texts, 3, dtype=torch.long)
+    mask[0, 0] = 0
+    with passage.noting() as notes, torch.no_grad():
+        passage.model.base_model(
+            torch.zeros(texts, 3, dtype=torch.long), attention_mask=mask, use_cache=False, return_dict=True
+        )
+        return notes.calls[0]
 
 
 class _Generate:

@@ -70,6 +70,9 @@ class RemoteSequential(nn.Module):
         calls = self._calls(hidden, attention_mask, cache)
         if cache is None:
             return stateless.through(self._swarm, self._begin, hidden, calls, prompts)
+        wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
+        if torch.is_grad_enabled() and wanted:
+            raise UsageError("no gradient comes back through a session: call the blocks without one")
         found: torch.Tensor = cache.nbdist[1].step(
             hidden.detach(), calls, prompts.detach() if prompts is not None else None
         )

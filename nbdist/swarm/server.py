@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent, rpc_async, rpc_sync
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
@@ -34,7 +34,7 @@ from nbdist.swarm.runtime import Runtime
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
-__all__ = ["AGAIN", "Info", "NoSession", "Options", "Place", "Reply", "Server", "pieces"]
+__all__ = ["AGAIN", "Info", "NoSession", "NotHere", "Options", "Place", "Reply", "Server", "pieces"]
 
 AGAIN = -1
 """The number of steps that a session is brought back by."""
@@ -48,6 +48,10 @@ _MORE = 1.25
 
 class NoSession(NbdistError):
     """A server does not know a session, any more."""
+
+
+class NotHere(NbdistError):
+    """A server does not have a block, any more."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class _Session:
         """What is to go in, by number of step and by its first token."""
         self.busy = False
         """Whether some thread sees to it."""
+        self.exported = False
+        """Whether another server goes on with it."""
         self.ended = ""
         self.used = time.monotonic()
 
@@ -178,7 +184,7 @@ class _Session:
     def expire(self, now: float) -> None:
         """Whoever waits for what does not come waits no longer."""
         with self.changed:
-            late = [each for each in self.asked if each.deadline <= now] if not self.busy else []
+            late = [each for each in self.asked if each.deadline <= now]
             self.asked = [each for each in self.asked if each not in late]
         for each in late:
             error = TimeoutError(f"what goes into step {each.number} has not come from whoever is before")
@@ -223,11 +229,15 @@ class Server:
 
     def unload(self, keep: Sequence[int]) -> list[int]:
         """Have these blocks only; all that it has then."""
-        with self._loading:
-            for number in [number for number in self._blocks if number not in keep]:
-                block = self._blocks.pop(number)
-                adapter.empty(block)
-            return sorted(self._blocks)
+
+        def work() -> list[int]:  # by the thread that computes, which else may be in one of them
+            with self._loading:
+                for number in [number for number in self._blocks if number not in keep]:
+                    adapter.empty(self._blocks.pop(number))
+                return sorted(self._blocks)
+
+        found: list[int] = self._runtime.run(Request("unload", 0, float("-inf"), (work, None)))
+        return found
 
     def info(self) -> Info:
         """How it is, at once."""
@@ -325,6 +335,8 @@ class Server:
         session = self._find(id, begin)
         asked = _Asked(number, tokens, step, push, time.monotonic() + patience, points, Future())
         with session.changed:
+            if session.ended:
+                raise NoSession(session.ended)
             if step.hidden.numel():
                 session.give(number, 0, step.hidden)
             session.asked.append(asked)
@@ -334,7 +346,7 @@ class Server:
     def _go_on(self, key: tuple[str, int], session: _Session) -> None:
         """Do what can be done for a session, unless somebody does."""
         with session.changed:
-            if session.busy:
+            if session.busy or session.exported:
                 return
             session.busy = True
         while True:
@@ -418,6 +430,8 @@ class Server:
         with self._room:
             ticket: Ticket | None = None
             try:
+                if session.ended:
+                    raise NoSession(session.ended)
                 try:
                     ticket = self._budget.ask(key, wants - has, deadline)
                 except CacheFull:
@@ -430,7 +444,7 @@ class Server:
                         if not self._room.wait(max(0.0, deadline - time.monotonic())):
                             self._budget.expire(time.monotonic())
             finally:
-                if ticket is not None and ticket.state == "waiting":  # interrupted, or its session has ended
+                if ticket is not None and (session.ended or ticket in self._budget.waiting):  # or interrupted
                     self._budget.cancel(ticket)
                 self._room.notify_all()
         if ticket.state == "expired":
@@ -448,20 +462,27 @@ class Server:
             while session.busy:
                 if not session.changed.wait(patience):
                     raise TimeoutError(f"session {id} is busy")
-            session.busy = True  # it is not gone on with here
+            session.exported = True  # it is not gone on with here
         return adapter.part(session.cache, first, last), session.taken, session.last, session.expected
 
     def adopt(self, id: str, begin: int, end: int, other: Place, at: int, client: int, patience: float) -> None:
         """Go on with some blocks of a session that another server has at its block ``at``, where that is now."""
-        cache, taken, last, expected = rpc_sync(
-            other.worker, _call, args=(other.key, "export", id, at, begin, end, patience), timeout=patience
-        )
+        try:
+            cache, taken, last, expected = rpc_sync(
+                other.worker, _call, args=(other.key, "export", id, at, begin, end, patience / 2), timeout=patience
+            )
+        except (WorkerLost, RpcTimeout, TimeoutError) as error:  # whose fault that is is to be seen by the client
+            raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
         session = _Session(cache, client, expected)
         session.taken, session.last = taken, last
         tokens = adapter.length(cache, (begin, end))
         self._enter(id, begin, session)
         used = adapter.nbytes(cache, (begin, end))
-        self._reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
+        try:
+            self._reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
+        except BaseException:
+            self.close(id, begin)
+            raise
 
     # -- without a session --------------------------------------------------------------------
 
@@ -471,10 +492,12 @@ class Server:
         hidden: torch.Tensor,
         calls: Sequence[adapter.LayerCall],
         prompts: torch.Tensor | None = None,
+        layout: stacking.Layout = stacking.ANY,
         points: float = 0.0,
     ) -> Reply:
         """Take hidden states through blocks, and remember nothing."""
-        return self._stateless("forward", begin, hidden, calls, prompts, None, points)
+        item = stacking.Item(hidden, tuple(calls), prompts, layout=layout)
+        return self._stateless("forward", begin, item, points)
 
     def backward(
         self,
@@ -483,22 +506,15 @@ class Server:
         calls: Sequence[adapter.LayerCall],
         gradient: torch.Tensor,
         prompts: torch.Tensor | None = None,
+        layout: stacking.Layout = stacking.ANY,
         points: float = 0.0,
     ) -> Reply:
         """The gradients of what went in, and of prompts, of that of what came out: the way is computed again."""
-        return self._stateless("backward", begin, hidden, calls, prompts, gradient, points)
+        item = stacking.Item(hidden, tuple(calls), prompts, gradient, layout)
+        return self._stateless("backward", begin, item, points)
 
-    def _stateless(
-        self,
-        kind: str,
-        begin: int,
-        hidden: torch.Tensor,
-        calls: Sequence[adapter.LayerCall],
-        prompts: torch.Tensor | None,
-        gradient: torch.Tensor | None,
-        points: float,
-    ) -> Reply:
-        item = stacking.Item(hidden, tuple(calls), prompts, gradient)
+    def _stateless(self, kind: str, begin: int, item: stacking.Item, points: float) -> Reply:
+        hidden, prompts = item.hidden, item.prompts
 
         def work(item: stacking.Item) -> tuple[Any, float]:
             began = time.perf_counter()
@@ -510,7 +526,7 @@ class Server:
                 found = self._back(begin, item)
             return found, time.perf_counter() - began
 
-        together = (kind, begin, len(calls), hidden.shape[1:], hidden.dtype) if self._options.stack else None
+        together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self._options.stack else None
         size = hidden.shape[0] * hidden.shape[1]
         request = Request(
             kind,
@@ -564,7 +580,7 @@ class Server:
     def _block(self, number: int) -> nn.Module:
         block = self._blocks.get(number)
         if block is None:
-            raise UsageError(f"block {number} is not here, which has {sorted(self._blocks)}")
+            raise NotHere(f"block {number} is not here, which has {sorted(self._blocks)}")
         return block
 
     # -- looking after it ---------------------------------------------------------------------

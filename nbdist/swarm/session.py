@@ -117,7 +117,7 @@ class Session:
             except BaseException as error:
                 # Some have taken the step, and others have not, or wait for it.
                 self.refuse(f"this cache is of a call that failed: {type(error).__name__}: {error}")
-                self._swarm.abandon(self.id, [part.member for part in self._parts])
+                self._swarm.forget(self.id)
                 raise
             finally:
                 self.state = "idle"
@@ -228,7 +228,10 @@ class Session:
             parts = [_Part(span, member, self._history()) for span, member in way]
             try:
                 self._open(parts)
-            except Gone:
+            except BaseException as error:
+                self._swarm.abandon(self.id, [part.member for part in parts])
+                if not isinstance(error, Gone):
+                    raise
                 continue
             return parts
         raise NoRoute(f"no way through blocks {begin} to {end - 1} lasted")
@@ -244,7 +247,7 @@ class Session:
             wants = self.rows, max(self._expected, self.tokens), blocks, patience
             answer = swarm.send(
                 part.member, "open", self.id, part.span.begin, self._empty, swarm.incarnation, self._expected, wants,
-                patience=patience,
+                extra=patience,
             )  # fmt: skip
             if limited:
                 swarm.answer(part.member, answer)
@@ -314,6 +317,7 @@ class Session:
                 part.span.begin,
                 self._swarm.incarnation,
                 self._swarm.step_timeout,
+                extra=self._swarm.step_timeout,
             )
         except NbdistError as error:  # the one who has it may have died meanwhile
             self._swarm.tell(f"session {self.id} could not be moved to {member.name}: {error}")
@@ -338,6 +342,8 @@ class Session:
             how = f"{len(history.steps)} steps again"
         if len(parts) == 1:
             parts[0].history = history
+        if gone.member not in [part.member for part in parts]:
+            self._swarm.abandon(self.id, [gone.member], gone.span.begin)  # where it only did not answer
         who = ", ".join(f"{part.member.name} (blocks {_told(part.span)})" for part in parts)
         self._swarm.tell(f"session {self.id} goes on by {who}: {how}, {(time.perf_counter() - began) * 1e3:.0f} ms")
         return parts
@@ -367,7 +373,7 @@ class Session:
     def _at_once(self, gone: _Part, parts: Sequence[_Part]) -> bool:
         """In one step, if that comes to the same but for rounding."""
         try:
-            merged = merging.merge(gone.history)
+            merged = merging.merge(gone.history, self._swarm.layout)
             calls = tuple(adapter.LayerCall(*call) for call in merged.calls)
             found = self._again(gone, parts, Step((), merged.hidden, calls, merged.prompts))
             if merging.is_near(found, merged.result, merged.calls):

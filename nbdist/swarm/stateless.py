@@ -40,11 +40,13 @@ def through(
     swarm: Swarm, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
 ) -> torch.Tensor:
     """Through the blocks from there on; gradients come back, if any is wanted."""
+    if prompts is not None:
+        prompts = prompts[:, :, : hidden.shape[1]]  # a text may be shorter
     wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
     if torch.is_grad_enabled() and wanted:
         found: torch.Tensor = _Through.apply(hidden, prompts, swarm, begin, calls)  # type: ignore[no-untyped-call]
         return found
-    return forward(swarm, begin, Item(hidden.detach(), tuple(calls), _detached(prompts)))[0]
+    return forward(swarm, begin, Item(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout))[0]
 
 
 def forward(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[list[_Entrance]]]:
@@ -66,7 +68,7 @@ def _one(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[_Entr
                 size = hidden.shape[0] * hidden.shape[1]
                 blocks = span.end - span.begin
                 hidden_after = swarm.compute(
-                    member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts
+                    member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
                 )
                 found.append(_Entrance(span.begin, span.end, own))
                 hidden, at = hidden_after, span.end
@@ -83,7 +85,8 @@ def _count(tries: int, gone: Gone) -> int:
 
 def _of_blocks(item: Item, hidden: torch.Tensor, first: int, begin: int, end: int) -> Item:
     span = slice(begin - first, end - first)
-    return Item(hidden, item.calls[span], item.prompts[span] if item.prompts is not None else None)
+    prompts = item.prompts[span] if item.prompts is not None else None
+    return Item(hidden, item.calls[span], prompts, None, item.layout)
 
 
 class _Through(torch.autograd.Function):
@@ -93,7 +96,7 @@ class _Through(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, swarm: Swarm, begin: int, calls: Sequence[Any]
     ) -> torch.Tensor:
-        item = Item(hidden.detach(), tuple(calls), _detached(prompts))
+        item = Item(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout)
         found, ctx.ways = forward(swarm, begin, item)
         ctx.swarm, ctx.begin = swarm, begin
         ctx.shape = prompts.shape if prompts is not None else None
@@ -136,14 +139,14 @@ def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> 
                 if span.end < end:
                     blocks = span.end - span.begin
                     hidden = swarm.compute(
-                        member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts
+                        member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
                     )
             found = gradient
             prompts: list[torch.Tensor] = []
             for span, member, own in reversed(way):
                 blocks = span.end - span.begin
                 found, prompt = swarm.compute(
-                    member, "backward", size, blocks, span.begin, own.hidden, own.calls, found, own.prompts
+                    member, "backward", size, blocks, span.begin, own.hidden, own.calls, found, own.prompts, own.layout
                 )
                 if prompt is not None:
                     prompts.insert(0, prompt)
@@ -162,10 +165,14 @@ def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any
 
     if len(jobs) == 1:
         return [run(jobs[0])]
-    with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(jobs)), "micro-batch") as pool, blocking_wait():
-        context = [contextvars.copy_context() for _ in jobs]
-        asked = [pool.submit(each.run, run, job) for each, job in zip(context, jobs, strict=True)]
-        return [each.result() for each in asked]
+    pool = concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(jobs)), "micro-batch")
+    try:
+        with blocking_wait():
+            context = [contextvars.copy_context() for _ in jobs]
+            asked = [pool.submit(each.run, run, job) for each, job in zip(context, jobs, strict=True)]
+            return [each.result() for each in asked]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after an error, or an interrupt, nobody wants the others
 
 
 def _detached(prompts: torch.Tensor | None) -> torch.Tensor | None:

@@ -26,8 +26,9 @@ from nbdist.swarm import adapter, routing
 from nbdist.swarm.member import Member
 from nbdist.swarm.names import folder_of
 from nbdist.swarm.routing import NoRoute, Span
-from nbdist.swarm.server import Info, NoSession, Options, Place, Reply, Server
+from nbdist.swarm.server import Info, NoSession, NotHere, Options, Place, Reply, Server
 from nbdist.swarm.session import Forgotten, Gone, Recover, Session
+from nbdist.swarm.stacking import ANY
 
 if TYPE_CHECKING:
     from nbdist.swarm.sequential import RemoteSequential
@@ -110,6 +111,7 @@ class Swarm:
         self.micro_batch: int | None = None
         self.points: Callable[[str, int], float] = lambda kind, tokens: 0.0
         self.ban_seconds = _BAN
+        self.layout = ANY
         self._folder = folder  # it goes with the swarm
         self._room = room
         skeleton = adapter.build(checkpoint.config)
@@ -141,7 +143,7 @@ class Swarm:
         """Have these workers load these blocks."""
         with self.working():
             made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
-            asked = [(member, self.send(member, "load", *span, patience=_LOADING)) for member, span in made]
+            asked = [(member, self.send(member, "load", *span, extra=_LOADING)) for member, span in made]
             for member, answer in asked:
                 self._came(member, answer)
 
@@ -191,9 +193,13 @@ class Swarm:
         return [text for _, text in list(self._log)]
 
     def info(self) -> dict[str, Info]:
-        """How each server is: they are asked."""
+        """How each server is that answers: they are asked."""
         with self.working():
-            return {member.name: self.ask(member, "info") for member in self._there()}
+            found = {}
+            for member in self._there():
+                with contextlib.suppress(Gone):
+                    found[member.name] = self.ask(member, "info")
+            return found
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -269,7 +275,7 @@ class Swarm:
             known = self._members.get(self._name_of(worker))
             member = known if known is not None and known.state == "online" else self._made(worker)
             to = len(self) if end is None else end
-            self._came(member, self.send(member, "load", begin, to, patience=_LOADING))
+            self._came(member, self.send(member, "load", begin, to, extra=_LOADING))
 
     def leave(self, worker: int | str) -> None:
         """Relieve a worker: others take its blocks, the sessions that go through it move there, and it is done."""
@@ -279,8 +285,9 @@ class Swarm:
                 member.state = "draining"
                 self.tell(f"{member.name} is to leave")
                 try:
-                    self._mend(0, len(self))
-                except NoRoute:
+                    while not self._mended(0, len(self)):
+                        pass
+                except BaseException:
                     member.state = "online"
                     raise
             self._settle_sessions()
@@ -298,7 +305,7 @@ class Swarm:
         with self.working():
             relieved = []
             with self._arranging:
-                loaded = self.ask(member, "load", begin, end, patience=_LOADING)
+                loaded = self.ask(member, "load", begin, end, extra=_LOADING)
                 with self._lock:
                     member.blocks = loaded
                     for other in self._there():
@@ -308,14 +315,19 @@ class Swarm:
                             relieved.append(other)
                 self.tell(f"{member.name} takes {_ranges(range(begin, end))}")
             self._settle_sessions()
-            for other in relieved:
-                with contextlib.suppress(Gone):
-                    self.ask(other, "unload", other.blocks)
+            with self._arranging:
+                for other in relieved:
+                    with contextlib.suppress(Gone):
+                        self.ask(other, "unload", other.blocks)
 
     def _settle_sessions(self) -> None:
         # Not while blocks are being arranged: a session that takes a step may wait for that.
-        for session in list(self._sessions):
+        for session in self._open_sessions():
             session.settle()
+
+    def _open_sessions(self) -> list[Session]:
+        with self._lock:
+            return list(self._sessions)
 
     def kill(self, worker: int | str) -> None:
         """Kill a worker's process, as an accident would."""
@@ -323,10 +335,14 @@ class Swarm:
         record = self._agent.membership.get(member.incarnation)
         if record is None:
             raise UsageError(f"{member.name} is gone")
-        with self.working():
-            info: Info = self.ask(member, "info")
+        if record.incarnation == self.incarnation:
+            raise UsageError(f"{member.name} is this process: leave({member.name!r}) relieves it")
         self.tell(f"{member.name} is killed")
-        os.kill(info.pid, signal.SIGKILL)
+        if record.host == self._agent.me.host and record.pid != os.getpid():
+            os.kill(record.pid, signal.SIGKILL)
+        else:
+            with self.working():
+                api.rpc_async(member.name, _die)
 
     def member(self, worker: int | str) -> Member:
         """What serves on a worker."""
@@ -354,10 +370,11 @@ class Swarm:
             member.cache = member.sessions = 0
         self.tell(f"{member.name}, which had {_ranges(blocks)}, is gone: {member.note}")
 
-    def _ban(self, member: Member) -> None:
+    def _ban(self, member: Member, why: str = "") -> None:
         with self._lock:
-            seconds = member.ban(time.monotonic(), self.ban_seconds)
-        self.tell(f"{member.name} did not answer for {self.step_timeout:g} s: it is left alone for {seconds:g} s")
+            seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
+        told = why or f"did not answer for {self.step_timeout:g} s"
+        self.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
 
     # -- ways ---------------------------------------------------------------------------------
 
@@ -375,9 +392,8 @@ class Swarm:
         while True:
             self._check_open()
             try:
-                self._mend(begin, end)
-            except Gone:
-                continue
+                if not self._mended(begin, end):
+                    continue
             except NoRoute:
                 if not self._may_come(began):
                     raise
@@ -389,8 +405,6 @@ class Swarm:
                     routing.spread(offers, begin, end, self._choose) if spread else routing.route(offers, begin, end)
                 )
             except NoRoute:
-                if members == self._offers():
-                    raise
                 continue  # somebody has just gone
             return [(span, members[span.server]) for span in spans]
 
@@ -409,8 +423,15 @@ class Swarm:
         with self.working():
             return [span for span, _ in self.way(begin, len(self) if end is None else end)]
 
+    def _mended(self, begin: int, end: int) -> bool:
+        """Have somebody take the blocks that nobody has; False if somebody else has to be found."""
+        try:
+            self._mend(begin, end)
+        except Gone:
+            return False
+        return True
+
     def _mend(self, begin: int, end: int) -> None:
-        """Have somebody take the blocks that nobody has."""
         members = self._offers()
         if not self._missing(members, begin, end):
             return
@@ -425,12 +446,17 @@ class Swarm:
             for span in spans:  # who hangs is not waited for as long as who loads
                 self.ask(members[span.server], "info")
             asked = [
-                (span, self.send(members[span.server], "load", span.begin, span.end, patience=_LOADING))
-                for span in spans
+                (span, self.send(members[span.server], "load", span.begin, span.end, extra=_LOADING)) for span in spans
             ]
             for span, answer in asked:
                 member = members[span.server]
-                loaded = self.answer(member, answer)
+                try:
+                    loaded = self.answer(member, answer)
+                except NbdistError:
+                    raise
+                except Exception as error:  # it has no memory, say
+                    self._ban(member, f"could not take {_ranges(range(*span[1:]))}: {type(error).__name__}: {error}")
+                    raise Gone(f"{member.name}: {error}") from error
                 with self._lock:
                     if member.state == "online":
                         member.blocks = loaded
@@ -469,9 +495,9 @@ class Swarm:
         with self._agent.activate(), recorder().contexts.outside():
             yield
 
-    def send(self, member: Member, method: str, *args: Any, patience: float = 0.0, **kwargs: Any) -> Future[Any]:
+    def send(self, member: Member, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
         """Call a server; `answer` has the result. It may take so much longer than an answer does."""
-        timeout = self.step_timeout + patience
+        timeout = self.step_timeout + extra
         try:
             found: Future[Any] = getattr(member.server.rpc_async(timeout), method)(*args, **kwargs)
         except (WorkerLost, RRefError) as error:
@@ -490,6 +516,12 @@ class Swarm:
         except RpcTimeout as error:
             self._ban(member)
             raise Gone(f"{member.name} did not answer") from error
+        except NotHere as error:
+            with contextlib.suppress(NbdistError):
+                found = member.server.rpc_sync(self.step_timeout).info()
+                with self._lock:
+                    member.blocks = [number for number in member.blocks if number in found.blocks]
+            raise Forgotten(f"{member.name}: {error}") from error
         except (NoSession, TimeoutError) as error:
             raise Forgotten(f"{member.name}: {error}") from error
         finally:
@@ -508,7 +540,7 @@ class Swarm:
 
     def abandon(self, id: str | None, members: Sequence[Member], begin: int | None = None) -> None:
         """Have servers forget a session, without waiting for that; or all that go through here."""
-        ids = [id] if id is not None else [session.id for session in list(self._sessions)]
+        ids = [id] if id is not None else [session.id for session in self._open_sessions()]
         with self.working():
             for member in members:
                 for each in ids:
@@ -532,7 +564,8 @@ class Swarm:
         )
         recorded.tell = session.note
         cache.nbdist = recorded, session
-        self._sessions.add(session)
+        with self._lock:
+            self._sessions.add(session)
         with self._lock:
             if self._settler is None:
                 self._settler = threading.Thread(
@@ -544,7 +577,7 @@ class Swarm:
 
     def over(self, session: str) -> None:
         """A session is over: its cache is gone."""
-        self.abandon(session, self._there())
+        self.forget(session)
         self.news()
 
     def close(self) -> None:
@@ -564,6 +597,10 @@ class Swarm:
         self._over.put(None)
         self._folder.cleanup()
         self.news()
+
+    def forget(self, session: str) -> None:
+        """Have all servers forget a session, without waiting for that."""
+        self.abandon(session, self._there())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -609,6 +646,10 @@ def _settle(swarm: weakref.ref[Swarm], over: queue.SimpleQueue[str | None]) -> N
         with contextlib.suppress(NbdistError):
             found.over(session)
         del found
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Listener:
