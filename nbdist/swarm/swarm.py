@@ -365,6 +365,8 @@ class Swarm:
             member = next((m for m in self._members.values() if m.incarnation == incarnation), None)
             if member is None or member.state in ("gone", "offline"):
                 return
+            if self._agent.membership.get(incarnation) is None:  # the same, whoever notices first
+                why = self._agent.membership.why_gone(member.name) or why
             blocks, member.blocks = member.blocks, []
             member.state, member.note = "gone", str(why).splitlines()[0] if str(why) else ""
             member.cache = member.sessions = 0
@@ -510,20 +512,22 @@ class Swarm:
         member.load += 1
         try:
             return asked.wait()
+        # Without its traceback: the call has the error, and its frames have the call, and with it a session's cache,
+        # which would be there until the garbage collector comes.
         except (WorkerLost, RRefError) as error:
             self.lose(member.incarnation, error)
-            raise Gone(member.name) from error
+            raise Gone(member.name) from error.with_traceback(None)
         except RpcTimeout as error:
             self._ban(member)
-            raise Gone(f"{member.name} did not answer") from error
+            raise Gone(f"{member.name} did not answer") from error.with_traceback(None)
         except NotHere as error:
             with contextlib.suppress(NbdistError):
                 found = member.server.rpc_sync(self.step_timeout).info()
                 with self._lock:
                     member.blocks = [number for number in member.blocks if number in found.blocks]
-            raise Forgotten(f"{member.name}: {error}") from error
+            raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
         except (NoSession, TimeoutError) as error:
-            raise Forgotten(f"{member.name}: {error}") from error
+            raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
         finally:
             member.load -= 1
 

@@ -1,5 +1,6 @@
 """Workers killed with SIGKILL in the middle of what they are asked: the text goes on as if nothing had been."""
 
+import gc
 import os
 import signal
 import time
@@ -58,6 +59,21 @@ def test_the_text_is_the_same(three, family, mode, token, victim):
     assert torch.equal(found, expected)
     assert set(swarm.blocks) == {"worker0", "worker1", "worker2"} - {f"worker{victim}"}  # and nobody else is given up
     assert sorted({block for blocks in swarm.blocks.values() for block in blocks}) == list(range(6))
+    swarm.close()
+
+
+def test_a_session_ends_with_its_text_and_not_when_garbage_is_collected(three):
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1, 2])
+    remote = swarm.causal_lm()
+    gc.collect()
+    gc.disable()
+    try:
+        for victim in (1, 2):
+            swarm_models.generate(remote, "greedy", stopping_criteria=at(4, lambda: swarm.kill(victim)))  # noqa: B023
+            assert "again" in swarm.log[-1]
+            assert not list(swarm._sessions)
+    finally:
+        gc.enable()
     swarm.close()
 
 
