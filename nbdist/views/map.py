@@ -7,6 +7,7 @@ have.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -31,6 +32,8 @@ _KINDS = {
 }
 _SERVING = ("online", "draining")
 """Who is in another state has its blocks for nobody."""
+_PASSING = re.compile(r"(?<=\bsession) \d+\.\d+|, \d+ ms\b")
+"""What a log tells that is another each time: the ids of sessions, and how long it took."""
 
 
 class Mapped(Protocol):
@@ -93,7 +96,7 @@ def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
     rows = [_row(server, lasting=lasting) for server in snapshot["servers"]]
     gone = [number for number, server in enumerate(snapshot["servers"]) if server["state"] == "gone"]
     table = tables.as_html(_COLUMNS_LASTING if lasting else _COLUMNS, rows, gone) if rows else ""
-    log = "\n".join(text if lasting else f"{_clock(at)}  {text}" for at, text in snapshot["log"])
+    log = "\n".join(_PASSING.sub("", text) if lasting else f"{_clock(at)}  {text}" for at, text in snapshot["log"])
     told = [
         *(f"<div>{escape(line)}</div>" for line in lines),
         f'<div style="overflow:auto">{as_image(as_svg(snapshot))}</div>',
@@ -175,7 +178,7 @@ def _head(snapshot: Mapping[str, Any]) -> str:
 def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
     lines, session = [], snapshot["session"]
     if session is not None:
-        told = [session["state"], _count(session["tokens"], "token")]
+        told = [*([] if lasting else [session["state"]]), _count(session["tokens"], "token")]
         if not lasting and session["rate"] and session["state"] != "idle":
             told.append(f"{session['rate']:.1f} tokens/s")
         name = "session" if lasting else f"session {session['id']}"
