@@ -1,0 +1,223 @@
+"""What a reading of the swarm has found, and is not to come back."""
+
+import copy
+import time
+
+import pytest
+import swarm_models
+import torch
+import transformers
+
+from nbdist.errors import RpcTimeout, UsageError, WorkerLost
+from nbdist.swarm import CacheFull, adapter, serve
+from nbdist.swarm.server import NoSession, Options, Server
+from nbdist.swarm.stacking import Item, compare, parts, split, stack
+from nbdist.testing import World
+
+COMMON = {"vocab_size": 97}
+ODD = {
+    "mpt": lambda: transformers.MptConfig(d_model=32, n_heads=4, n_layers=6, max_seq_len=64, **COMMON),
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        hidden_size=32,
+        num_layers=6,
+        num_heads=4,
+        intermediate_size=64,
+        attention_types=[[["global"], 6]],
+        max_position_embeddings=64,
+        **COMMON,
+    ),
+    "gptj": lambda: transformers.GPTJConfig(n_embd=32, n_layer=6, n_head=4, rotary_dim=4, n_positions=64, **COMMON),
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World(4) as world, world[0].activate():
+        yield world
+
+
+def make(family):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(ODD[family]()).eval()
+
+
+@pytest.mark.parametrize("family", list(ODD))
+@torch.no_grad()
+def test_a_block_that_has_been_elsewhere_is_whole_again(world, family):
+    model = make(family)
+    swarm = serve(model, workers=[1, 2])
+    remote = swarm.causal_lm()
+    expected = swarm_models.generate(model, "one")
+    swarm.move(0, 2, "worker2")
+    swarm.move(0, 2, "worker1")
+    assert torch.equal(swarm_models.generate(remote, "one"), expected)
+    swarm.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_that_are_heads_are_not_taken_for_texts(world, size):
+    model = make("mpt")
+    swarm = serve(model, workers=[1, 2], micro_batch=size)
+    ids = torch.randint(3, 97, (4, 7), generator=torch.Generator().manual_seed(0))
+    remote = swarm.causal_lm()
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, remote(ids, use_cache=False).logits, atol=1e-5)
+    assert swarm.layout.shared
+    swarm.close()
+
+
+def test_what_is_stacked_is_told_apart_again(world):
+    call = lambda **kwargs: adapter.LayerCall((), kwargs)  # noqa: E731
+    layout = compare(
+        call(heads=torch.zeros(4, 1, 3), alibi=torch.zeros(4, 1, 3), mask=torch.zeros(1, 1, 3, 3)),
+        call(heads=torch.zeros(4, 1, 3), alibi=torch.zeros(8, 1, 3), mask=torch.zeros(2, 1, 3, 3)),
+    )
+    heads = torch.randn(4, 1, 3)
+
+    def item(texts, **more):
+        kwargs = {
+            "heads": heads,
+            "alibi": torch.randn(4 * texts, 1, 3),
+            "mask": torch.randn(texts, 1, 3, 3),
+            "both": (torch.ones(1, 3), True),
+            **more,
+        }
+        return Item(torch.randn(texts, 3, 2), (adapter.LayerCall((), kwargs),), None, torch.randn(texts, 3, 2), layout)
+
+    items = [item(4), item(1), item(2)]
+    found = stack(items)
+    (called,) = found.calls
+    assert called.kwargs["heads"] is heads
+    assert called.kwargs["alibi"].shape[0] == 28
+    assert called.kwargs["mask"].shape[0] == 7
+    assert [part.shape[0] for part in split(found.hidden, items)] == [4, 1, 2]
+    assert stack([item(4), item(1, heads=torch.randn(4, 1, 3))]) is None
+    assert stack([item(4), item(1, both=(torch.ones(1, 3), False))]) is None
+    assert stack([item(4), item(1, both=(torch.ones(1, 3),))]) is None
+    again = parts(items[0]._replace(gradient=None), 2)
+    assert [part.calls[0].kwargs["alibi"].shape[0] for part in again] == [8, 8]
+    assert all(part.calls[0].kwargs["heads"] is heads for part in again)
+    assert torch.equal(torch.cat([part.calls[0].kwargs["mask"] for part in again]), items[0].calls[0].kwargs["mask"])
+
+
+@pytest.mark.parametrize("error", [WorkerLost("worker2 was killed"), RpcTimeout("it does not answer")])
+def test_who_cannot_hand_over_is_not_the_fault_of_who_asks(world, monkeypatch, error):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3])
+    remote = swarm.causal_lm()
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("nbdist.swarm.server.Server.export", fail)
+    criteria = transformers.StoppingCriteriaList([At(4, lambda: swarm.leave("worker2"))])
+    found = swarm_models.generate(remote, "greedy", stopping_criteria=criteria)
+    assert torch.equal(found, swarm_models.generate(model, "greedy"))
+    assert swarm.states == {"worker1": "online", "worker2": "offline", "worker3": "online"}
+    swarm.close()
+
+
+class At(transformers.StoppingCriteria):
+    def __init__(self, token, act):
+        self.left, self.act = token, act
+
+    def __call__(self, ids, scores, **_):
+        self.left -= 1
+        if not self.left:
+            self.act()
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+
+def test_room_that_is_asked_for_by_a_session_that_is_over_is_not_kept(world, tmp_path):
+    model = swarm_models.make("llama")
+    adapter.write_checkpoint(model, tmp_path)
+    server = Server(str(tmp_path), Options(cache_bytes=1000), "over")
+    server.open("s", 0, adapter.new_cache(model.config), client=0)
+    session = server._find("s", 0)
+    server.close("s")  # an interrupt, while it computes
+    with pytest.raises(NoSession, match="its client has closed it"):
+        server._reserve(("s", 0), session, 10.0, 5, time.monotonic() + 1)
+    assert server.info().cache == 0
+
+
+def test_an_opening_that_fails_gives_back_what_it_had(world):
+    per_token = 2 * 2 * 8 * 4
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2], spans=[(0, 1), (1, 6)], cache_bytes=50 * per_token)
+    remote = swarm.causal_lm()
+    with pytest.raises(CacheFull) as kept:
+        swarm_models.generate(remote, "one")
+    deadline = time.monotonic() + 10
+    while any(info.cache or info.sessions for info in swarm.info().values()):
+        assert time.monotonic() < deadline, kept
+        time.sleep(0.02)
+    swarm.close()
+
+
+def test_the_first_that_fails_ends_all_parts_of_a_batch(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1], micro_batch=1)
+    remote = swarm.causal_lm()
+    count = []
+
+    def fail(*_, **__):
+        count.append(1)
+        time.sleep(0.05)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("nbdist.swarm.server.Server.forward", fail)
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        remote(torch.zeros(200, 3, dtype=torch.long), use_cache=False)
+    assert len(count) < 100
+    assert time.monotonic() - began < 5
+    swarm.close()
+
+
+@torch.no_grad()
+def test_caches_that_are_elsewhere_are_not_copied_and_refused_operations_not_told(world):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1])
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    cache = remote(ids).past_key_values
+    with pytest.raises(UsageError, match="cannot be copied"):
+        copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="positive"):
+        cache.crop(3)
+    assert remote(ids[:, :1], past_key_values=cache).logits.shape == (1, 1, 97)
+    swarm.close()
+
+
+def test_gradients_and_prompts_of_blocks(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    blocks = swarm.sequential()
+    with blocks.session() as session, pytest.raises(UsageError, match="no gradient"):
+        session.step(torch.zeros(1, 2, 32, requires_grad=True))
+    with torch.no_grad():
+        assert blocks(torch.zeros(2, 1, 32), prompts=torch.zeros(6, 1, 5, 32)).shape == (2, 1, 32)
+    swarm.close()
+
+
+def test_one_that_cannot_take_blocks_is_left_alone_and_another_asked(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3], spans=[(0, 2), (2, 3), (3, 6)])
+    remote = swarm.causal_lm()
+    own = Server.load
+
+    def load(self, begin, end):
+        if 2 in self._blocks:
+            raise MemoryError("none left")
+        return own(self, begin, end)
+
+    monkeypatch.setattr(Server, "load", load)
+    swarm.lose(swarm.member("worker3").incarnation, "it is said to be gone")
+    assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
+    assert swarm.states == {"worker1": "online", "worker2": "banned", "worker3": "gone"}
+    assert "worker2 could not take blocks 3-5: MemoryError: none left" in "\n".join(swarm.log)
+    swarm.close()
+
+
+def test_one_does_not_kill_oneself(world):
+    swarm = serve(swarm_models.make("llama"), workers=["worker0"])
+    with pytest.raises(UsageError, match="this process"):
+        swarm.kill("worker0")
+    swarm.close()
