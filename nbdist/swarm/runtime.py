@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from nbdist.swarm.pools import Pools, Request
 
 __all__ = ["Runtime"]
 
+_log = logging.getLogger("nbdist.swarm")
 _LOOKS = 1.0
 _IDLE = 5.0
 """Seconds after which a thread without work ends; the next request starts another."""
@@ -81,11 +83,18 @@ class Runtime:
                 used = time.monotonic()
             if now - looked >= _LOOKS:
                 looked = now
-                if not self._look() and now - used >= _IDLE:
+                if not self._is_needed() and now - used >= _IDLE:
                     with self._changed:
                         if not len(self._pools):
                             self._thread = None
                             return
+
+    def _is_needed(self) -> bool:
+        try:
+            return self._look()
+        except Exception:  # without this thread, nothing would be computed any more
+            _log.exception("a swarm's server could not be looked after")
+            return True
 
     def _run(self, requests: Sequence[Request]) -> None:
         works = [request.work for request in requests]
