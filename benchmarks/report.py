@@ -30,6 +30,7 @@ BENCHMARKS = {
     "startup": "Workers for a notebook",
     "programs": "Programs",
     "views": "Views",
+    "swarm": "A language model in parts",
 }
 HEAD = """# What was measured
 
