@@ -239,7 +239,7 @@ class Bench:
         """Seconds of 128 tokens where each worker is killed with a chance at each token, and back a second later."""
         found: dict[str, list[float]] = {}
         plans = [("p=0", 0.0, False, 1), ("p=0.001", 0.001, False, 4), ("p=0.01", 0.01, False, 2)]
-        plans += [("p=0.001, from scratch", 0.001, True, 4), ("p=0.01, from scratch", 0.01, True, 2)]
+        plans += [("p=0.001, from scratch", 0.001, True, 4), ("p=0.01, from scratch", 0.01, True, 1)]
         inputs = self.inputs(PROMPTS[1])
         for number in range(rounds):
             for name, p, scratch, times in plans:
