@@ -235,18 +235,15 @@ def new_cache(config: Any) -> Any:
     return DynamicCache(config=config)
 
 
-def is_same(one: LayerCall, other: LayerCall) -> bool:
-    """Whether two layers are called in the same way, with the same objects."""
-    return (
-        len(one.args) == len(other.args)
-        and one.kwargs.keys() == other.kwargs.keys()
-        and all(map(_is, one.args, other.args))
-        and all(_is(value, other.kwargs[name]) for name, value in one.kwargs.items())
-    )
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other)
+def is_same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Whether two layers are given the same objects."""
+    (args, kwargs), (others, named) = one, other
+    if len(args) != len(others) or len(kwargs) != len(named):
+        return False
+    for first, second in zip(args, others, strict=True):
+        if first is not second:
+            return False
+    return all(value is named.get(name, one) for name, value in kwargs.items())
 
 
 def find_cache(values: Sequence[Any]) -> Any:

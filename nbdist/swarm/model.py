@@ -32,6 +32,10 @@ class _Probe(BaseException):
 
 class _Notes(threading.local):
     calls: list[LayerCall] = []  # noqa: RUF012 - never changed, only replaced
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """What the layer before was given, and"""
+    cache: Any = None
+    """the cache among it."""
     only = False
     """Whether layers note only how they are called."""
     expected = 0
@@ -81,18 +85,23 @@ class _StandIn(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         passage = self._passage
-        cache = adapter.find_cache([*args, *kwargs.values()])
-        told = adapter.strip(args, kwargs, cache)
-        if passage.in_tuple is None:
-            raise _Probe(hidden, told)
         notes = passage.notes
-        if not self._number:
-            notes.calls = []
-            if cache is not None and not hasattr(cache, "nbdist"):
-                passage.swarm.session(cache, expected=notes.expected, recover=passage.recover)
-        last = notes.calls[-1] if notes.calls else None
-        notes.calls.append(last if last is not None and adapter.is_same(last, told) else told)
+        if self._number and notes.given is not None and adapter.is_same(notes.given, (args, kwargs)):
+            cache = notes.cache  # nearly always: all layers are called in one way
+            notes.calls.append(notes.calls[-1])
+        else:
+            cache = notes.cache = adapter.find_cache([*args, *kwargs.values()])
+            told = adapter.strip(args, kwargs, cache)
+            if passage.in_tuple is None:
+                raise _Probe(hidden, told)
+            if not self._number:
+                notes.calls = []
+                if cache is not None and not hasattr(cache, "nbdist"):
+                    passage.swarm.session(cache, expected=notes.expected, recover=passage.recover)
+            notes.calls.append(told)
+            notes.given = args, kwargs
         if self._number == self._count - 1:
+            notes.given = notes.cache = None
             if cache is not None:
                 cache.nbdist[0].grow(hidden.shape[0], hidden.shape[1])
             if not notes.only:

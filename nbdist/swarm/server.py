@@ -363,14 +363,16 @@ class Server:
                 if hidden is not None:
                     seconds = self._take(key, session, asked, hidden)
                 assert session.last is not None  # a step was taken
-                told = Reply(session.last, seconds, self._budget.used, self._count(), self._steps)
-                asked.answer.try_settle(told, None)
+                asked.answer.try_settle(self._reply(session.last, seconds), None)
             except BaseException as error:  # whoever asked is told
                 asked.answer.try_settle(None, error)
                 if not isinstance(error, Exception):
                     with session.changed:
                         session.busy = False
                     raise
+
+    def _reply(self, result: Any, seconds: float) -> Reply:
+        return Reply(result, seconds, self._budget.used, self._count(), self._steps)
 
     @staticmethod
     def _next(session: _Session) -> tuple[_Asked, torch.Tensor | None] | None:
@@ -396,7 +398,9 @@ class Server:
         # In half of the time: who waits longer for an answer takes this server for dead.
         now = time.monotonic()
         deadline = now + (asked.deadline - now) / 2
-        self._reserve(key, session, rows * len(step.calls) * self._per_token, have + tokens, deadline)
+        per_token = rows * len(step.calls) * self._per_token
+        self._reserve(key, session, per_token, have + tokens, deadline)
+        fits = 0 < per_token * (have + tokens) <= self._budget.of(key)  # as far as can be told before
 
         def work() -> float:
             began = time.perf_counter()
@@ -406,9 +410,12 @@ class Server:
             seconds = time.perf_counter() - began
             session.take(asked.number, found)
             self._steps += 1
-            if asked.push and session.next is not None:  # at once, by this thread: the next server waits for it
-                with self._agent.activate():
+            # At once, by this thread: the next server waits for it, or the client, if there is no next.
+            with self._agent.activate():
+                if asked.push and session.next is not None:
                     _send(session.next[0], key[0], session.next[1], asked.number, found)
+                elif fits:
+                    asked.answer.try_settle(self._reply(found, seconds), None)
             return seconds
 
         seconds: float = self._run("step", rows * tokens, asked.points, work)
@@ -536,7 +543,7 @@ class Server:
             together if prompts is None else None,
         )
         found, seconds = self._runtime.run(request)
-        return Reply(found, seconds, self._budget.used, self._count(), self._steps)
+        return self._reply(found, seconds)
 
     def _back(self, begin: int, item: stacking.Item) -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch.enable_grad():

@@ -152,7 +152,7 @@ def test_a_session_that_is_closed_lets_go_of_who_waits(client):
     one.open("s")
     asked = one.step("s", 0, hidden=torch.empty(0))
     one.server.rpc_sync().close("s")
-    with pytest.raises(NoSession, match="its client has closed it|there is no session"):  # which of both comes first
+    with pytest.raises(NoSession, match=r"its client has closed it|there is no session"):  # which of both comes first
         asked.wait(10)
     assert one.server.rpc_sync().info().sessions == 0
 
