@@ -274,8 +274,13 @@ class RecordedCache:
         known = self._cache
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            found = own(known(), *args, **kwargs)  # first: it may be refused
-            self.tell(name, (*args, *kwargs.values()))
+            cache: Any = known()
+            before = cache.get_seq_length()
+            found = own(cache, *args, **kwargs)  # first: it may be refused
+            told = (*args, *kwargs.values())
+            if name == "crop":  # by how much, whatever this version is told
+                told = (cache.get_seq_length() - before,)
+            self.tell(name, told)
             return found
 
         return record

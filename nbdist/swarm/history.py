@@ -48,7 +48,7 @@ class History:
         before = list(step.before)
         for operation in step.before:
             if operation.name == "crop":
-                self.tokens += min(0, operation.args[0])
+                self.tokens += operation.args[0]
         while self.forgets and before and before[0].name == "crop" and self.steps:
             last = self.steps[-1]
             left = before[0].args[0] + last.hidden.shape[1]
@@ -60,7 +60,3 @@ class History:
         self.steps.append(step._replace(before=tuple(before)))
         self.results.append(result)
         self.tokens += step.hidden.shape[1]
-
-    def copy(self) -> History:
-        """The same so far."""
-        return History(self.forgets, list(self.steps), list(self.results), self.tokens)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.rpc.rref import RRef
-from nbdist.swarm.routing import Offer, runs_of
+from nbdist.swarm.routing import Offer, Span, runs_of
 
 if TYPE_CHECKING:
-    from nbdist.swarm.server import Place, Reply, Server
+    from nbdist.swarm.held import Reply
+    from nbdist.swarm.neighbours import Address
+    from nbdist.swarm.server import Server
 
 __all__ = ["Member"]
 
@@ -26,7 +31,7 @@ class Member:
     name: str
     incarnation: int
     server: RRef[Server]
-    place: Place
+    address: Address
     room: int | None = None
     """Bytes of blocks that it may have."""
     state: State = "joining"
@@ -42,6 +47,29 @@ class Member:
     strikes: int = 0
     """How often after each other it did not answer."""
     banned_until: float = 0.0
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def there(self) -> bool:
+        """Whether it can be asked."""
+        return self.state in ("online", "draining")
+
+    def rest(self, state: State, note: str = "") -> None:
+        """It has nothing any more."""
+        self.state, self.note = state, note
+        self.blocks = []
+        self.cache = self.sessions = 0
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """Something is asked of it, of which it has more to do."""
+        with self._counting:
+            self.load += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.load -= 1
 
     def answered(self, reply: Reply, elapsed: float | None, tokens: int, blocks: int) -> None:
         """It has computed something, in so many seconds from call to answer; None if it had to wait for others."""
@@ -68,11 +96,16 @@ class Member:
         """Whether something new may be brought to it."""
         return self.state == "online" and not self.is_banned(now)
 
+    def has(self, span: Span, now: float) -> bool:
+        """Whether it still is to be asked for these blocks."""
+        blocks = self.blocks
+        return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
+
     def offer(self) -> Offer:
         """What it has for who looks for a way."""
         return Offer(self.blocks, self.hop, self.pace, self.load)
 
-    def told(self, now: float, sizes: list[int], budget: int | None) -> dict[str, Any]:
+    def told(self, now: float, sizes: Sequence[int], budget: int | None) -> dict[str, Any]:
         """What a map shows of it."""
         banned = self.state == "online" and self.is_banned(now)
         return {

@@ -17,7 +17,8 @@ from torch import nn
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, stacking, stateless
 from nbdist.swarm.adapter import LayerCall
-from nbdist.swarm.session import Gone, Recover
+from nbdist.swarm.crew import Gone
+from nbdist.swarm.session import Recover
 
 if TYPE_CHECKING:
     from nbdist.swarm.session import Session
@@ -141,13 +142,13 @@ def _probe(passage: Passage) -> None:
             model(token, use_cache=False)
     except _Probe as probe:
         hidden, told = probe.args
-        with swarm.working():
+        with swarm.crew.working():
             while passage.in_tuple is None:
                 with contextlib.suppress(Gone):
-                    ((span, member),) = swarm.way(0, 1)
-                    passage.in_tuple = swarm.ask(member, "returns_tuple", span.begin, hidden, told)
+                    ((span, member),) = swarm.crew.way(0, 1)
+                    passage.in_tuple = swarm.crew.ask(member, "returns_tuple", span.begin, hidden, told)
     swarm.layout = stacking.compare(*(_called(passage, texts) for texts in (1, 2)))
-    if swarm.options.cache_bytes is not None:
+    if swarm.crew.options.cache_bytes is not None:
         with torch.no_grad():
             model(token, use_cache=True)
 

@@ -49,14 +49,14 @@ def prioritize(kind: str, tokens: int, points: float) -> float:
 
 
 class Pools:
-    """One for each kind of request."""
+    """What waits."""
 
     def __init__(self, largest: int | None = None, batch: int = 4096) -> None:
         self.largest = largest
         """So many tokens may one request have;"""
         self.batch = batch
         """and so many those that are computed as one."""
-        self._pools: dict[str, list[Request]] = {}
+        self._waiting: list[Request] = []
 
     def submit(self, request: Request) -> None:
         """One more; `TooLarge` if it is."""
@@ -65,33 +65,27 @@ class Pools:
                 f"a {request.kind} of {request.size} tokens is more than the {self.largest} that a server takes"
             )
         request.number = next(_numbers)
-        self._pools.setdefault(request.kind, []).append(request)
+        self._waiting.append(request)
 
     def withdraw(self, request: Request) -> bool:
         """It is not wanted any more; whether it had not been handed out."""
-        pool = self._pools.get(request.kind, [])
-        if request not in pool:
+        if request not in self._waiting:
             return False
-        pool.remove(request)
+        self._waiting.remove(request)
         return True
 
     def take(self) -> list[Request]:
         """What is to be computed next, as one; nothing if there is nothing."""
-        waiting = [request for pool in self._pools.values() for request in pool]
-        if not waiting:
-            return []
-        first = min(waiting, key=lambda request: request.order)
-        pool = self._pools[first.kind]
-        found, size = [first], first.size
-        if first.together is not None:
-            for request in sorted(pool, key=lambda request: request.order):
-                fits = size + request.size <= self.batch
-                if request is not first and request.together == first.together and fits:
-                    found.append(request)
-                    size += request.size
+        found: list[Request] = []
+        size = 0
+        for request in sorted(self._waiting, key=lambda request: request.order):
+            alike = found and request.kind == found[0].kind and request.together == found[0].together
+            if not found or (alike and request.together is not None and size + request.size <= self.batch):
+                found.append(request)
+                size += request.size
         for request in found:
-            pool.remove(request)
+            self._waiting.remove(request)
         return found
 
     def __len__(self) -> int:
-        return sum(map(len, self._pools.values()))
+        return len(self._waiting)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nbdist.errors import NbdistError
 
-__all__ = ["NoRoute", "Offer", "Span", "assign", "cut", "route", "runs_of", "spread"]
+__all__ = ["NoRoute", "Offer", "Span", "assign", "cut", "named", "route", "runs_of", "spread"]
 
 
 class NoRoute(NbdistError):
@@ -181,6 +181,12 @@ def runs_of(numbers: Sequence[int]) -> list[list[int]]:
         else:
             runs.append([number])
     return runs
+
+
+def named(numbers: Sequence[int]) -> str:
+    """Blocks in words, shortly."""
+    rows = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs_of(numbers)]
+    return f"block{'' if len(numbers) == 1 else 's'} {', '.join(rows)}" if rows else "nothing"
 
 
 def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:

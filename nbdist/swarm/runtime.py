@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbdist.rpc.futures import blocking_wait
 from nbdist.swarm.pools import Pools, Request
@@ -19,40 +19,44 @@ _IDLE = 5.0
 """Seconds after which a thread without work ends; the next request starts another."""
 
 
+class _Job(NamedTuple):
+    """The work of a request, and where its outcome goes."""
+
+    work: Any
+    outcome: list[Any]
+    done: threading.Event
+
+
 class Runtime:
     """Computes what its pools hand out."""
 
     def __init__(
-        self, pools: Pools, compute: Callable[[Sequence[Request]], Sequence[Any]], look: Callable[[], bool]
+        self, pools: Pools, compute: Callable[[Sequence[Any]], Sequence[Any]], look: Callable[[], bool]
     ) -> None:
-        """``compute`` has an outcome for each request; ``look`` sees to what is due, and says whether to go on."""
+        """``compute`` has an outcome for each work; ``look`` sees to what is due, and says whether to go on."""
         self._pools = pools
         self._compute = compute
         self._look = look
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self.busy = 0.0
         """Seconds for which it has computed."""
 
     def run(self, request: Request) -> Any:
         """Have it computed; its result, or its error."""
-        done = threading.Event()
-        found: list[Any] = []
-        request.work = request.work, found, done
+        job = request.work = _Job(request.work, [], threading.Event())
         with self._changed:
             self._pools.submit(request)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="swarm computes", daemon=True)
-                self._thread.start()
+            self.keep()
             self._changed.notify_all()
         try:
             with blocking_wait():
-                done.wait()
+                job.done.wait()
         except BaseException:
             with self._changed:
                 self._pools.withdraw(request)
             raise
-        (outcome,) = found
+        (outcome,) = job.outcome
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -63,7 +67,7 @@ class Runtime:
         return len(self._pools)
 
     def keep(self) -> None:
-        """There is something to look after."""
+        """There is something to do, or to look after."""
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="swarm computes", daemon=True)
@@ -73,13 +77,13 @@ class Runtime:
         used = looked = time.monotonic()
         while True:
             with self._changed:
-                requests = self._pools.take()
-                if not requests:
+                if not len(self._pools):
                     self._changed.wait(_LOOKS)
-                    requests = self._pools.take()
+                requests = self._pools.take()
             now = time.monotonic()
             if requests:
-                self._run(requests)
+                self._run([request.work for request in requests])
+                requests.clear()  # their server is not to be kept by this thread while it waits
                 used = time.monotonic()
             if now - looked >= _LOOKS:
                 looked = now
@@ -96,16 +100,13 @@ class Runtime:
             _log.exception("a swarm's server could not be looked after")
             return True
 
-    def _run(self, requests: Sequence[Request]) -> None:
-        works = [request.work for request in requests]
-        for request, (work, _, _) in zip(requests, works, strict=True):
-            request.work = work
+    def _run(self, jobs: Sequence[_Job]) -> None:
         began = time.perf_counter()
         try:
-            outcomes: Sequence[Any] = self._compute(requests)
+            outcomes: Sequence[Any] = self._compute([job.work for job in jobs])
         except BaseException as error:
-            outcomes = [error] * len(requests)
+            outcomes = [error] * len(jobs)
         self.busy += time.perf_counter() - began
-        for (_, found, done), outcome in zip(works, outcomes, strict=True):
-            found.append(outcome)
-            done.set()
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            job.outcome.append(outcome)
+            job.done.set()

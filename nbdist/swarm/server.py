@@ -7,7 +7,6 @@ server of the session at once, and to the client besides, who keeps it for the c
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import threading
@@ -21,33 +20,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
-from nbdist.rpc.api import current_agent, rpc_async, rpc_sync
+from nbdist.errors import NbdistError, RpcTimeout, WorkerLost
+from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
-from nbdist.swarm import adapter, stacking
-from nbdist.swarm.budget import Budget, CacheFull, Ticket
+from nbdist.swarm import adapter, neighbours, stacking
+from nbdist.swarm.held import Asked, Held, NoSession, Reply
 from nbdist.swarm.history import Step
+from nbdist.swarm.neighbours import Address
 from nbdist.swarm.pools import Pools, Request, prioritize
+from nbdist.swarm.room import Room
 from nbdist.swarm.runtime import Runtime
 
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
-__all__ = ["AGAIN", "Info", "NoSession", "NotHere", "Options", "Place", "Reply", "Server", "pieces"]
-
-AGAIN = -1
-"""The number of steps that a session is brought back by."""
-_PIECE = 4 << 20
-"""Bytes of hidden states in one message, from worker to worker and from the client."""
-_PUSHED = 60.0
-"""Seconds for which it is tried to hand on what came out."""
-_MORE = 1.25
-"""By so much more than it needs a session grows that has more tokens than it has said."""
-
-
-class NoSession(NbdistError):
-    """A server does not know a session, any more."""
+__all__ = ["Info", "NotHere", "Options", "Server"]
 
 
 class NotHere(NbdistError):
@@ -87,110 +75,6 @@ class Info(NamedTuple):
     """Seconds for which it has computed."""
 
 
-class Reply(NamedTuple):
-    """What came out of some blocks, and how the server is."""
-
-    result: Any
-    seconds: float
-    """That it has computed."""
-    cache: int
-    sessions: int
-    steps: int
-
-
-class Place(NamedTuple):
-    """Where a server is, for other servers: by name, so that nobody has to do with a reference to one that is dead."""
-
-    worker: str
-    key: str
-
-
-_servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
-"""Of this process."""
-
-
-@dataclass(eq=False)
-class _Asked:
-    """Somebody wants the result of a step."""
-
-    number: int
-    tokens: int
-    step: Step
-    push: bool
-    deadline: float
-    points: float
-    answer: Future[Reply]
-
-
-class _Session:
-    """The caches of one session here, and what is to be done with them."""
-
-    def __init__(self, cache: Any, client: int, expected: int) -> None:
-        self.cache = cache
-        self.client = client
-        self.expected = expected
-        """Tokens that it will have, if that was said."""
-        self.taken = AGAIN
-        """The number of the last step."""
-        self.last: torch.Tensor | None = None
-        self.next: tuple[Place, int] | None = None
-        """Where what comes out goes, and which block that begins with."""
-        self.changed = threading.Condition()
-        self.asked: list[_Asked] = []
-        self.given: dict[int, dict[int, torch.Tensor]] = {}
-        """What is to go in, by number of step and by its first token."""
-        self.busy = False
-        """Whether some thread sees to it."""
-        self.exported = False
-        """Whether another server goes on with it."""
-        self.ended = ""
-        self.used = time.monotonic()
-
-    def give(self, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Some of what is to go in; the same again is no matter."""
-        if number > self.taken or number == AGAIN:
-            given = self.given.setdefault(number, {})
-            if at not in given or given[at].shape[1] < hidden.shape[1]:
-                given[at] = hidden
-
-    def given_for(self, asked: _Asked) -> torch.Tensor | None:
-        """What is to go in, if all of it is there."""
-        found: list[torch.Tensor] = []
-        at, given = 0, self.given.get(asked.number, {})
-        while at < asked.tokens:
-            if at not in given:
-                return None
-            found.append(given[at])
-            at += given[at].shape[1]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
-
-    def take(self, number: int, result: torch.Tensor) -> None:
-        """A step has been taken."""
-        with self.changed:
-            self.last = result
-            self.taken = max(self.taken, number)
-            for known in [known for known in self.given if known <= self.taken]:
-                del self.given[known]
-
-    def end(self, why: str) -> None:
-        """Nothing is done any more."""
-        with self.changed:
-            self.ended = self.ended or why
-            asked, self.asked = self.asked, []
-            self.changed.notify_all()
-        for each in asked:
-            each.answer.try_settle(None, NoSession(self.ended))
-
-    def expire(self, now: float) -> None:
-        """Whoever waits for what does not come waits no longer."""
-        with self.changed:
-            late = [each for each in self.asked if each.deadline <= now]
-            self.asked = [each for each in self.asked if each not in late]
-        for each in late:
-            error = TimeoutError(f"what goes into step {each.number} has not come from whoever is before")
-            each.answer.try_settle(None, error)
-
-
 class Server:
     """Serves blocks of one model."""
 
@@ -200,14 +84,13 @@ class Server:
         self._skeleton: Any = None
         self._blocks: dict[int, nn.Module] = {}
         self._loading = threading.Lock()
-        self._sessions: dict[tuple[str, int], _Session] = {}
-        self._budget = Budget(self._options.cache_bytes)
+        self._sessions: dict[tuple[str, int], Held] = {}
+        self._room = Room(self._options.cache_bytes)
         self._per_token = 0.0
         """Bytes of cache of one token of one text in one block."""
-        self._room = threading.Condition()
         self._steps = 0
         self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
-        _servers[key] = self
+        neighbours.register(key, self)
         self._agent = current_agent()
         weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
@@ -247,7 +130,7 @@ class Server:
             sorted(self._blocks),
             self._count(),
             self._steps,
-            self._budget.used,
+            self._room.used,
             runtime.waiting,
             runtime.busy,
         )
@@ -270,20 +153,21 @@ class Server:
 
         It wants room for so many texts of so many tokens in so many blocks, for which it waits so many seconds.
         """
-        session = _Session(copy.deepcopy(cache), client, expected)
+        session = Held(copy.deepcopy(cache), client, expected)
         self._enter(id, begin, session)
         if wants is not None:
             rows, tokens, blocks, patience = wants
-            self._reserve((id, begin), session, rows * blocks * self._per_token, tokens, time.monotonic() + patience)
+            per_token = rows * blocks * self._per_token
+            self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
 
-    def _enter(self, id: str, begin: int, session: _Session) -> None:
+    def _enter(self, id: str, begin: int, session: Held) -> None:
         before = self._sessions.pop((id, begin), None)
         if before is not None:
             self._end((id, begin), before, "it was opened anew")
         self._sessions[id, begin] = session
         self._runtime.keep()
 
-    def link(self, id: str, begin: int, to: Place, at: int) -> None:
+    def link(self, id: str, begin: int, to: Address, at: int) -> None:
         """What comes out of a session's span goes on to there, to the span that begins with block ``at``."""
         self._find(id, begin).next = to, at
 
@@ -294,13 +178,11 @@ class Server:
             if session is not None:
                 self._end(key, session, "its client has closed it")
 
-    def _end(self, key: tuple[str, int], session: _Session, why: str) -> None:
+    def _end(self, key: tuple[str, int], session: Held, why: str) -> None:
         session.end(f"session {key[0]} is over: {why}")
-        with self._room:
-            self._budget.release(key)
-            self._room.notify_all()
+        self._room.release(key)
 
-    def _find(self, id: str, begin: int) -> _Session:
+    def _find(self, id: str, begin: int) -> Held:
         session = self._sessions.get((id, begin))
         if session is None:
             raise NoSession(f"there is no session {id} at block {begin} here")
@@ -333,7 +215,7 @@ class Server:
         already has the same answer again. Numbers go up; `AGAIN` is that of each that other servers have taken before.
         """
         session = self._find(id, begin)
-        asked = _Asked(number, tokens, step, push, time.monotonic() + patience, points, Future())
+        asked = Asked(number, tokens, step, push, time.monotonic() + patience, points, Future())
         with session.changed:
             if session.ended:
                 raise NoSession(session.ended)
@@ -343,7 +225,7 @@ class Server:
         self._go_on((id, begin), session)
         return asked.answer
 
-    def _go_on(self, key: tuple[str, int], session: _Session) -> None:
+    def _go_on(self, key: tuple[str, int], session: Held) -> None:
         """Do what can be done for a session, unless somebody does."""
         with session.changed:
             if session.busy or session.exported:
@@ -351,13 +233,12 @@ class Server:
             session.busy = True
         while True:
             with session.changed:
-                found = self._next(session)
+                found = session.take_up()
                 if found is None:
                     session.busy = False
                     session.changed.notify_all()
                     return
-                asked, hidden = found
-                session.asked.remove(asked)
+            asked, hidden = found
             try:
                 seconds = 0.0
                 if hidden is not None:
@@ -372,25 +253,9 @@ class Server:
                     raise
 
     def _reply(self, result: Any, seconds: float) -> Reply:
-        return Reply(result, seconds, self._budget.used, self._count(), self._steps)
+        return Reply(result, seconds, self._room.used, self._count(), self._steps)
 
-    @staticmethod
-    def _next(session: _Session) -> tuple[_Asked, torch.Tensor | None] | None:
-        """What can be done: a step, with what goes in; or to answer again, without."""
-        for asked in session.asked:
-            if asked.number != AGAIN and asked.number == session.taken:
-                return asked, None
-            if asked.number != AGAIN and asked.number < session.taken:
-                session.asked.remove(asked)
-                error = UsageError(f"step {asked.number} comes after step {session.taken}")
-                asked.answer.try_settle(None, error)
-                return Server._next(session)
-            hidden = session.given_for(asked)
-            if hidden is not None:
-                return asked, hidden
-        return None
-
-    def _take(self, key: tuple[str, int], session: _Session, asked: _Asked, hidden: torch.Tensor) -> float:
+    def _take(self, key: tuple[str, int], session: Held, asked: Asked, hidden: torch.Tensor) -> float:
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
         span = (begin, begin + len(step.calls))
@@ -399,8 +264,8 @@ class Server:
         now = time.monotonic()
         deadline = now + (asked.deadline - now) / 2
         per_token = rows * len(step.calls) * self._per_token
-        self._reserve(key, session, per_token, have + tokens, deadline)
-        fits = 0 < per_token * (have + tokens) <= self._budget.of(key)  # as far as can be told before
+        self._room.reserve(key, session, per_token, have + tokens, deadline)
+        fits = 0 < per_token * (have + tokens) <= self._room.of(key)  # as far as can be told before
 
         def work() -> float:
             began = time.perf_counter()
@@ -408,12 +273,12 @@ class Server:
                 adapter.operate(session.cache, *operation, *span)
             found = self._through(begin, hidden, step.calls, session.cache, step.prompts)
             seconds = time.perf_counter() - began
-            session.take(asked.number, found)
+            session.taken_to(asked.number, found)
             self._steps += 1
             # At once, by this thread: the next server waits for it, or the client, if there is no next.
             with self._agent.activate():
                 if asked.push and session.next is not None:
-                    _send(session.next[0], key[0], session.next[1], asked.number, found)
+                    neighbours.hand_on(session.next[0], key[0], session.next[1], asked.number, found)
                 elif fits:
                     asked.answer.try_settle(self._reply(found, seconds), None)
             return seconds
@@ -422,45 +287,8 @@ class Server:
         used, length = adapter.nbytes(session.cache, span), adapter.length(session.cache, span)
         if used and not self._per_token:
             self._per_token = used / (rows * length * len(step.calls))
-        self._reserve(key, session, used / max(1, length), length, deadline)
+        self._room.reserve(key, session, used / max(1, length), length, deadline)
         return seconds
-
-    def _reserve(self, key: tuple[str, int], session: _Session, per_token: float, tokens: int, deadline: float) -> None:
-        """Have room for so many tokens, or for as many as there are going to be; wait for that if need be."""
-        has = self._budget.of(key)
-        if per_token * tokens <= has:
-            return
-        expected = max(session.expected, tokens)
-        if has:
-            expected = max(expected, int(_MORE * tokens))
-        wants = int(per_token * expected)
-        with self._room:
-            ticket: Ticket | None = None
-            try:
-                if session.ended:
-                    raise NoSession(session.ended)
-                try:
-                    ticket = self._budget.ask(key, wants - has, deadline)
-                except CacheFull:
-                    if expected == tokens:
-                        raise
-                    ticket = self._budget.ask(key, int(per_token * tokens) + 1 - has, deadline)
-                self._runtime.keep()
-                with blocking_wait():
-                    while ticket.state == "waiting" and not session.ended:
-                        if not self._room.wait(max(0.0, deadline - time.monotonic())):
-                            self._budget.expire(time.monotonic())
-            finally:
-                if ticket is not None and (session.ended or ticket in self._budget.waiting):  # or interrupted
-                    self._budget.cancel(ticket)
-                self._room.notify_all()
-        if ticket.state == "expired":
-            raise CacheFull(
-                f"{ticket.nbytes} bytes for the caches of session {key[0]} did not become free in time: "
-                f"{self._budget.used} of {self._budget.limit} are in use"
-            )
-        if session.ended:
-            raise NoSession(session.ended)
 
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
         """What another server needs to go on with some blocks of a session."""
@@ -472,21 +300,25 @@ class Server:
             session.exported = True  # it is not gone on with here
         return adapter.part(session.cache, first, last), session.taken, session.last, session.expected
 
-    def adopt(self, id: str, begin: int, end: int, other: Place, at: int, client: int, patience: float) -> None:
+    def adopt(self, id: str, begin: int, end: int, other: Address, at: int, client: int, patience: float) -> None:
         """Go on with some blocks of a session that another server has at its block ``at``, where that is now."""
         try:
-            cache, taken, last, expected = rpc_sync(
-                other.worker, _call, args=(other.key, "export", id, at, begin, end, patience / 2), timeout=patience
-            )
-        except (WorkerLost, RpcTimeout, TimeoutError) as error:  # whose fault that is is to be seen by the client
+            found = neighbours.call(other, patience, "export", id, at, begin, end, patience / 2)
+        except (
+            neighbours.NobodyThere,
+            WorkerLost,
+            RpcTimeout,
+            TimeoutError,
+        ) as error:  # whose fault that is is to be seen by the client
             raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
-        session = _Session(cache, client, expected)
+        cache, taken, last, expected = found
+        session = Held(cache, client, expected)
         session.taken, session.last = taken, last
         tokens = adapter.length(cache, (begin, end))
         self._enter(id, begin, session)
         used = adapter.nbytes(cache, (begin, end))
         try:
-            self._reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
+            self._room.reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
         except BaseException:
             self.close(id, begin)
             raise
@@ -600,9 +432,7 @@ class Server:
                 self._sessions.pop(key, None)
                 self._end(key, session, f"nobody has used it for {self._options.session_timeout:g} s")
             session.expire(now)
-        with self._room:
-            if self._budget.expire(now):
-                self._room.notify_all()
+        self._room.expire(now)
         return bool(self._sessions)
 
     def on_lost(self, client: int) -> None:
@@ -625,37 +455,17 @@ def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
         found.on_lost(record.incarnation)
 
 
-def _call(key: str, method: str, *args: Any) -> Any:
-    """Here: a server's method, for another server."""
-    found = _servers.get(key)
-    if found is None:
-        raise NoSession("this server is gone")
-    return getattr(found, method)(*args)
+_Work = tuple[Callable[..., Any], stacking.Item | None]
+"""What to call, and with what; that may be put together with others'."""
 
 
-def _send(to: Place, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
-    """Push hidden states, in pieces if they are large. If that fails, their client brings them."""
-    with contextlib.suppress(NbdistError):
-        for at, piece in pieces(hidden):
-            rpc_async(to.worker, _call, args=(to.key, "push", id, begin, number, at, piece), timeout=_PUSHED)
-
-
-def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Hidden states in parts that are small enough for a message each, with the first token of each part."""
-    per_token = max(1, hidden[:, :1].numel() * hidden.element_size())
-    size = max(1, _PIECE // per_token)
-    count = hidden.shape[1]
-    return [(at, hidden[:, at : at + size]) for at in range(0, count, size)] if count > size else [(0, hidden)]
-
-
-def _compute(requests: Sequence[Request]) -> list[Any]:
+def _compute(works: Sequence[_Work]) -> list[Any]:
     """On the thread that computes: an outcome for each."""
-    if len(requests) == 1 and requests[0].work[1] is None:
-        (request,) = requests
+    work = works[0][0]
+    items = [item for _, item in works if item is not None]
+    if not items:
         with torch.no_grad():
-            return [request.work[0]()]
-    work = requests[0].work[0]
-    items = [request.work[1] for request in requests]
+            return [work()]
     stacked = stacking.stack(items)
     if stacked is None:
         return [_outcome(work, item) for item in items]

@@ -21,15 +21,17 @@ import torch
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter, merging
+from nbdist.swarm.crew import Gone
+from nbdist.swarm.held import AGAIN, Reply
 from nbdist.swarm.history import History, Operation, Step
-from nbdist.swarm.routing import NoRoute, Span
-from nbdist.swarm.server import AGAIN, Reply, pieces
+from nbdist.swarm.neighbours import pieces
+from nbdist.swarm.routing import NoRoute, Span, named
 
 if TYPE_CHECKING:
     from nbdist.swarm.member import Member
     from nbdist.swarm.swarm import Swarm
 
-__all__ = ["Forgotten", "Gone", "Recover", "Session"]
+__all__ = ["Recover", "Session"]
 
 Recover = Literal["exact", "fast"]
 
@@ -38,15 +40,6 @@ _TRIES = 16
 """Servers that may fail one after the other in one step of a session, before that is an error."""
 _PUSHED = 0.5
 """Seconds after which what a server should have pushed is brought by the client: it may not have come through."""
-_LARGE = 4 << 20
-
-
-class Gone(NbdistError):
-    """A server is gone, or does not answer, and the swarm knows."""
-
-
-class Forgotten(Gone):
-    """A server has no such session any more."""
 
 
 @dataclass(eq=False)
@@ -72,6 +65,8 @@ class Session:
         self.recover: Recover = recover
         self.state: Literal["idle", "writing", "recovering"] = "idle"
         self._swarm = swarm
+        self._crew = swarm.crew
+        self._journal = swarm.journal
         self._empty = empty
         self._begin, self._end = begin, end
         self._expected = expected
@@ -112,16 +107,16 @@ class Session:
             before, self._before = tuple(self._before), []
             self.state = "writing"
             try:
-                with self._swarm.working():
+                with self._crew.working():
                     found = self._step(before, hidden, calls, prompts)
             except BaseException as error:
                 # Some have taken the step, and others have not, or wait for it.
                 self.refuse(f"this cache is of a call that failed: {type(error).__name__}: {error}")
-                self._swarm.forget(self.id)
+                self._crew.abandon(self.id)
                 raise
             finally:
                 self.state = "idle"
-            self._swarm.stepped(self, hidden.shape[1])
+            self._journal.stepped(self, hidden.shape[1])
             return found
 
     def _step(
@@ -156,7 +151,7 @@ class Session:
             own = self._own(part, step, hidden)
             try:
                 if part not in sent:
-                    if not self._swarm.has(part.member, part.span):
+                    if not part.member.has(part.span, time.monotonic()):
                         raise Gone(part.member.name)
                     sent = self._send(at, step, hidden)
                 result = self._wait(part, *sent[part], own, first=not at)
@@ -179,16 +174,17 @@ class Session:
 
     def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[Reply], float]]:
         """Ask all servers from there on for a step: the first is told what goes in, the others are pushed it."""
-        swarm, tokens = self._swarm, hidden.shape[1]
-        points = swarm.points("step", hidden.shape[0] * tokens)
+        crew, tokens = self._crew, hidden.shape[1]
+        points = crew.points("step", hidden.shape[0] * tokens)
         nothing = hidden.new_empty(0)
+        goes_before = len(pieces(hidden)) > 1
         found = {}
         for number, part in enumerate(self._parts[at:]):
             told = self._own(part, step, nothing if number else hidden)
-            if not number and hidden.nbytes > _LARGE:  # it goes before, in pieces
+            if not number and goes_before:  # in pieces
                 told = told._replace(hidden=nothing)
                 self._bring(part, hidden)
-            asked = swarm.send(
+            asked = crew.send(
                 part.member,
                 "step",
                 self.id,
@@ -196,7 +192,7 @@ class Session:
                 self._number,
                 tokens,
                 told,
-                patience=swarm.step_timeout,
+                patience=crew.step_timeout,
                 points=points,
             )
             found[part] = asked, time.perf_counter()
@@ -204,7 +200,7 @@ class Session:
 
     def _bring(self, part: _Part, hidden: torch.Tensor) -> None:
         for at, piece in pieces(hidden):
-            self._swarm.send(part.member, "push", self.id, part.span.begin, self._number, at, piece)
+            self._crew.send(part.member, "push", self.id, part.span.begin, self._number, at, piece)
 
     def _wait(self, part: _Part, asked: Future[Reply], since: float, own: Step, *, first: bool) -> torch.Tensor:
         if not first:
@@ -212,7 +208,7 @@ class Session:
                 asked.wait(_PUSHED)
             if not asked.done():
                 self._bring(part, own.hidden)
-        reply = self._swarm.answer(part.member, asked)
+        reply = self._crew.answer(part.member, asked)
         elapsed = time.perf_counter() - since if first else None
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
         part.member.answered(reply, elapsed, tokens, len(own.calls))
@@ -224,12 +220,12 @@ class Session:
     def _opened(self, begin: int, end: int) -> list[_Part]:
         """A way through these blocks, on which the session has been opened everywhere."""
         for _ in range(_TRIES):
-            way = self._swarm.way(begin, end)
+            way = self._crew.way(begin, end)
             parts = [_Part(span, member, self._history()) for span, member in way]
             try:
                 self._open(parts)
             except BaseException as error:
-                self._swarm.abandon(self.id, [part.member for part in parts])
+                self._crew.abandon(self.id, [part.member for part in parts])
                 if not isinstance(error, Gone):
                     raise
                 continue
@@ -238,23 +234,23 @@ class Session:
 
     def _open(self, parts: Sequence[_Part]) -> None:
         """On all of them at once; one after the other, if there may be no room: else two might wait for each other."""
-        swarm = self._swarm
-        limited = swarm.options.cache_bytes is not None
+        crew = self._crew
+        limited = crew.options.cache_bytes is not None
         asked = []
         for part in parts:
             blocks = part.span.end - part.span.begin
-            patience = swarm.cache_timeout if limited else 0.0
+            patience = self._swarm.cache_timeout if limited else 0.0
             wants = self.rows, max(self._expected, self.tokens), blocks, patience
-            answer = swarm.send(
-                part.member, "open", self.id, part.span.begin, self._empty, swarm.incarnation, self._expected, wants,
+            answer = crew.send(
+                part.member, "open", self.id, part.span.begin, self._empty, crew.incarnation, self._expected, wants,
                 extra=patience,
             )  # fmt: skip
             if limited:
-                swarm.answer(part.member, answer)
+                crew.answer(part.member, answer)
             else:
                 asked.append((part, answer))
         for part, answer in asked:
-            swarm.answer(part.member, answer)
+            crew.answer(part.member, answer)
 
     def _history(self) -> History:
         return History(adapter.forgets(self._empty))
@@ -268,20 +264,20 @@ class Session:
                     (
                         part,
                         then,
-                        self._swarm.send(
-                            part.member, "link", self.id, part.span.begin, then.member.place, then.span.begin
+                        self._crew.send(
+                            part.member, "link", self.id, part.span.begin, then.member.address, then.span.begin
                         ),
                     )
                 )
         for part, then, answer in asked:
             with contextlib.suppress(Gone):  # that will be seen when it is asked for a step
-                self._swarm.answer(part.member, answer)
+                self._crew.answer(part.member, answer)
                 part.linked = then
 
     def _replace(self, at: int) -> None:
         """Others for a span whose server is gone, or is to be relieved of it, brought to where that was."""
         self.state = "recovering"
-        self._swarm.news()
+        self._journal.news()
         part = self._parts[at]
         for _ in range(_TRIES):
             try:
@@ -298,32 +294,32 @@ class Session:
 
     def _moved(self, part: _Part) -> list[_Part] | None:
         """Its caches with somebody else, if the server still has them and one other has all of its blocks."""
-        if not self._swarm.lives(part.member):
+        if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
             return None
-        way = self._swarm.way(part.span.begin, part.span.end)
-        if len(way) != 1 or not part.used:
+        way = self._crew.way(part.span.begin, part.span.end)
+        if len(way) != 1:
             return None
         ((span, member),) = way
         if member is part.member:
             return None
         try:
-            self._swarm.ask(
+            self._crew.ask(
                 member,
                 "adopt",
                 self.id,
                 span.begin,
                 span.end,
-                part.member.place,
+                part.member.address,
                 part.span.begin,
-                self._swarm.incarnation,
-                self._swarm.step_timeout,
-                extra=self._swarm.step_timeout,
+                self._crew.incarnation,
+                self._crew.step_timeout,
+                extra=self._crew.step_timeout,
             )
         except NbdistError as error:  # the one who has it may have died meanwhile
-            self._swarm.tell(f"session {self.id} could not be moved to {member.name}: {error}")
+            self._journal.tell(f"session {self.id} could not be moved to {member.name}: {error}")
             return None
-        self._swarm.abandon(self.id, [part.member], part.span.begin)
-        self._swarm.tell(f"session {self.id} moved from {part.member.name} to {member.name}, blocks {_told(span)}")
+        self._crew.abandon(self.id, [part.member], part.span.begin)
+        self._journal.tell(f"session {self.id} moved from {part.member.name} to {member.name}, {_named(span)}")
         return [_Part(span, member, part.history, used=True)]
 
     def _caught_up(self, gone: _Part) -> list[_Part]:
@@ -343,9 +339,9 @@ class Session:
         if len(parts) == 1:
             parts[0].history = history
         if gone.member not in [part.member for part in parts]:
-            self._swarm.abandon(self.id, [gone.member], gone.span.begin)  # where it only did not answer
-        who = ", ".join(f"{part.member.name} (blocks {_told(part.span)})" for part in parts)
-        self._swarm.tell(f"session {self.id} goes on by {who}: {how}, {(time.perf_counter() - began) * 1e3:.0f} ms")
+            self._crew.abandon(self.id, [gone.member], gone.span.begin)  # where it only did not answer
+        who = ", ".join(f"{part.member.name} ({_named(part.span)})" for part in parts)
+        self._journal.tell(f"session {self.id} goes on by {who}: {how}, {(time.perf_counter() - began) * 1e3:.0f} ms")
         return parts
 
     def _again(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
@@ -354,7 +350,7 @@ class Session:
             span = slice(part.span.begin - gone.span.begin, part.span.end - gone.span.begin)
             prompts = step.prompts[span] if step.prompts is not None else None
             own = Step(step.before, hidden, step.calls[span], prompts)
-            reply: Reply = self._swarm.ask(
+            reply: Reply = self._crew.ask(
                 part.member,
                 "step",
                 self.id,
@@ -363,7 +359,7 @@ class Session:
                 hidden.shape[1],
                 own,
                 push=False,
-                patience=self._swarm.step_timeout,
+                patience=self._crew.step_timeout,
             )
             part.history.add(own, reply.result)
             part.used = True
@@ -383,7 +379,7 @@ class Session:
             raise
         except (merging.Unmergeable, RuntimeError, TypeError, ValueError, IndexError) as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._swarm.tell(f"session {self.id}: all at once {why}; step by step")
+        self._journal.tell(f"session {self.id}: all at once {why}; step by step")
         for part in parts:
             part.used = True  # whatever came of it, it is to be opened anew
         return False
@@ -396,9 +392,12 @@ class Session:
             at = 0
             while at < len(self._parts):
                 part = self._parts[at]
-                if not self._swarm.has(part.member, part.span):
-                    with self._swarm.working():
-                        self._replace(at)
+                if not part.member.has(part.span, time.monotonic()):
+                    try:
+                        with self._crew.working():
+                            self._replace(at)
+                    except NbdistError as error:  # it is tried again by the next step, whose user is told
+                        self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
                 at += 1
             self.state = "idle"
 
@@ -407,5 +406,5 @@ def _is_some(prompts: torch.Tensor | None) -> bool:
     return prompts is not None and prompts.shape[2] > 0
 
 
-def _told(span: Span) -> str:
-    return f"{span.begin}-{span.end - 1}" if span.end - span.begin > 1 else f"{span.begin}"
+def _named(span: Span) -> str:
+    return named(range(span.begin, span.end))

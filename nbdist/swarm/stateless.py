@@ -15,8 +15,8 @@ import torch
 
 from nbdist.rpc.futures import blocking_wait
 from nbdist.swarm import stacking
+from nbdist.swarm.crew import Gone
 from nbdist.swarm.routing import NoRoute
-from nbdist.swarm.session import Gone
 from nbdist.swarm.stacking import Item
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def _one(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[_Entr
     tries = 0
     while at < end:
         try:
-            for span, member in swarm.way(at, end, spread=True):
+            for span, member in swarm.crew.way(at, end, spread=True):
                 own = _of_blocks(item, hidden, begin, span.begin, span.end)
                 size = hidden.shape[0] * hidden.shape[1]
                 blocks = span.end - span.begin
-                hidden_after = swarm.compute(
+                hidden_after = swarm.crew.compute(
                     member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
                 )
                 found.append(_Entrance(span.begin, span.end, own))
@@ -133,19 +133,19 @@ def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> 
             way = []
             hidden = item.hidden
             size = hidden.shape[0] * hidden.shape[1]
-            for span, member in swarm.way(begin, end, spread=True):
+            for span, member in swarm.crew.way(begin, end, spread=True):
                 own = _of_blocks(item, hidden, begin, span.begin, span.end)
                 way.append((span, member, own))
                 if span.end < end:
                     blocks = span.end - span.begin
-                    hidden = swarm.compute(
+                    hidden = swarm.crew.compute(
                         member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
                     )
             found = gradient
             prompts: list[torch.Tensor] = []
             for span, member, own in reversed(way):
                 blocks = span.end - span.begin
-                found, prompt = swarm.compute(
+                found, prompt = swarm.crew.compute(
                     member, "backward", size, blocks, span.begin, own.hidden, own.calls, found, own.prompts, own.layout
                 )
                 if prompt is not None:
@@ -160,7 +160,7 @@ def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any
     """Do all of them, several at a time; their results in order."""
 
     def run(job: tuple[Any, tuple[Any, ...]]) -> Any:
-        with swarm.working(), torch.no_grad():
+        with swarm.crew.working(), torch.no_grad():
             return job[0](*job[1])
 
     if len(jobs) == 1:

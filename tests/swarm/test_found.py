@@ -10,7 +10,8 @@ import transformers
 
 from nbdist.errors import RpcTimeout, UsageError, WorkerLost
 from nbdist.swarm import CacheFull, adapter, serve
-from nbdist.swarm.server import NoSession, Options, Server
+from nbdist.swarm.held import NoSession
+from nbdist.swarm.server import Options, Server
 from nbdist.swarm.stacking import Item, compare, parts, split, stack
 from nbdist.testing import World
 
@@ -136,7 +137,7 @@ def test_room_that_is_asked_for_by_a_session_that_is_over_is_not_kept(world, tmp
     session = server._find("s", 0)
     server.close("s")  # an interrupt, while it computes
     with pytest.raises(NoSession, match="its client has closed it"):
-        server._reserve(("s", 0), session, 10.0, 5, time.monotonic() + 1)
+        server._room.reserve(("s", 0), session, 10.0, 5, time.monotonic() + 1)
     assert server.info().cache == 0
 
 
@@ -209,7 +210,7 @@ def test_one_that_cannot_take_blocks_is_left_alone_and_another_asked(world, monk
         return own(self, begin, end)
 
     monkeypatch.setattr(Server, "load", load)
-    swarm.lose(swarm.member("worker3").incarnation, "it is said to be gone")
+    swarm.crew.lose(swarm.crew.member("worker3").incarnation, "it is said to be gone")
     assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
     assert swarm.states == {"worker1": "online", "worker2": "banned", "worker3": "gone"}
     assert "worker2 could not take blocks 3-5: MemoryError: none left" in "\n".join(swarm.log)

@@ -197,7 +197,7 @@ class Lose(transformers.StoppingCriteria):
     def __call__(self, ids, scores, **_):
         self.left -= 1
         if not self.left:
-            server = self.swarm.member(self.name).server
+            server = self.swarm.crew.member(self.name).server
             for session in list(self.swarm._sessions):
                 server.rpc_sync().close(session.id)
         return torch.zeros(ids.shape[0], dtype=torch.bool)

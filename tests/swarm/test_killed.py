@@ -215,7 +215,7 @@ def test_one_that_hangs_is_left_alone_for_a_while_and_then_asked_again(three):
     model = swarm_models.make("llama")
     expected = swarm_models.generate(model, "greedy", tokens=20)
     swarm = serve(model, workers=[0, 1, 2], step_timeout=0.7)
-    swarm.ban_seconds = 1.5
+    swarm.crew.ban_seconds = 1.5
     remote = swarm.causal_lm()
     pid = swarm.info()["worker1"].pid
     try:

@@ -40,7 +40,7 @@ def each(steps):
 
 def forget(swarm, name):
     """A server that has lost all of its sessions, as one that has been started anew."""
-    server = swarm.member(name).server
+    server = swarm.crew.member(name).server
     for id in [session.id for session in list(swarm._sessions)]:
         server.rpc_sync().close(id)
 
@@ -76,7 +76,7 @@ def test_what_comes_out_different_at_once_is_done_step_by_step(world, monkeypatc
 def test_what_is_not_pushed_is_brought(world, monkeypatch):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=[1, 2, 3])
-    monkeypatch.setattr("nbdist.swarm.server._send", lambda *_: None)
+    monkeypatch.setattr("nbdist.swarm.neighbours.hand_on", lambda *_: None)
     monkeypatch.setattr("nbdist.swarm.session._PUSHED", 0.01)
     found = swarm_models.generate(swarm.causal_lm(), "greedy")
     assert torch.equal(found, swarm_models.generate(model, "greedy"))
@@ -87,8 +87,7 @@ def test_what_is_not_pushed_is_brought(world, monkeypatch):
 def test_large_prompts_go_in_pieces(world, monkeypatch):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=[1, 2])
-    monkeypatch.setattr("nbdist.swarm.server._PIECE", 600)
-    monkeypatch.setattr("nbdist.swarm.session._LARGE", 600)
+    monkeypatch.setattr("nbdist.swarm.neighbours._PIECE", 600)
     found = swarm_models.generate(swarm.causal_lm(), "beams")
     assert torch.equal(found, swarm_models.generate(model, "beams"))
     swarm.close()
@@ -143,7 +142,7 @@ def test_who_comes_is_waited_for(world):
 
     def lose_all():
         forget(swarm, "worker1")
-        swarm.lose(swarm.member("worker1").incarnation, "it is said to be gone")
+        swarm.crew.lose(swarm.crew.member("worker1").incarnation, "it is said to be gone")
         threads.append(threading.Timer(0.5, lambda: swarm.join("worker2")))
         threads[0].start()
 
@@ -159,7 +158,7 @@ def test_who_cannot_come_is_not_waited_for(world, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         swarm.join(2)
     assert swarm.states == {"worker1": "online", "worker2": "gone"}
-    swarm.lose(swarm.member("worker1").incarnation, "it is said to be gone")
+    swarm.crew.lose(swarm.crew.member("worker1").incarnation, "it is said to be gone")
     with pytest.raises(NoRoute, match="worker2 is gone: division by zero"):
         swarm.route()
     swarm.close()

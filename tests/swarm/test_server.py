@@ -11,9 +11,11 @@ from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.swarm import adapter, serve
 from nbdist.swarm.budget import CacheFull
+from nbdist.swarm.held import NoSession
 from nbdist.swarm.history import Step
+from nbdist.swarm.neighbours import Address, pieces
 from nbdist.swarm.pools import TooLarge
-from nbdist.swarm.server import NoSession, Options, Place, Server, pieces
+from nbdist.swarm.server import Options, Server
 from nbdist.testing import World
 
 
@@ -130,7 +132,7 @@ def test_it_pushes_to_the_next(client, world):
     expected = one.step("alone", 0).wait().result
     one.open("s", 0)
     two.open("s", 3)
-    one.server.rpc_sync().link("s", 0, Place("worker2", "key1"), 3)
+    one.server.rpc_sync().link("s", 0, Address("worker2", "key1"), 3)
     last = two.step("s", 0, 3, hidden=torch.empty(0))
     middle = one.step("s", 0, 0, 3).wait().result
     assert torch.equal(last.wait(10).result, expected)

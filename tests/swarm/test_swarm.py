@@ -79,9 +79,9 @@ def test_gradients_come_back(both, use_cache):
 
 
 def test_the_client_has_embeddings_and_head_only(both):
-    model, remote, swarm = both
+    model, remote, _ = both
     own = sum(parameter.numel() for parameter in remote.parameters())
-    blocks = sum(parameter.numel() for parameter in model.get_submodule(swarm.path).parameters())
+    blocks = sum(parameter.numel() for parameter in model.get_submodule(adapter.find_layers(model)).parameters())
     assert own == sum(parameter.numel() for parameter in model.parameters()) - blocks
 
 
@@ -145,6 +145,6 @@ def test_a_session_writes_also_between_two_steps(world, monkeypatch):
     cache = adapter.DynamicCache(config=remote.config)
     remote(**swarm_models.one(), past_key_values=cache)
     assert swarm.snapshot()["session"]["state"] == "writing"
-    monkeypatch.setattr("nbdist.swarm.swarm._PAUSE", 0.0)
+    monkeypatch.setattr("nbdist.swarm.journal._PAUSE", 0.0)
     assert swarm.snapshot()["session"]["state"] == "idle"
     swarm.close()
