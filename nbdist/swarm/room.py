@@ -30,6 +30,12 @@ class Room:
         """Bytes."""
         return self._budget.used
 
+    @property
+    def wanting(self) -> int:
+        """How many wait."""
+        with self._changed:
+            return len(self._budget.waiting)
+
     def of(self, key: Key) -> int:
         """What one session has."""
         return self._budget.of(key)

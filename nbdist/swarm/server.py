@@ -69,6 +69,8 @@ class Info(NamedTuple):
     """So many steps it has taken, of all sessions."""
     cache: int
     """Bytes of caches."""
+    wanting: int
+    """Sessions that wait for room."""
     waiting: int
     """Requests that have not been begun."""
     busy: float
@@ -131,6 +133,7 @@ class Server:
             self._count(),
             self._steps,
             self._room.used,
+            self._room.wanting,
             runtime.waiting,
             runtime.busy,
         )
