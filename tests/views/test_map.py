@@ -14,7 +14,6 @@ from frontend import Notebook
 from swarm_double import Swarm, large, server, three
 
 from nbdist.views.map import as_html, as_svg, missing, parts
-from nbdist.views.widgets import map as live
 from nbdist.views.widgets.map import MapView
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -156,7 +155,7 @@ def test_what_is_news_is_published_at_most_ten_times_a_second_and_what_is_none_i
 
 def test_who_has_said_that_somebody_looks_says_so_again(shown, monkeypatch):
     _, view, _ = shown
-    monkeypatch.setattr(live, "_LOOKING", 0.1)
+    monkeypatch.setattr("nbdist.views.widgets.view._LOOKING", 0.1)
     look(view)
     wait_until(lambda: not view.looking)
 

@@ -1,18 +1,10 @@
 // The view of a backward pass: draws its snapshot, and sends what is pressed.
 
 import { bytes, time } from "./amounts.js";
-import { button, connect, element, leavePicture } from "./buttons.js";
+import { button, connect, element, leavePicture, shape } from "./buttons.js";
 import { bars } from "./sparkline.js";
 import { BOX, count, details, label, layout, stateOf, whole } from "./graph.js";
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function shape(tag, attributes, parent) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (parent) parent.appendChild(made);
-  return made;
-}
 
 function histogram({ low, high, counts }) {
   const made = element("div", "value nbdist-histogram");

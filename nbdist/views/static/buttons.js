@@ -65,6 +65,14 @@ export function element(tag, className, text) {
   return made;
 }
 
+/** One of a drawing. */
+export function shape(tag, attributes, parent) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (parent) parent.appendChild(made);
+  return made;
+}
+
 export function button(label, title, press) {
   const made = element("button", "nbdist-button", label);
   made.type = "button";

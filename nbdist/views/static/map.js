@@ -2,8 +2,8 @@
 
 import { bytes } from "./amounts.js";
 import { HEIGHT, blocksTold, box, cellOf, clock, fill, grid, headTold, keys, missing, notesTold, parts, rowTold, ruler, sessionTold } from "./blocks.js";
-import { button, connect, element, leavePicture } from "./buttons.js";
-import { tellLooking } from "./looking.js";
+import { button, connect, element, shape } from "./buttons.js";
+import { follow } from "./looking.js";
 
 const COLUMNS = ["worker", "", "state", "", "has", "cache", "sessions", "steps"];
 const LEGEND = [
@@ -12,14 +12,6 @@ const LEGEND = [
   ["away", "with a worker that is not online"],
   ["missing", "with nobody"],
 ];
-const SVG = "http://www.w3.org/2000/svg";
-
-function shape(tag, attributes, parent) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (parent) parent.appendChild(made);
-  return made;
-}
 
 /** Text that is changed only where it is another: what somebody has selected stays so. */
 function say(place, text) {
@@ -158,15 +150,7 @@ function render({ model, el }) {
     log.hidden = !snapshot.log.length;
   }
 
-  model.on("change:snapshot", draw);
-  draw();
-  const stop = tellLooking(model, el);
-  return () => {
-    stop();
-    wire.close();
-    model.off("change:snapshot", draw);
-    leavePicture(el);
-  };
+  return follow(model, el, wire, draw);
 }
 
 export default { render };

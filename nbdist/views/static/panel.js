@@ -1,8 +1,8 @@
 // The panel of a cluster: a row for each worker, drawn anew with each snapshot; and whether somebody looks.
 
 import { bytes } from "./amounts.js";
-import { button, connect, element, leavePicture } from "./buttons.js";
-import { tellLooking } from "./looking.js";
+import { button, connect, element, shape } from "./buttons.js";
+import { follow } from "./looking.js";
 import { points, talk } from "./sparkline.js";
 
 const WIDE = 56;
@@ -16,15 +16,11 @@ const COURSES = [
   { name: "out", title: "out", most: 100_000, told: rate },
 ];
 const FIRST = 6; // the column of the first of them
-const SVG = "http://www.w3.org/2000/svg";
 
 function spark(title) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", "spark");
-  svg.setAttribute("width", WIDE);
-  svg.setAttribute("height", 18);
-  svg.append(document.createElementNS(SVG, "title"), document.createElementNS(SVG, "polyline"));
-  svg.firstChild.textContent = title;
+  const svg = shape("svg", { class: "spark", width: WIDE, height: 18 });
+  shape("title", {}, svg).textContent = title;
+  shape("polyline", {}, svg);
   return svg;
 }
 
@@ -88,15 +84,7 @@ function render({ model, el }) {
     logs.hidden = !written.length;
   }
 
-  model.on("change:snapshot", draw);
-  draw();
-  const stop = tellLooking(model, el);
-  return () => {
-    stop();
-    wire.close();
-    model.off("change:snapshot", draw);
-    leavePicture(el);
-  };
+  return follow(model, el, wire, draw);
 }
 
 export default { render };

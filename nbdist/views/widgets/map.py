@@ -6,7 +6,6 @@ with it.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +17,6 @@ from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["MapView"]
 
-_LOOKING = 10.0
-"""Seconds after which nobody looks any more, unless the page has said so again."""
-
 
 class MapView(View):
     """One map."""
@@ -30,7 +26,6 @@ class MapView(View):
     _css = style("common.css", "map.css")
 
     def __init__(self, swarm: Mapped) -> None:
-        self._until = 0.0
         self._swarm = weakref.ref(swarm, partial(_news, weakref.ref(self)))
         listener = _Listener(self)
         listener.forget = swarm.listen(listener)
@@ -48,11 +43,6 @@ class MapView(View):
         swarm = self._swarm()
         return _snapshot(swarm) if swarm is not None else {**self.snapshot, "over": True}
 
-    @property
-    def looking(self) -> bool:
-        """Whether somebody looks."""
-        return self.comm is not None and time.monotonic() < self._until
-
     def changed(self) -> None:
         """There is news; it is published when somebody looks, who may come later."""
         if self.looking:
@@ -62,7 +52,7 @@ class MapView(View):
         """Look on, or kill."""
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
-            self._until = time.monotonic() + _LOOKING
+            self.looked()
             self.changed()  # what was not published meanwhile; and a rate may have changed by itself
             return
         swarm = self._swarm()

@@ -14,8 +14,6 @@ from nbdist.views.widgets.view import View, identity, script, style
 __all__ = ["PanelView"]
 
 _EVERY = 1.0
-_LOOKING = 10.0
-"""Seconds after which nobody looks any more, unless the page has said so again."""
 
 
 class PanelView(View):
@@ -27,7 +25,6 @@ class PanelView(View):
 
     def __init__(self, panel: Panel) -> None:
         self._panel = panel
-        self._until = 0.0
         self._sampling = threading.Lock()
         super().__init__(snapshot=panel.snapshot())
 
@@ -39,7 +36,7 @@ class PanelView(View):
         """Look on, interrupt, or restart."""
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
-            self._until = time.monotonic() + _LOOKING
+            self.looked()
             if self._sampling.acquire(blocking=False):
                 try:
                     _sample(weakref.ref(self))
@@ -61,7 +58,7 @@ class PanelView(View):
     @property
     def looking(self) -> bool:
         """Whether somebody looks, and there is something to see."""
-        return self.comm is not None and time.monotonic() < self._until and self._panel.cluster.running
+        return super().looking and self._panel.cluster.running
 
     def sample(self) -> None:
         """Look once."""

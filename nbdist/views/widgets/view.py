@@ -26,6 +26,8 @@ __all__ = ["View", "identity", "script", "style"]
 _STEADY, _BURST = 8, 2
 """So many snapshots a second, and so many more at once after a while without: ten a second at most, the first soon."""
 _GAP = 0.02
+_LOOKING = 10.0
+"""Seconds after which nobody looks any more, unless the page has said so again."""
 
 STATIC = Path(__file__).parent.parent / "static"
 _IMPORT = re.compile(r'^import .* from "\./.*";\n', re.MULTILINE)
@@ -68,6 +70,8 @@ class View(anywidget.AnyWidget):
     notice = traitlets.Unicode("").tag(sync=True)
     """What went wrong when a button was pressed last."""
 
+    _until = 0.0
+
     def __init__(self, **traits: Any) -> None:
         _painter.start()
         super().__init__(**traits)
@@ -95,6 +99,15 @@ class View(anywidget.AnyWidget):
     def changed(self) -> None:
         """There is news: have it published soon. To be called by any thread."""
         _painter.add(weakref.ref(self))
+
+    @property
+    def looking(self) -> bool:
+        """Whether somebody looks, in a page that says so."""
+        return self.comm is not None and time.monotonic() < self._until
+
+    def looked(self) -> None:
+        """The page has said so."""
+        self._until = time.monotonic() + _LOOKING
 
     def publish(self) -> None:
         """Publish the snapshot."""
