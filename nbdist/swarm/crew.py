@@ -211,7 +211,7 @@ class Crew:
         """Have a server take these blocks; those who had them, and have to `unload` them."""
         relieved = []
         with self._arranging:
-            loaded = self.ask(member, "load", begin, end, extra=_LOADING)
+            loaded = self.outwait(member, self.send(member, "load", begin, end, extra=_LOADING))
             with self._changed:
                 member.blocks = loaded
                 for other in self.there:
@@ -310,7 +310,7 @@ class Crew:
             for span, answer in zip(spans, asked, strict=True):
                 member, wanted = members[span.server], named(range(span.begin, span.end))
                 try:
-                    loaded = self.answer(member, answer)
+                    loaded = self.outwait(member, answer)
                 except Gone:
                     raise
                 except Exception as error:  # it has no memory, say
@@ -369,6 +369,15 @@ class Crew:
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
             except (NoSession, TimeoutError) as error:
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
+
+    def outwait(self, member: Member, asked: Future[Any]) -> Any:
+        """The same, of what may take long: meanwhile it is seen that the server answers at all."""
+        while not asked.done():
+            with contextlib.suppress(Exception):  # it is raised below, if it is the call's
+                asked.wait(self.step_timeout)
+            if not asked.done():
+                self.ask(member, "info")
+        return self.answer(member, asked)
 
     def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a server, and wait."""

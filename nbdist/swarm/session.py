@@ -246,7 +246,7 @@ class Session:
                 extra=patience,
             )  # fmt: skip
             if limited:
-                crew.answer(part.member, answer)
+                crew.outwait(part.member, answer)
             else:
                 asked.append((part, answer))
         for part, answer in asked:

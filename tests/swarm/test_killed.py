@@ -263,6 +263,22 @@ def test_one_that_hangs_is_left_alone_for_a_while_and_then_asked_again(three):
     swarm.close()
 
 
+def test_one_that_hangs_is_not_waited_for_as_long_as_room_is(three):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[0, 1, 2], step_timeout=0.7, cache_timeout=60.0, cache_bytes=1 << 20)
+    remote = swarm.causal_lm()
+    pid = swarm.info()["worker1"].pid
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        found = swarm_models.generate(remote, "greedy")
+        assert time.monotonic() - began < 20
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert torch.equal(found, swarm_models.generate(model, "greedy"))
+    swarm.close()
+
+
 def test_all_hang(three):
     swarm = serve(swarm_models.make("llama"), workers=[0, 1], step_timeout=0.5)
     remote = swarm.causal_lm()
