@@ -324,7 +324,8 @@ def test_an_object_that_cannot_be_shown_has_its_error_in_the_reply_too(pair):
 
 def test_endless_recursion_differs_in_how_deep_it_came(pair):
     cells = pair.run(
-        "import inspect\nlimit = sys.getrecursionlimit()\nsys.setrecursionlimit(len(inspect.stack(0)) + 25)\n\n"
+        "import inspect\nimport sys\nlimit = sys.getrecursionlimit()\n"
+        "sys.setrecursionlimit(len(inspect.stack(0)) + 25)\n\n"
         "def again(n):\n    return again(n + 1)\n\n"
         "try:\n    again(0)\nfinally:\n    sys.setrecursionlimit(limit)"
     )
