@@ -307,7 +307,10 @@ class Agent:
         if calls or going_on:
             self.pool.submit(tell)
         for listener in list(self._on_lost):
-            listener(record, why)
+            try:
+                listener(record, why)
+            except Exception:  # the others are told all the same
+                _log.exception("what was to be told of the loss of %s failed", record.name)
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -216,6 +216,8 @@ class Request:
                     result = done.value()
                 except BaseException as error:
                     self._fail(error)
+                    # It has been told; its frames would keep the future, which has it, and all that they worked with.
+                    error.__traceback__ = None
                 else:
                     self._answer(result)
 

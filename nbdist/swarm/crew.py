@@ -141,6 +141,8 @@ class Crew:
 
     def _ban(self, member: Member, why: str = "") -> None:
         with self._changed:
+            if member.is_banned(time.monotonic()):
+                return  # by another call, for the same
             seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
         told = why or f"did not answer for {self.step_timeout:g} s"
         self._journal.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
@@ -180,32 +182,48 @@ class Crew:
         except BaseException as error:
             if member.state == "joining":
                 self.lose(member.incarnation, error)
+                self._release(member)
+            if isinstance(error, Exception):
+                self.check_open()  # else that is why
             raise
         with self._changed:
-            if member.state != "gone":
-                member.blocks, member.state = blocks, "online"
+            if member.state == "joining":
+                member.state = "online"
+            if member.state == "online":
+                member.blocks = blocks
             self._changed.notify_all()
+        if member.state != "online":
+            raise Gone(f"{member.name} is {member.state}")
         self._journal.tell(f"{member.name} serves {named(blocks)}")
 
     def relieve(self, member: Member) -> None:
         """Have others take a server's blocks; who goes through it is to go elsewhere then."""
         with self._arranging:
-            member.state = "draining"
+            with self._changed:
+                if member.state != "online":
+                    raise UsageError(f"{member.name} is {member.state}")
+                member.state = "draining"
             self._journal.tell(f"{member.name} is to leave")
             try:
                 while not self._mended(0, len(self._sizes)):
                     pass
             except BaseException:
-                member.state = "online"
+                with self._changed:
+                    if member.state == "draining":  # not gone meanwhile
+                        member.state = "online"
                 raise
 
     def dismiss(self, member: Member) -> None:
         """A server is not needed any more."""
         with self._changed:
             member.rest("offline")
-        with contextlib.suppress(NbdistError):
-            member.server.release()
+        self._release(member)
         self._journal.tell(f"{member.name} has left")
+
+    @staticmethod
+    def _release(member: Member) -> None:
+        with contextlib.suppress(NbdistError):  # its worker may be gone
+            member.server.release()
 
     def shift(self, begin: int, end: int, member: Member) -> list[Member]:
         """Have a server take these blocks; those who had them, and have to `unload` them."""
@@ -233,13 +251,10 @@ class Crew:
         """Nobody is asked any more."""
         self.closed = True
         for member in self.members:
-            with self._changed:
-                there, member.blocks = member.there, []
-                if there:
-                    member.state = "offline"
-            if there:
-                with contextlib.suppress(NbdistError):
-                    member.server.release()
+            if member.state not in ("offline", "gone"):
+                with self._changed:
+                    member.rest("offline")
+                self._release(member)
 
     def check_open(self) -> None:
         """Whether it is closed: an error."""
@@ -348,11 +363,11 @@ class Crew:
             found.set_exception(error)
         return found
 
-    def answer(self, member: Member, asked: Future[Any]) -> Any:
-        """What it says; `Gone` if it is lost, or does not answer in time."""
+    def answer(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
+        """What it says; `Gone` if it is lost, or does not answer in the call's time, or from now on."""
         with member.asked():
             try:
-                return asked.wait()
+                return asked.wait(within)
             # Without its traceback: the call has the error, and its frames have the call, and with it a session's
             # cache, which would be there until the garbage collector comes.
             except (WorkerLost, RRefError) as error:
@@ -372,11 +387,12 @@ class Crew:
 
     def outwait(self, member: Member, asked: Future[Any]) -> Any:
         """The same, of what may take long: meanwhile it is seen that the server answers at all."""
-        while not asked.done():
-            with contextlib.suppress(Exception):  # it is raised below, if it is the call's
-                asked.wait(self.step_timeout)
-            if not asked.done():
-                self.ask(member, "info")
+        with member.asked():
+            while not asked.done():
+                with contextlib.suppress(Exception):  # it is raised below, if it is the call's
+                    asked.wait(self.step_timeout)
+                if not asked.done():
+                    self.ask(member, "info")
         return self.answer(member, asked)
 
     def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:

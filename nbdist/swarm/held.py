@@ -47,6 +47,9 @@ class Asked:
     step: Step
     push: bool
     deadline: float
+    """Until when what goes in may come;"""
+    patience: float
+    """and seconds from then on in which it is to be answered."""
     points: float
     answer: Future[Reply]
 

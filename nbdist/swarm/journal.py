@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Journal"]
 
+_log = logging.getLogger("nbdist.swarm")
 _KEPT = 200
 _SHOWN = 50
 _RATE = 20
@@ -53,7 +55,10 @@ class Journal:
     def news(self) -> None:
         """Something has changed."""
         for listener in list(self._listeners):
-            listener()
+            try:
+                listener()
+            except Exception:  # who has news is not to blame, and goes on
+                _log.exception("a listener of a swarm failed")
 
     def tell(self, text: str) -> None:
         """Something has happened."""

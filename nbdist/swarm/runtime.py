@@ -39,6 +39,8 @@ class Runtime:
         self._look = look
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
+        self._kept = False
+        """Whether there is something new since it was looked last."""
         self.busy = 0.0
         """Seconds for which it has computed."""
 
@@ -56,10 +58,13 @@ class Runtime:
             with self._changed:
                 self._pools.withdraw(request)
             raise
-        (outcome,) = job.outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        outcome = job.outcome.pop()
+        try:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+        finally:
+            del outcome  # or an error, by its traceback and this frame, would hold itself, and with it the server
 
     @property
     def waiting(self) -> int:
@@ -69,11 +74,20 @@ class Runtime:
     def keep(self) -> None:
         """There is something to do, or to look after."""
         with self._changed:
+            self._kept = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="swarm computes", daemon=True)
                 self._thread.start()
 
     def _serve(self) -> None:
+        try:
+            self._work()
+        except BaseException:
+            with self._changed:
+                self._thread = None  # the next request has another
+            raise
+
+    def _work(self) -> None:
         used = looked = time.monotonic()
         while True:
             with self._changed:
@@ -87,9 +101,10 @@ class Runtime:
                 used = time.monotonic()
             if now - looked >= _LOOKS:
                 looked = now
+                self._kept = False
                 if not self._is_needed() and now - used >= _IDLE:
                     with self._changed:
-                        if not len(self._pools):
+                        if not self._kept:
                             self._thread = None
                             return
 
@@ -110,3 +125,4 @@ class Runtime:
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome.append(outcome)
             job.done.set()
+        del outcomes, outcome, job  # as in `run`

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -209,16 +209,19 @@ class Server:
         step: Step,
         *,
         push: bool = True,
+        behind: float = 0.0,
         patience: float = 60.0,
         points: float = 0.0,
     ) -> Future[Reply]:
         """Take the tokens of a session's step of that number through the span that begins with this block.
 
-        The hidden states come along, or have been pushed, or will be: no thread waits for that. A step that was taken
-        already has the same answer again. Numbers go up; `AGAIN` is that of each that other servers have taken before.
+        The hidden states come along, or have been pushed, or will be, for which those before may need ``behind``
+        seconds: no thread waits for that. Then it may take ``patience``. A step that was taken already has the same
+        answer again. Numbers go up; `AGAIN` is that of each that other servers have taken before.
         """
         session = self._find(id, begin)
-        asked = Asked(number, tokens, step, push, time.monotonic() + patience, points, Future())
+        deadline = time.monotonic() + behind + patience
+        asked = Asked(number, tokens, step, push, deadline, patience, points, Future())
         with session.changed:
             if session.ended:
                 raise NoSession(session.ended)
@@ -264,8 +267,7 @@ class Server:
         span = (begin, begin + len(step.calls))
         have = adapter.length(session.cache, span)
         # In half of the time: who waits longer for an answer takes this server for dead.
-        now = time.monotonic()
-        deadline = now + (asked.deadline - now) / 2
+        deadline = time.monotonic() + asked.patience / 2
         per_token = rows * len(step.calls) * self._per_token
         self._room.reserve(key, session, per_token, have + tokens, deadline)
         fits = 0 < per_token * (have + tokens) <= self._room.of(key)  # as far as can be told before
@@ -370,14 +372,7 @@ class Server:
 
         together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self._options.stack else None
         size = hidden.shape[0] * hidden.shape[1]
-        request = Request(
-            kind,
-            size,
-            self._options.prioritize(kind, size, points),
-            (work, item),
-            together if prompts is None else None,
-        )
-        found, seconds = self._runtime.run(request)
+        found, seconds = self._run(kind, size, points, work, item, together if prompts is None else None)
         return self._reply(found, seconds)
 
     def _back(self, begin: int, item: stacking.Item) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -400,8 +395,17 @@ class Server:
 
     # -- computing ----------------------------------------------------------------------------
 
-    def _run(self, kind: str, size: int, points: float, work: Callable[[], Any]) -> Any:
-        return self._runtime.run(Request(kind, size, self._options.prioritize(kind, size, points), (work, None)))
+    def _run(
+        self,
+        kind: str,
+        size: int,
+        points: float,
+        work: Callable[..., Any],
+        item: stacking.Item | None = None,
+        together: Hashable = None,
+    ) -> Any:
+        priority = float(self._options.prioritize(kind, size, points))  # what is none fails here, and is the asker's
+        return self._runtime.run(Request(kind, size, priority, (work, item), together))
 
     def _through(
         self,
@@ -469,11 +473,15 @@ def _compute(works: Sequence[_Work]) -> list[Any]:
     if not items:
         with torch.no_grad():
             return [work()]
-    stacked = stacking.stack(items)
-    if stacked is None:
-        return [_outcome(work, item) for item in items]
-    found, seconds = work(stacked)
-    return [(part, seconds) for part in stacking.split(found, items)]
+    try:
+        stacked = stacking.stack(items)
+        if stacked is not None:
+            found, seconds = work(stacked)
+            return [(part, seconds) for part in stacking.split(found, items)]
+    except Exception:  # of one of them, which is not the others' fault
+        if len(items) == 1:
+            raise
+    return [_outcome(work, item) for item in items]
 
 
 def _outcome(work: Callable[[stacking.Item], Any], item: stacking.Item) -> Any:

@@ -126,7 +126,6 @@ class Session:
         self._expected = max(self._expected, self.tokens + hidden.shape[1])
         if not self._parts:
             self._parts = self._opened(self._begin, self._end)
-            self._link()
         begin = self.tokens + sum(min(0, each.args[0]) for each in before if each.name == "crop")
         if prompts is not None:
             prompts = prompts[:, :, begin : begin + hidden.shape[1]]
@@ -174,6 +173,7 @@ class Session:
 
     def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[Reply], float]]:
         """Ask all servers from there on for a step: the first is told what goes in, the others are pushed it."""
+        self._link()
         crew, tokens = self._crew, hidden.shape[1]
         points = crew.points("step", hidden.shape[0] * tokens)
         nothing = hidden.new_empty(0)
@@ -192,8 +192,10 @@ class Session:
                 self._number,
                 tokens,
                 told,
+                behind=number * crew.step_timeout,
                 patience=crew.step_timeout,
                 points=points,
+                extra=number * crew.step_timeout,
             )
             found[part] = asked, time.perf_counter()
         return found
@@ -208,7 +210,8 @@ class Session:
                 asked.wait(_PUSHED)
             if not asked.done():
                 self._bring(part, own.hidden)
-        reply = self._crew.answer(part.member, asked)
+        # It has all that it needs by now: for those before, it is not to blame.
+        reply = self._crew.answer(part.member, asked, None if first else self._crew.step_timeout)
         elapsed = time.perf_counter() - since if first else None
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
         part.member.answered(reply, elapsed, tokens, len(own.calls))
@@ -287,7 +290,6 @@ class Session:
             self._parts[at : at + 1] = parts
             for other in self._parts[max(0, at - 1) : at + len(parts)]:
                 other.linked = None
-            self._link()
             self.state = "writing"
             return
         raise NoRoute(f"nobody could be brought to where {part.member.name} was")
@@ -389,17 +391,19 @@ class Session:
         with self._lock:
             if self._refusal:
                 return
-            at = 0
-            while at < len(self._parts):
-                part = self._parts[at]
-                if not part.member.has(part.span, time.monotonic()):
-                    try:
-                        with self._crew.working():
-                            self._replace(at)
-                    except NbdistError as error:  # it is tried again by the next step, whose user is told
-                        self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
-                at += 1
-            self.state = "idle"
+            try:
+                for part in list(self._parts):
+                    if not part.member.has(part.span, time.monotonic()):
+                        self._leave(part)
+            finally:
+                self.state = "idle"
+
+    def _leave(self, part: _Part) -> None:
+        try:
+            with self._crew.working():
+                self._replace(self._parts.index(part))
+        except NbdistError as error:  # it is tried again by the next step, whose user is told
+            self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
 
 
 def _is_some(prompts: torch.Tensor | None) -> bool:

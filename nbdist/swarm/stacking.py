@@ -70,6 +70,8 @@ def stack(items: Sequence[Item]) -> Item | None:
     """All as one, if they can be."""
     if len(items) == 1:
         return items[0]
+    if any(item.gradient is not None and item.gradient.shape != item.hidden.shape for item in items):
+        return None  # one is wrong: that could come right by another's
     texts = _Texts([item.hidden.shape[0] for item in items], items[0].layout)
     try:
         calls = tuple(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import UsageError
 from nbdist.swarm import adapter, routing
 from nbdist.swarm.crew import Crew, Gone
 from nbdist.swarm.journal import Journal
@@ -85,6 +85,8 @@ def serve(
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):
         raise UsageError(f"{len(spans)} spans are for {len(spans)} workers, not {len(workers)}")
+    for begin, end in spans:
+        found.check(begin, end)
     with found.crew.working():
         found.crew.start(workers, spans)
     return found
@@ -165,8 +167,16 @@ class Swarm:
 
     def route(self, begin: int = 0, end: int | None = None) -> list[Span]:
         """The way that a session would take now."""
+        end = self.check(begin, end)
         with self.crew.working():
-            return [span for span, _ in self.crew.way(begin, len(self) if end is None else end)]
+            return [span for span, _ in self.crew.way(begin, end)]
+
+    def check(self, begin: int, end: int | None) -> int:
+        """Whether there are such blocks; their end, which is that of all if it was not said."""
+        end = len(self) if end is None else end
+        if not 0 <= begin < end <= len(self):
+            raise UsageError(f"there are no blocks from {begin} to {end}: there are {len(self)}, from 0 on")
+        return end
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -196,8 +206,9 @@ class Swarm:
 
     def join(self, worker: int | str, begin: int = 0, end: int | None = None) -> None:
         """Have one more worker serve blocks: all, or these. One that serves already takes these besides."""
+        end = self.check(begin, end)
         with self.crew.working():
-            self.crew.join(worker, begin, len(self) if end is None else end)
+            self.crew.join(worker, begin, end)
 
     def leave(self, worker: int | str) -> None:
         """Relieve a worker: others take its blocks, the sessions that go through it move there, and it is done."""
@@ -212,11 +223,14 @@ class Swarm:
     def move(self, begin: int, end: int, worker: int | str) -> None:
         """Have a worker take these blocks from whoever has them; the sessions go along."""
         member = self.crew.member(worker)
+        end = self.check(begin, end)
         with self.crew.working():
             relieved = self.crew.shift(begin, end, member)
-            for session in self._open_sessions():
-                session.settle()
-            self.crew.unload(relieved)
+            try:
+                for session in self._open_sessions():
+                    session.settle()
+            finally:
+                self.crew.unload(relieved)
 
     def kill(self, worker: int | str) -> None:
         """Kill a worker's process, as an accident would."""
@@ -225,8 +239,6 @@ class Swarm:
 
     def close(self) -> None:
         """Serve no longer; what the workers had is gone, and so is a folder that was made for it."""
-        if self.crew.closed:
-            return
         self.crew.close()
         self._over.put(None)
         self._folder.cleanup()
@@ -305,6 +317,6 @@ def _settle(swarm: weakref.ref[Swarm], over: queue.SimpleQueue[str | None]) -> N
         found = swarm()
         if found is None:
             return
-        with contextlib.suppress(NbdistError):
+        with contextlib.suppress(Exception):  # without this thread, none would be closed any more
             found.over(session)
         del found

@@ -1,16 +1,21 @@
 """What a reading of the swarm has found, and is not to come back."""
 
 import copy
+import gc
+import sys
+import threading
 import time
+import weakref
 
 import pytest
 import swarm_models
 import torch
 import transformers
 
-from nbdist.errors import RpcTimeout, UsageError, WorkerLost
-from nbdist.swarm import CacheFull, adapter, serve
+from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.swarm import CacheFull, NoRoute, adapter, neighbours, serve
 from nbdist.swarm.held import NoSession
+from nbdist.swarm.pools import TooLarge
 from nbdist.swarm.server import Options, Server
 from nbdist.swarm.stacking import Item, compare, parts, split, stack
 from nbdist.testing import World
@@ -221,4 +226,218 @@ def test_one_does_not_kill_oneself(world):
     swarm = serve(swarm_models.make("llama"), workers=["worker0"])
     with pytest.raises(UsageError, match="this process"):
         swarm.kill("worker0")
+    swarm.close()
+
+
+# -- a second reading --------------------------------------------------------------------------------
+
+
+class Slow(torch.nn.Module):
+    """A block that takes its time."""
+
+    def __init__(self, own, seconds):
+        super().__init__()
+        self.own, self.seconds = own, seconds
+
+    def forward(self, hidden, **kwargs):
+        time.sleep(self.seconds)
+        return self.own(hidden, **kwargs)
+
+
+def server_of(swarm, name):
+    return neighbours._servers[swarm.crew.member(name).address.key]  # all workers are in this process
+
+
+def make_slow(swarm, name, seconds):
+    server = server_of(swarm, name)
+    first = min(server._blocks)
+    server._blocks[first] = Slow(server._blocks[first], seconds)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@torch.no_grad()
+def test_a_listener_that_fails_harms_nobody(world, monkeypatch):
+    told = []  # pytest would keep what is logged, and with it the caches of whoever had news
+    monkeypatch.setattr("nbdist.swarm.journal._log.exception", lambda *_: told.append(str(sys.exception())))
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+    remote = swarm.causal_lm()
+    swarm.listen(lambda: 1 / 0)
+    for _ in range(2):
+        swarm_models.generate(remote, "one")
+        wait_until(lambda: not any(info.sessions for info in swarm.info().values()))
+    swarm.crew.lose(swarm.crew.member("worker2").incarnation, "it is said to be gone")
+    swarm_models.generate(remote, "one")
+    assert set(told) == {"division by zero"}
+    swarm.close()
+
+
+@torch.no_grad()
+def test_nobody_is_blamed_for_those_before(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2, 3], step_timeout=1.0)
+    remote = swarm.causal_lm()
+    for worker in ("worker1", "worker2", "worker3"):
+        make_slow(swarm, worker, 0.6)
+    remote(swarm_models.one()["input_ids"], use_cache=True)
+    assert set(swarm.states.values()) == {"online"}
+    assert len(swarm.log) == 3
+    swarm.close()
+
+
+@torch.no_grad()
+def test_a_time_out_that_many_meet_is_one(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2], spans=[(0, 6), (0, 6)], step_timeout=0.5, micro_batch=1)
+    remote = swarm.causal_lm()
+    make_slow(swarm, "worker1", 1.2)
+    remote(swarm_models.one()["input_ids"].repeat(6, 1), use_cache=False)
+    assert [line for line in swarm.log if "left alone" in line] == [
+        "worker1 did not answer for 0.5 s: it is left alone for 5 s"
+    ]
+    swarm.close()
+
+
+def test_a_priority_that_is_none_is_its_askers_error(world):
+    swarm = serve(swarm_models.make("llama"), workers=[1], prioritize=lambda kind, *_: 0.0 if kind == "step" else None)
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    with torch.no_grad():
+        with pytest.raises(TypeError, match="float"):
+            remote(ids, use_cache=False)
+        assert remote(ids, use_cache=True).logits.shape[-1] == 97
+    assert swarm.states == {"worker1": "online"}
+    swarm.close()
+
+
+@pytest.mark.parametrize("what", ["a step", "a forward"])
+@torch.no_grad()
+def test_an_error_keeps_neither_caches_nor_servers(world, what):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2], largest=10)
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    cache = adapter.new_cache(remote.config)
+    gc.collect()
+    gc.disable()
+    try:
+        remote(ids, past_key_values=cache)
+        servers = [server_of(swarm, name) for name in ("worker1", "worker2")]
+        known = [weakref.ref(each) for server in servers for each in (server, *server._sessions.values())]
+        assert len(known) == 4
+        del servers
+        with pytest.raises(TooLarge):
+            remote(ids.repeat(1, 3), past_key_values=cache) if what == "a step" else remote(ids.repeat(1, 3))
+        del cache
+        swarm.close()
+        wait_until(lambda: not any(each() for each in known))
+    finally:
+        gc.enable()
+
+
+def test_blocks_that_there_are_not(world):
+    model = swarm_models.make("llama")
+    with pytest.raises(UsageError, match="no blocks from 3 to 7: there are 6"):
+        serve(model, workers=[1, 2], spans=[(0, 3), (3, 7)])
+    swarm = serve(model, workers=[1])
+    for call in (swarm.join, swarm.move):
+        args = (2, -2, 3) if call == swarm.join else (-2, 3, "worker1")
+        with pytest.raises(UsageError, match="no blocks from -2 to 3"):
+            call(*args)
+    with pytest.raises(UsageError, match="no blocks from 3 to 3"):
+        swarm.route(3, 3)
+    assert swarm.states == {"worker1": "online"}
+    swarm.close()
+
+
+def test_a_join_that_fails_leaves_nothing_behind(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    before = len(neighbours._servers)
+    monkeypatch.setattr(Server, "load", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        swarm.join(2)
+    wait_until(lambda: len(neighbours._servers) == before)
+    swarm.close()
+
+
+@pytest.mark.parametrize("what", ["leave", "close"])
+def test_who_has_left_does_not_come_back_by_itself(world, monkeypatch, what):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2], spans=[(0, 6), (0, 3)])
+    own, loading, go = Server.load, threading.Event(), threading.Event()
+
+    def load(self, begin, end):
+        loading.set()
+        go.wait(10)
+        return own(self, begin, end)
+
+    failed = []
+
+    def join():
+        with world[0].activate(), pytest.raises(NbdistError, match="offline" if what == "leave" else "closed") as error:
+            swarm.join(2, 3, 6)
+        failed.append(str(error.value))
+
+    monkeypatch.setattr(Server, "load", load)
+    thread = threading.Thread(target=join)
+    thread.start()
+    loading.wait(10)
+    swarm.leave(2) if what == "leave" else swarm.close()
+    go.set()
+    thread.join(10)
+    assert failed
+    assert swarm.states == {"worker1": "online" if what == "leave" else "offline", "worker2": "offline"}
+    swarm.close()
+
+
+def test_who_dies_while_it_is_relieved_is_gone(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1])
+    crew, member = swarm.crew, swarm.crew.member("worker1")
+    own = crew._mended
+
+    def mended(begin, end):
+        crew.lose(member.incarnation, "it is said to be gone")
+        return own(begin, end)
+
+    monkeypatch.setattr(crew, "_mended", mended)
+    with pytest.raises(NoRoute, match="worker1 is gone"):
+        swarm.leave(1)
+    assert swarm.states == {"worker1": "gone"}
+    swarm.close()
+
+
+def test_a_session_that_comes_just_as_the_thread_would_end_is_looked_after(world, monkeypatch, tmp_path):
+    model = swarm_models.make("llama")
+    adapter.write_checkpoint(model, tmp_path)
+    monkeypatch.setattr("nbdist.swarm.runtime._IDLE", 0.3)
+    server = Server(str(tmp_path), Options(session_timeout=0.2), "just")
+    came = []
+
+    def look():
+        found = server.look()
+        if not found and not came:
+            came.append(server.open("second", 0, adapter.new_cache(model.config), 1))
+        return found
+
+    server._runtime._look = look
+    server.open("first", 0, adapter.new_cache(model.config), 1)
+    wait_until(lambda: came)
+    wait_until(lambda: server.info().sessions == 0)
+
+
+@torch.no_grad()
+def test_a_way_that_an_interrupt_left_unlinked_is_linked(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+    remote = swarm.causal_lm()
+    cache = adapter.new_cache(remote.config)
+    ids = swarm_models.one()["input_ids"]
+    remote(ids, past_key_values=cache)
+    session = cache.nbdist[1]
+    for part in session._parts:
+        part.linked = None
+    for held in server_of(swarm, "worker1")._sessions.values():
+        held.next = None
+    monkeypatch.setattr(session, "_bring", lambda *_: pytest.fail("it was not pushed"))
+    remote(ids[:, :1], past_key_values=cache)
     swarm.close()

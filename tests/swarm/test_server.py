@@ -318,6 +318,21 @@ def test_requests_that_are_alike_are_computed_as_one(slow, llama):
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, alone, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(1, 5, 31), (2, 5, 32)])
+def test_a_request_that_is_wrong_does_not_spoil_those_beside_it(slow, llama, shape):
+    server, block, began = slow
+    _, _, hiddens, calls = llama
+    ends = [in_thread(server.forward, 0, hiddens[0], calls[0])]
+    wait_until(lambda: began == [1])
+    for number, given in enumerate((torch.ones(1, 5, 32), torch.ones(*shape)), 1):
+        ends.append(in_thread(server.backward, 0, hiddens[0], calls[0], given))
+        wait_until(lambda number=number: server.info().waiting == number)
+    block.go.set()
+    _, right, wrong = [end() for end in ends]
+    assert right.result[0].shape == (1, 5, 32)
+    assert isinstance(wrong, RuntimeError)
+
+
 def test_large_hidden_states_go_in_pieces():
     hidden = torch.zeros(2, 3000, 1024)
     found = pieces(hidden)
