@@ -200,9 +200,9 @@ class Crew:
         """Have others take a server's blocks; who goes through it is to go elsewhere then."""
         with self._arranging:
             with self._changed:
-                if member.state != "online":
+                if not member.there:
                     raise UsageError(f"{member.name} is {member.state}")
-                member.state = "draining"
+                member.state = "draining"  # perhaps again, after an interrupt
             self._journal.tell(f"{member.name} is to leave")
             try:
                 while not self._mended(0, len(self._sizes)):

@@ -441,3 +441,19 @@ def test_a_way_that_an_interrupt_left_unlinked_is_linked(world, monkeypatch):
     monkeypatch.setattr(session, "_bring", lambda *_: pytest.fail("it was not pushed"))
     remote(ids[:, :1], past_key_values=cache)
     swarm.close()
+
+
+def test_a_leave_that_was_interrupted_is_gone_on_with(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(swarm, "_open_sessions", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swarm.leave(2)
+    assert swarm.states == {"worker1": "online", "worker2": "draining"}
+    swarm.leave(2)
+    assert swarm.states == {"worker1": "online", "worker2": "offline"}
+    swarm.close()
