@@ -3,6 +3,9 @@
 import torch
 import transformers
 
+from nbdist.rpc import api
+from nbdist.swarm import adapter
+
 _COMMON = {"vocab_size": 97}
 _LLAMA = {
     "hidden_size": 32,
@@ -60,3 +63,9 @@ def generate(model, mode, tokens=12, **more):
     inputs, options = MODES[mode]
     torch.manual_seed(2)
     return model.generate(**inputs(), **options, **more, max_new_tokens=tokens, pad_token_id=0, eos_token_id=None)
+
+
+def begin_a_text(server):
+    """On a worker: as its own client, a session on somebody else's server."""
+    cache = adapter.new_cache(make("llama").config)
+    server.rpc_sync().open("a text", 0, cache, api.current_agent().me.incarnation)

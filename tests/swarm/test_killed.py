@@ -79,17 +79,11 @@ def test_a_session_ends_with_its_text_and_not_when_garbage_is_collected(three):
     swarm.close()
 
 
-def begin_a_text(server):
-    """On a worker: as its own client, a session on somebody else's server."""
-    cache = adapter.new_cache(swarm_models.make("llama").config)
-    server.rpc_sync().open("a text", 0, cache, api.current_agent().me.incarnation)
-
-
 def test_a_client_that_is_killed_takes_its_sessions_along(three, tmp_path):
     adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
     server = api.remote("worker1", Server, (str(tmp_path), Options(), "shared"))
     for client in (0, 2):
-        api.rpc_sync(f"worker{client}", begin_a_text, args=(server,))
+        api.rpc_sync(f"worker{client}", swarm_models.begin_a_text, args=(server,))
         assert server.rpc_sync().info().sessions == 1
         server.rpc_sync().open("ours", 0, None, api.current_agent().me.incarnation)
         os.kill(three.workers[client].pid, signal.SIGKILL)
