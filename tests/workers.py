@@ -306,6 +306,27 @@ class Counter:
         return rpc.rpc_async(to, torch.add, args=(torch.tensor(a), b)).then(lambda done: int(done.value()))
 
 
+class Batch:
+    """One future for all who ask, as a batch of a parameter server has."""
+
+    def __init__(self, count: int) -> None:
+        self.future: torch.futures.Future[Any] = rpc.Future()
+        self.missing = count
+
+    @rpc.functions.async_execution
+    def ask(self) -> Any:
+        self.missing -= 1
+        if not self.missing:
+            try:
+                self.where_it_goes_wrong()
+            except ZeroDivisionError as error:
+                self.future.set_exception(error)
+        return self.future
+
+    def where_it_goes_wrong(self) -> None:
+        raise ZeroDivisionError("in the batch")
+
+
 def not_a_future() -> int:
     return 3
 

@@ -20,6 +20,7 @@ import torch
 from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
 from nbdist.rpc.failures import describe
+from nbdist.rpc.futures import Promise
 from nbdist.rpc.references import MessageForker
 from nbdist.wire import codec, names
 from nbdist.wire.messages import Call, Mode, Payload, Recording, Reply, State
@@ -28,7 +29,6 @@ from nbdist.wire.tensors import Slot
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.rpc.dispatch import Job
-    from nbdist.rpc.futures import Promise
     from nbdist.rpc.recording import Attach
     from nbdist.rpc.rref import RRef
 
@@ -166,6 +166,7 @@ class Request:
                 self._answer_later(result)
             else:
                 self._answer(result)
+            del result  # the frames of an error in it may have this one
 
     def invoke(self) -> tuple[Any, bool]:
         """Run it; what it returned, and whether that is a future for the result."""
@@ -212,14 +213,17 @@ class Request:
 
         def finish(done: Any) -> None:
             with self._agent.activate():
+                # An error of ours is not raised: its frames would have the future, which has it, until a collection.
+                failed = done.exception() if isinstance(done, Promise) else None
                 try:
-                    result = done.value()
+                    result = done.value() if failed is None else None
                 except BaseException as error:
-                    self._fail(error)
-                    # It has been told; its frames would keep the future, which has it, and all that they worked with.
-                    error.__traceback__ = None
-                else:
+                    failed = error
+                if failed is None:
                     self._answer(result)
+                else:
+                    self._fail(failed)
+                del failed
 
         future.add_done_callback(finish)
 

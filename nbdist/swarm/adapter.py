@@ -275,7 +275,7 @@ class RecordedCache:
 
         def record(*args: Any, **kwargs: Any) -> Any:
             cache: Any = known()
-            before = cache.get_seq_length()
+            before = cache.get_seq_length() if name == "crop" else 0
             found = own(cache, *args, **kwargs)  # first: it may be refused
             told = (*args, *kwargs.values())
             if name == "crop":  # by how much, whatever this version is told

@@ -252,9 +252,9 @@ class Crew:
         self.closed = True
         for member in self.members:
             if member.state not in ("offline", "gone"):
+                self._release(member)  # first: an interrupt may come, and another call
                 with self._changed:
                     member.rest("offline")
-                self._release(member)
 
     def check_open(self) -> None:
         """Whether it is closed: an error."""

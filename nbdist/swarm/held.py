@@ -51,7 +51,13 @@ class Asked:
     patience: float
     """and seconds from then on in which it is to be answered."""
     points: float
-    answer: Future[Reply]
+    answer: Future[Reply] | None
+
+    def settle(self, reply: Reply | None, error: BaseException | None) -> None:
+        """Tell whoever asked; once, and let go of them: the frames of an error, which they have, have this."""
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            answer.try_settle(reply, error)
 
 
 class Held:
@@ -95,7 +101,7 @@ class Held:
             self.asked.remove(asked)
             if not known or asked.number == self.taken:
                 return asked, hidden
-            asked.answer.try_settle(None, UsageError(f"step {asked.number} comes after step {self.taken}"))
+            asked.settle(None, UsageError(f"step {asked.number} comes after step {self.taken}"))
         return None
 
     def _given_for(self, asked: Asked) -> torch.Tensor | None:
@@ -124,7 +130,7 @@ class Held:
             asked, self.asked = self.asked, []
             self.changed.notify_all()
         for each in asked:
-            each.answer.try_settle(None, NoSession(self.ended))
+            each.settle(None, NoSession(self.ended))
 
     def expire(self, now: float) -> None:
         """Whoever waits for what does not come waits no longer."""
@@ -133,4 +139,4 @@ class Held:
             self.asked = [each for each in self.asked if each not in late]
         for each in late:
             error = TimeoutError(f"what goes into step {each.number} has not come from whoever is before")
-            each.answer.try_settle(None, error)
+            each.settle(None, error)

@@ -221,15 +221,19 @@ class Server:
         """
         session = self._find(id, begin)
         deadline = time.monotonic() + behind + patience
-        asked = Asked(number, tokens, step, push, deadline, patience, points, Future())
+        answer: Future[Reply] = Future()
+        asked = Asked(number, tokens, step, push, deadline, patience, points, answer)
         with session.changed:
             if session.ended:
                 raise NoSession(session.ended)
             if step.hidden.numel():
                 session.give(number, 0, step.hidden)
             session.asked.append(asked)
-        self._go_on((id, begin), session)
-        return asked.answer
+        try:
+            self._go_on((id, begin), session)
+            return answer
+        finally:
+            del answer  # as `Asked.settle` does
 
     def _go_on(self, key: tuple[str, int], session: Held) -> None:
         """Do what can be done for a session, unless somebody does."""
@@ -250,9 +254,9 @@ class Server:
                 if hidden is not None:
                     seconds = self._take(key, session, asked, hidden)
                 assert session.last is not None  # a step was taken
-                asked.answer.try_settle(self._reply(session.last, seconds), None)
+                asked.settle(self._reply(session.last, seconds), None)
             except BaseException as error:  # whoever asked is told
-                asked.answer.try_settle(None, error)
+                asked.settle(None, error)
                 if not isinstance(error, Exception):
                     with session.changed:
                         session.busy = False
@@ -285,7 +289,7 @@ class Server:
                 if asked.push and session.next is not None:
                     neighbours.hand_on(session.next[0], key[0], session.next[1], asked.number, found)
                 elif fits:
-                    asked.answer.try_settle(self._reply(found, seconds), None)
+                    asked.settle(self._reply(found, seconds), None)
             return seconds
 
         seconds: float = self._run("step", rows * tokens, asked.points, work)

@@ -136,6 +136,15 @@ def test_async_execution(others):
         rpc.rpc_sync("worker1", workers.async_not_a_future)
 
 
+def test_all_who_have_one_future_are_told_where_its_error_arose(others):
+    batch = rpc.remote("worker1", workers.Batch, args=(3,))
+    asked = [batch.rpc_async().ask() for _ in range(3)]
+    for each in asked:
+        with pytest.raises(ZeroDivisionError, match="in the batch") as error:
+            each.wait()
+        assert "where_it_goes_wrong" in str(error.value) + "".join(getattr(error.value, "__notes__", ()))
+
+
 def test_async_execution_holds_no_thread(others):
     """More unfinished asynchronous calls than threads, and the worker still answers."""
     futures = [rpc.rpc_async("worker1", workers.Counter.static_async, args=("worker2", i, 1)) for i in range(200)]

@@ -457,3 +457,42 @@ def test_a_leave_that_was_interrupted_is_gone_on_with(world, monkeypatch):
     swarm.leave(2)
     assert swarm.states == {"worker1": "online", "worker2": "offline"}
     swarm.close()
+
+
+def test_a_session_that_cannot_leave_stops_nobody(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3])
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    with torch.no_grad():
+        caches = [remote(ids).past_key_values for _ in range(2)]
+        first = caches[0].nbdist[1]
+        with monkeypatch.context() as patched:
+            patched.setattr(first, "_replace", lambda at: swarm.crew.member("nobody"))
+            swarm.leave(2)
+        assert f"session {first.id} could not leave worker2 yet: nobody serves nothing" in swarm.log
+        expected = model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
+        for cache in caches:
+            found = remote(ids[:, :1], past_key_values=cache).logits
+            assert torch.allclose(found, expected, atol=1e-5)
+    swarm.close()
+
+
+def test_what_was_interrupted_is_brought_to_its_end(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(swarm, "_open_sessions", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swarm.move(0, 2, "worker2")
+    assert swarm.info()["worker1"].blocks == [2]  # the others are unloaded
+    before = len(neighbours._servers)
+    with monkeypatch.context() as patched:
+        patched.setattr(swarm.crew, "_release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swarm.close()
+    swarm.close()
+    wait_until(lambda: len(neighbours._servers) == before - 2)
