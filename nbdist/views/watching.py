@@ -139,7 +139,7 @@ class Watcher:
     def paused(self) -> bool:
         """Whether passes are to halt."""
         watch = self._open()
-        return watch.paused if watch is not None else self._paused
+        return watch.paused if watch is not None else self._held()
 
     @property
     def ended(self) -> bool:
@@ -173,9 +173,13 @@ class Watcher:
         self._pace.disturbed()
         with self._changed:
             self._waiting += 1
+            if not self.under_way:
+                self._hold()  # a context that is open already: its pass may begin before this thread hears of it
+        acted = None
         try:
             while (watch := self._await_pass()) is not None:
                 try:
+                    acted = watch
                     return act(watch)
                 except UsageError:
                     if not watch.closed:  # else its context has ended just now
@@ -184,8 +188,17 @@ class Watcher:
         finally:
             with self._changed:
                 self._waiting -= 1
+            self._hold(acted)
             self._pace.disturbed()
             self._news()
+
+    def _hold(self, but: Watch | None = None) -> None:
+        """Have what is watched halt or not, as what comes next is to."""
+        with self._changed:
+            watches, held = list(self._watches), self._held()
+        for watch in watches:
+            if watch is not but and watch.paused != held:
+                self._have(watch, held)
 
     def _steer(self, paused: bool) -> None:
         self._paused = paused
@@ -316,7 +329,8 @@ class Watcher:
 
     def _held(self) -> bool:
         """Whether the next pass is to be held before its first node."""
-        return self._paused or self._waiting > 0
+        with self._changed:
+            return self._paused or self._waiting > 0
 
     def _on_context(self, context: Context) -> None:
         if threading.get_ident() != self._own or not self._due or context.watch is not None:

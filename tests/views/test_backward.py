@@ -1,6 +1,7 @@
 """What is known of a backward pass: against a real one over three workers of one process."""
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -330,12 +331,18 @@ def test_running_to_something_takes_the_next_pass_from_its_first_node(world):
     watcher = Watcher()
 
     def cell():
-        while not go.is_set():
+        for opened in itertools.cycle([True, False]):  # whether the context is open when something is asked for
+            if go.is_set():
+                break
+            if not opened:
+                wait_until(lambda: watcher.paused or go.is_set())
             with dist_autograd.context() as context_id:
+                if opened:
+                    wait_until(lambda: watcher.paused or go.is_set())
                 dist_autograd.backward(context_id, [rpc.rpc_sync("worker2", spoil, args=(x,)).sum()])
 
     watcher.begin(on_first(world, cell))
-    for _ in range(3):
+    for _ in range(4):
         event = watcher.run(until="nan")  # in each pass there is one
         assert event is not None
         assert event.worker == "worker2"
