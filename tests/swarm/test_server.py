@@ -111,6 +111,20 @@ def test_a_step_that_was_taken_has_the_same_answer_again(client):
         one.step("t", 0).wait()
 
 
+@pytest.mark.parametrize("worker", ["worker0", "worker1"])
+def test_what_comes_out_may_be_used_in_a_graph_also_where_the_server_is(world, llama, worker):
+    server = api.remote(worker, Server, (str(llama[0]), Options(), f"graph on {worker}"))
+    server.rpc_sync().load(0, 6)
+    one = Client(llama, server, f"graph on {worker}", world[0].me.incarnation)
+    one.open("s")
+    weight = torch.ones(one.hiddens[0].shape[-1], requires_grad=True)
+    for number in (0, 1):  # the second with what the first has left in the caches
+        result = one.step("s", number).wait().result
+        (result * weight).sum().backward()  # which tensors of inference mode refuse
+        result += 1.0
+    assert weight.grad is not None
+
+
 def test_what_goes_in_may_come_before_or_after_or_in_pieces_and_twice(client):
     one = client()
     one.open("s")
