@@ -349,7 +349,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     harness.touch_memory()
     numbers: dict[str, Any] = {}
-    with nbdist.Cluster(3, backend="none") as cluster:
+    with nbdist.Cluster(3, backend="none", preload=["nbdist.swarm"]) as cluster:
         bench = Bench(cluster)
         parts: dict[str, Callable[[], Any]] = {
             "equal": bench.equal,

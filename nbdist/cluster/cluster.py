@@ -66,10 +66,11 @@ class Cluster:
         timeout: float = 120.0,
         launcher: str = "local",
         isolate_gpus: bool = False,
+        preload: Sequence[str] = (),
         progress: Callable[[str, str], None] | None = None,
     ) -> None:
         gpus = None if gpu_ids is None else tuple(gpu_ids)
-        self.spec = Spec(n, gpus, backend, driver, seed, timeout, launcher, isolate_gpus)
+        self.spec = Spec(n, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, tuple(preload))
         self.spec.check()
         self.progress = progress
         self._state = "new"
@@ -99,6 +100,7 @@ class Cluster:
             timeout=spec.timeout,
             launcher=spec.launcher,
             isolate_gpus=spec.isolate_gpus,
+            preload=spec.preload,
         )
 
     def __repr__(self) -> str:

@@ -53,6 +53,7 @@ class Lifecycle:
         self._begun: dict[str, Future[int]] = {}
         self.launcher: Launcher = find_launcher(spec.launcher)(spec.count, self._on_end)
         self.folder = self.launcher.folder
+        self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
         # The store is here, and not in rank 0 as usual, so that any worker may die and come back.
         self._store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._master_port = _free_port()
@@ -113,6 +114,9 @@ class Lifecycle:
             self._reached(worker, "rpc")
 
         async def all_steps() -> None:
+            if self._preloading is not None:
+                await asyncio.wrap_future(self._preloading)
+                self._preloading = None
             await first_error([asyncio.create_task(reach(worker)) for worker in workers])
             if len(workers) == len(self._workers):
                 await self._form_group()

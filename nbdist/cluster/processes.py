@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from nbdist.cluster.zygote import Ended, Failed, Line, Ready, Setup, Signal, Start, Started
+from nbdist.cluster.zygote import Ended, Failed, Line, Preload, Preloaded, Ready, Setup, Signal, Start, Started
 from nbdist.errors import UsageError, WorkerLost
 
 __all__ = ["Processes", "describe_exit"]
@@ -51,6 +51,7 @@ class Processes:
         self._starting: dict[str, Future[int]] = {}
         self._living: dict[str, int] = {}
         self._ready: Future[Ready] = Future()
+        self._preloading: Future[None] = Future()
         self._closing = False
         ours, theirs = socket.socketpair()
         setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork)
@@ -71,6 +72,11 @@ class Processes:
     def ready(self, timeout: float | None = None) -> Ready:
         """Wait until the zygote has imported what it should."""
         return self._ready.result(timeout)
+
+    def preload(self, modules: Sequence[str]) -> Future[None]:
+        """Have the zygote import more, once, before any worker is started; it fails where one cannot be imported."""
+        self._line.send(Preload(list(modules)))
+        return self._preloading
 
     def start(
         self,
@@ -143,14 +149,16 @@ class Processes:
     def _read(self) -> None:
         while (lines := self._line.receive()) is not None:
             for line in lines:
-                self._take(msgspec.json.decode(line, type=Ready | Started | Failed | Ended))
+                self._take(msgspec.json.decode(line, type=Ready | Preloaded | Started | Failed | Ended))
         self._zygote_ended()
 
-    def _take(self, event: Ready | Started | Failed | Ended) -> None:
+    def _take(self, event: Ready | Preloaded | Started | Failed | Ended) -> None:
         if isinstance(event, Ready):
             for complaint in event.complaints:
                 _log.warning("what all workers need could not be imported once for all: %s", complaint)
             self._ready.set_result(event)
+        elif isinstance(event, Preloaded):
+            self._imported(event)
         elif isinstance(event, Started):
             with self._lock:
                 self._living[event.name] = event.pid
@@ -167,6 +175,18 @@ class Processes:
                 self._living.pop(event.name, None)
             self.on_end(event.name, event.code)
 
+    def _imported(self, event: Preloaded) -> None:
+        if not event.forks and self.ready().forks:
+            _log.warning(
+                "what was to be imported before workers start has begun a thread, or uses a GPU, so that they cannot "
+                "be forked: each is started afresh, without it"
+            )
+        if self._preloading.set_running_or_notify_cancel():
+            if event.complaints:
+                self._preloading.set_exception(UsageError(f"cannot import {'; '.join(event.complaints)}"))
+            else:
+                self._preloading.set_result(None)
+
     def _zygote_ended(self) -> None:
         """The kernel has killed the workers with it."""
         said = ""
@@ -179,6 +199,8 @@ class Processes:
         error = WorkerLost(f"the process that starts workers has ended{': ' + said[-2000:] if said else ''}")
         if not self._ready.done():
             self._ready.set_exception(error)
+        if not self._preloading.done() and self._preloading.set_running_or_notify_cancel():
+            self._preloading.set_exception(error)
         for future in starting.values():
             if future.set_running_or_notify_cancel():  # nobody may wait any more
                 future.set_exception(error)

@@ -27,6 +27,8 @@ class Spec:
     timeout: float = 120.0
     launcher: str = "local"
     isolate_gpus: bool = False
+    preload: tuple[str, ...] = ()
+    """Modules that are imported before workers start, once for all."""
 
     def check(self) -> None:
         """Refuse what cannot be."""
@@ -40,6 +42,9 @@ class Spec:
             WorkerInfo(self.driver, 0)  # raises for a bad name
         if not 0 < self.timeout < math.inf:
             raise UsageError(f"the timeout must be more than 0 s, and finite, not {self.timeout:g}")
+        for name in self.preload:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise UsageError(f"{name!r} is not the name of a module to preload")
         if self.gpu_ids is not None and (len(set(self.gpu_ids)) < len(self.gpu_ids) or not self.gpu_ids):
             raise UsageError("name each GPU once")
 

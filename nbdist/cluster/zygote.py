@@ -1,9 +1,9 @@
 """The process that workers come from: it imports what they need once, forks them, and sees them out.
 
-It stands between the notebook and its workers because it is the one process that outlives either. However the
-notebook ends, SIGKILL included, the line to it closes; the zygote then kills all that came from it, grandchildren
-too, and removes the run directory (G5). It runs nobody's code and holds no lock, so nothing keeps it from
-that. Should the zygote itself be killed, the kernel kills the workers.
+It stands between the notebook and its workers because it is the one process that outlives either. However the notebook
+ends, SIGKILL included, the line to it closes; the zygote then kills all that came from it, grandchildren too, and
+removes the run directory (G5). It runs nobody's code, but for what it is told to import before there are workers, and
+holds no lock, so nothing keeps it from that. Should the zygote itself be killed, the kernel kills the workers.
 
 Where forking is not safe (a thread runs already) or not to be had, workers are spawned: slower, otherwise the same.
 """
@@ -33,6 +33,8 @@ __all__ = [
     "Ended",
     "Failed",
     "Line",
+    "Preload",
+    "Preloaded",
     "Ready",
     "Setup",
     "Signal",
@@ -63,6 +65,12 @@ class Setup(msgspec.Struct):
     fork: bool = True
 
 
+class Preload(msgspec.Struct, tag="preload"):
+    """Import more, before the first worker is started."""
+
+    modules: list[str]
+
+
 class Start(msgspec.Struct, tag="start"):
     """Start a worker process."""
 
@@ -87,6 +95,13 @@ class Signal(msgspec.Struct, tag="signal"):
 
 class Ready(msgspec.Struct, tag="ready"):
     """The zygote has imported what it should."""
+
+    forks: bool
+    complaints: list[str]
+
+
+class Preloaded(msgspec.Struct, tag="preloaded"):
+    """That has been done."""
 
     forks: bool
     complaints: list[str]
@@ -181,21 +196,21 @@ class _Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         try:
-            complaints = self._import()
-            self._forks = self._setup.fork and hasattr(os, "fork") and _threads() == 1
+            complaints = self._import(self._setup.preload)
+            self._forks = self._setup.fork and hasattr(os, "fork") and _is_safe_to_fork()
             self._line.send(Ready(self._forks, complaints))
             return self._listen()
         finally:
             if os.getpid() == me:
                 self._end()
 
-    def _import(self) -> list[str]:
+    def _import(self, modules: Sequence[str]) -> list[str]:
         """Import what workers need, and look after the owner meanwhile: it takes seconds."""
         done = threading.Event()
         watch = threading.Thread(target=self._watch_owner, args=(done,))
         watch.start()
         complaints = []
-        for name in self._setup.preload:
+        for name in modules:
             try:
                 importlib.import_module(name)
             except Exception as error:
@@ -234,13 +249,22 @@ class _Zygote:
                 if lines is None:
                     return None
                 for line in lines:
-                    request = msgspec.json.decode(line, type=Start | Signal)
+                    request: Preload | Start | Signal = msgspec.json.decode(line, type=Preload | Start | Signal)
                     if isinstance(request, Signal):
                         self._signal(request)
+                    elif isinstance(request, Preload):
+                        self._preload(request)
                     elif self._start(request):
                         return request
 
     # -- starting -----------------------------------------------------------------------------
+
+    def _preload(self, request: Preload) -> None:
+        complaints = []
+        if self._forks:  # what is spawned would have nothing of it
+            complaints = self._import(request.modules)
+            self._forks = _is_safe_to_fork()
+        self._line.send(Preloaded(self._forks, complaints))
 
     def _start(self, start: Start) -> bool:
         """Start a worker; true in the worker itself."""
@@ -400,6 +424,12 @@ def _prctl(option: int, value: int) -> None:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _is_safe_to_fork() -> bool:
+    """Whether a fork has all that this process has: it has but one of its threads, and nothing of its GPUs."""
+    torch = sys.modules.get("torch")
+    return _threads() == 1 and not (torch is not None and torch.cuda.is_initialized())
 
 
 def _threads() -> int:

@@ -80,7 +80,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """Start workers.
 
         %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
-                   [--launcher NAME] [--isolate-gpus]
+                   [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE]
 
         -n, --num-processes   how many (2; with -g as many as GPUs)
         -g, --gpu-ids         whose GPUs, by number; all without it
@@ -90,6 +90,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         -t, --timeout         seconds within which all must answer
         --launcher            what starts them
         --isolate-gpus        each worker sees its own GPU alone
+        --preload             imported once, before workers start: it takes no time, and no memory, in each of them
         """
         spec = parse_init(line)
         running = Cluster.current

@@ -159,11 +159,12 @@ INIT_OPTIONS = (
     "--timeout",
     "--launcher",
     "--isolate-gpus",
+    "--preload",
 )
 
 _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
-    "[--launcher NAME] [--isolate-gpus]"
+    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE]"
 )
 
 
@@ -179,6 +180,7 @@ def parse_init(line: str) -> Spec:
     reader.add_argument("-t", "--timeout", type=_seconds, default=120.0)
     reader.add_argument("--launcher", default="local")
     reader.add_argument("--isolate-gpus", action="store_true")
+    reader.add_argument("--preload", default="")
     found: Any = reader.read(line)
     gpus = _numbers(" ".join(found.gpu_ids)) if found.gpu_ids is not None else None
     count = found.num_processes
@@ -193,6 +195,7 @@ def parse_init(line: str) -> Spec:
         found.timeout,
         found.launcher,
         found.isolate_gpus,
+        tuple(name.strip() for name in found.preload.split(",") if name.strip()),
     )
     spec.check()
     return spec

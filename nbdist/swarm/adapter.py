@@ -26,6 +26,7 @@ try:
     import transformers
     from safetensors import safe_open
     from safetensors.torch import save_file
+    from transformers import PreTrainedModel  # whose module takes a second or two to import: here, not at the first use
     from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 except ImportError as error:  # an extra of this package
     raise ImportError('nbdist.swarm needs transformers: pip install "nbdist[swarm]"') from error
@@ -205,6 +206,8 @@ class Checkpoint:
 
 def write_checkpoint(model: Any, folder: Path) -> None:
     """Write a model so that `Checkpoint` reads it."""
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"a transformers model, a folder with one, or a name, not a {type(model).__name__}")
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, torch.Tensor] = {}
     known: dict[tuple[int, tuple[int, ...]], str] = {}

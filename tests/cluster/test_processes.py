@@ -81,6 +81,42 @@ def test_what_cannot_be_imported_beforehand_is_told_and_does_not_matter():
     found.processes.close()
 
 
+@pytest.mark.parametrize("fork", [True, False])
+def test_more_can_be_imported_before_workers_start(fork, tmp_path):
+    found = Owned(fork, ())
+    found.processes.preload(["decimal", "fractions"]).result(30)
+    found.start("worker0", "tell", str(tmp_path / "told"), "")
+    assert json.loads(read(tmp_path / "told"))["preloaded"] == fork  # what is spawned imports when it needs
+    found.processes.close()
+
+
+@pytest.mark.parametrize("before", [(), ("fractions",)])
+def test_of_more_that_cannot_be_imported_is_told(before):
+    found = Owned(True, before)
+    with pytest.raises(UsageError, match="cannot import no_such_module: ModuleNotFoundError"):
+        found.processes.preload(["no_such_module", "json"]).result(30)
+    found.start("worker0", "leave", "0")
+    assert found.end_of("worker0") == 0
+    found.processes.close()
+
+
+def test_workers_are_spawned_if_what_was_imported_starts_threads(caplog, tmp_path):
+    found = Owned(True)
+    found.processes.preload(["entries_threaded"]).result(30)
+    assert "has begun a thread" in caplog.text
+    found.start("worker0", "tell", str(tmp_path / "told"), "")
+    assert not json.loads(read(tmp_path / "told"))["preloaded"]  # else it were forked
+    found.processes.close()
+
+
+def test_who_waits_for_an_import_hears_of_a_zygote_that_ends():
+    found = Owned(True)
+    preloading = found.processes.preload(["entries_that_end_the_process"])
+    with pytest.raises(WorkerLost, match="has ended"):
+        preloading.result(30)
+    found.processes.close()
+
+
 def test_a_worker_has_the_owners_surroundings(owned, tmp_path):
     pid = owned.start("worker0", "tell", str(tmp_path / "told"), "hello", NBDIST_TEST_VARIABLE="here")
     facts = json.loads(read(tmp_path / "told"))

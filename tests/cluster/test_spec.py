@@ -95,6 +95,7 @@ def test_how_long_to_wait_makes_no_other_cluster():
         {"seed": 0},
         {"launcher": "ray"},
         {"isolate_gpus": True},
+        {"preload": ("json",)},
     ],
 )
 def test_all_else_does(other):

@@ -246,6 +246,7 @@ def test_any_line_is_understood_or_a_named_error(line):
         ("--timeout 0.5", Spec(timeout=0.5)),
         ("--launcher ray", Spec(launcher="ray")),
         ("--isolate-gpus", Spec(isolate_gpus=True)),
+        ("--preload fractions,xml.dom", Spec(preload=("fractions", "xml.dom"))),
         (
             "-n 3 -g 0,1 --backend gloo --driver master --seed 1 -t 9 --launcher local --isolate-gpus",
             Spec(3, (0, 1), "gloo", "master", 1, 9.0, "local", True),
@@ -294,6 +295,7 @@ def test_errors_of_dist_init_say_how_to_write_it(line, says):
         ("-g 0,0", "name each GPU once"),
         ("--driver worker1", "worker's name"),
         ("--driver ''", "non-empty"),
+        ("--preload json,no-name", "'no-name' is not the name of a module"),
     ],
 )
 def test_what_cannot_be_started_is_refused(line, says):
@@ -303,6 +305,6 @@ def test_what_cannot_be_started_is_refused(line, says):
 
 
 def test_all_options_of_dist_init_can_be_completed():
-    values = {"--backend": "gloo", "--driver": "master", "--launcher": "ray", "--isolate-gpus": ""}
+    values = {"--backend": "gloo", "--driver": "master", "--launcher": "ray", "--isolate-gpus": "", "--preload": "json"}
     for option in INIT_OPTIONS:
         assert parse_init(f"{option} {values.get(option, '1')}") != Spec()

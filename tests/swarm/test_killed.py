@@ -20,7 +20,7 @@ from nbdist.swarm.server import Options, Server
 
 @pytest.fixture(scope="module")
 def cluster():
-    with nbdist.Cluster(3, backend="none") as cluster:
+    with nbdist.Cluster(3, backend="none", preload=["nbdist.swarm"]) as cluster:
         yield cluster
 
 

@@ -22,7 +22,7 @@ def test_names_that_nobody_knows():
 @real
 @pytest.mark.timeout(600)
 def test_it_goes_on_writing_sense_when_a_worker_is_killed():
-    with nbdist.Cluster(3, backend="none"):
+    with nbdist.Cluster(3, backend="none", preload=["nbdist.swarm"]):
         swarm = serve("smollm2", workers=[0, 1, 2])
         remote, tokenizer = swarm.causal_lm(), swarm.tokenizer()
         alone = adapter.build(swarm.checkpoint.config)

@@ -121,6 +121,8 @@ def test_a_swarm_says_who_has_what(world):
     assert swarm.route(0, 6)[1].server == "worker2"
     swarm.join("worker3", 2, 6)
     assert swarm.blocks["worker3"] == [2, 3, 4, 5]
+    with pytest.raises(UsageError, match="a transformers model, a folder with one, or a name, not a dict"):
+        serve({}, workers=[1])
     with pytest.raises(UsageError, match="3 spans"):
         serve(swarm_models.make("llama"), workers=[1], spans=[(0, 1), (1, 2), (2, 6)])
     swarm.close()

@@ -6,7 +6,7 @@ tells of their ends, and sees that nothing is left of them. What the processes d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -34,6 +34,13 @@ class Launcher(Protocol):
     @property
     def folder(self) -> Path:
         """The run directory of the cluster: this user's alone, and removed at the end."""
+        ...
+
+    def preload(self, modules: Sequence[str]) -> Future[None]:
+        """Have workers begin with these modules imported, if that spares them something; called once, before `start`.
+
+        It need not wait for that: what is returned does, and fails with UsageError where one cannot be imported.
+        """
         ...
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:

@@ -7,7 +7,7 @@ soon as it is loaded, while the notebook itself imports torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -76,6 +76,10 @@ class LocalLauncher:
     def folder(self) -> Path:
         """The run directory."""
         return self._processes.folder
+
+    def preload(self, modules: Sequence[str]) -> Future[None]:
+        """Import these once, for all workers; they share the memory of that."""
+        return self._processes.preload(modules)
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
         """Start a worker; its pid, as soon as it is known."""
