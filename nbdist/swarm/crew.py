@@ -25,6 +25,7 @@ from nbdist.rpc.rref import RRef
 from nbdist.swarm import routing
 from nbdist.swarm.held import NoSession, Reply
 from nbdist.swarm.journal import Journal
+from nbdist.swarm.large import fetch, leave
 from nbdist.swarm.member import Member
 from nbdist.swarm.neighbours import Address
 from nbdist.swarm.routing import NoRoute, Span, named
@@ -367,7 +368,10 @@ class Crew:
         """What it says; `Gone` if it is lost, or does not answer in the call's time, or from now on."""
         with member.asked():
             try:
-                return asked.wait(within)
+                found = asked.wait(within)
+                if isinstance(found, Reply):
+                    found = found._replace(result=fetch(found.result, self.step_timeout))
+                return found
             # Without its traceback: the call has the error, and its frames have the call, and with it a session's
             # cache, which would be there until the garbage collector comes.
             except (WorkerLost, RRefError) as error:
@@ -402,7 +406,7 @@ class Crew:
     def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
         """Have a server compute something; its result."""
         began = time.perf_counter()
-        reply: Reply = self.ask(member, method, *args, points=self.points(method, tokens))
+        reply: Reply = self.ask(member, method, *map(leave, args), points=self.points(method, tokens))
         member.answered(reply, time.perf_counter() - began, tokens, blocks)
         return reply.result
 

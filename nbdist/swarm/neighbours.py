@@ -13,14 +13,13 @@ import torch
 
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import rpc_async, rpc_sync
+from nbdist.swarm.large import pieces
 
 if TYPE_CHECKING:
     from nbdist.swarm.server import Server
 
-__all__ = ["Address", "NobodyThere", "call", "hand_on", "pieces", "register"]
+__all__ = ["Address", "NobodyThere", "call", "hand_on", "register"]
 
-_PIECE = 4 << 20
-"""Bytes of hidden states in one message, from worker to worker and from the client."""
 _PATIENCE = 60.0
 """Seconds for which it is tried to hand on what came out."""
 
@@ -62,10 +61,3 @@ def hand_on(to: Address, session: str, begin: int, number: int, hidden: torch.Te
         for at, piece in pieces(hidden):
             args = (to.key, "push", session, begin, number, at, piece)
             rpc_async(to.worker, _here, args=args, timeout=_PATIENCE)
-
-
-def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Hidden states in parts that are small enough for a message each, with the first token of each part."""
-    count = hidden.shape[1]
-    size = max(1, _PIECE * count // max(1, hidden.nbytes))
-    return [(at, hidden[:, at : at + size]) for at in range(0, count, size)] if count > size else [(0, hidden)]

@@ -27,6 +27,7 @@ from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.swarm import adapter, neighbours, stacking
 from nbdist.swarm.held import Asked, Held, NoSession, Reply
 from nbdist.swarm.history import Step
+from nbdist.swarm.large import fetch, leave
 from nbdist.swarm.neighbours import Address
 from nbdist.swarm.pools import Pools, Request, prioritize
 from nbdist.swarm.room import Room
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
 __all__ = ["Info", "NotHere", "Options", "Server"]
+
+
+_PATIENCE = 60.0
+"""Seconds for each piece of what a client has left for a request."""
 
 
 class NotHere(NbdistError):
@@ -263,7 +268,7 @@ class Server:
                     raise
 
     def _reply(self, result: Any, seconds: float) -> Reply:
-        return Reply(result, seconds, self._room.used, self._count(), self._steps)
+        return Reply(leave(result), seconds, self._room.used, self._count(), self._steps)
 
     def _take(self, key: tuple[str, int], session: Held, asked: Asked, hidden: torch.Tensor) -> float:
         step, begin = asked.step, key[1]
@@ -346,8 +351,7 @@ class Server:
         points: float = 0.0,
     ) -> Reply:
         """Take hidden states through blocks, and remember nothing."""
-        item = stacking.Item(hidden, tuple(calls), prompts, layout=layout)
-        return self._stateless("forward", begin, item, points)
+        return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points)
 
     def backward(
         self,
@@ -360,11 +364,19 @@ class Server:
         points: float = 0.0,
     ) -> Reply:
         """The gradients of what went in, and of prompts, of that of what came out: the way is computed again."""
-        item = stacking.Item(hidden, tuple(calls), prompts, gradient, layout)
-        return self._stateless("backward", begin, item, points)
+        return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points)
 
-    def _stateless(self, kind: str, begin: int, item: stacking.Item, points: float) -> Reply:
-        hidden, prompts = item.hidden, item.prompts
+    def _stateless(
+        self,
+        kind: str,
+        begin: int,
+        given: tuple[Any, Any, Any],
+        calls: Sequence[adapter.LayerCall],
+        layout: stacking.Layout,
+        points: float,
+    ) -> Reply:
+        hidden, prompts, gradient = fetch(given, _PATIENCE)
+        item = stacking.Item(hidden, tuple(calls), prompts, gradient, layout)
 
         def work(item: stacking.Item) -> tuple[Any, float]:
             began = time.perf_counter()

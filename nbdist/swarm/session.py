@@ -24,7 +24,7 @@ from nbdist.swarm import adapter, merging
 from nbdist.swarm.crew import Gone
 from nbdist.swarm.held import AGAIN, Reply
 from nbdist.swarm.history import History, Operation, Step
-from nbdist.swarm.neighbours import pieces
+from nbdist.swarm.large import pieces
 from nbdist.swarm.routing import NoRoute, Span, named
 
 if TYPE_CHECKING:
@@ -177,13 +177,11 @@ class Session:
         crew, tokens = self._crew, hidden.shape[1]
         points = crew.points("step", hidden.shape[0] * tokens)
         nothing = hidden.new_empty(0)
-        goes_before = len(pieces(hidden)) > 1
         found = {}
         for number, part in enumerate(self._parts[at:]):
             told = self._own(part, step, nothing if number else hidden)
-            if not number and goes_before:  # in pieces
-                told = told._replace(hidden=nothing)
-                self._bring(part, hidden)
+            if not number:
+                told = self._sent(part, self._number, told)
             asked = crew.send(
                 part.member,
                 "step",
@@ -200,16 +198,23 @@ class Session:
             found[part] = asked, time.perf_counter()
         return found
 
-    def _bring(self, part: _Part, hidden: torch.Tensor) -> None:
+    def _sent(self, part: _Part, number: int, own: Step) -> Step:
+        """What to send for a step: without what goes in, if that is large and goes before it."""
+        if len(pieces(own.hidden)) == 1:
+            return own
+        self._bring(part, number, own.hidden)
+        return own._replace(hidden=own.hidden.new_empty(0))
+
+    def _bring(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
         for at, piece in pieces(hidden):
-            self._crew.send(part.member, "push", self.id, part.span.begin, self._number, at, piece)
+            self._crew.send(part.member, "push", self.id, part.span.begin, number, at, piece)
 
     def _wait(self, part: _Part, asked: Future[Reply], since: float, own: Step, *, first: bool) -> torch.Tensor:
         if not first:
             with contextlib.suppress(Exception):  # it is raised below, if it is the call's
                 asked.wait(_PUSHED)
             if not asked.done():
-                self._bring(part, own.hidden)
+                self._bring(part, self._number, own.hidden)
         # It has all that it needs by now: for those before, it is not to blame.
         reply = self._crew.answer(part.member, asked, None if first else self._crew.step_timeout)
         elapsed = time.perf_counter() - since if first else None
@@ -359,7 +364,7 @@ class Session:
                 part.span.begin,
                 AGAIN,
                 hidden.shape[1],
-                own,
+                self._sent(part, AGAIN, own),
                 push=False,
                 patience=self._crew.step_timeout,
             )

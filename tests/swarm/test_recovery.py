@@ -84,15 +84,6 @@ def test_what_is_not_pushed_is_brought(world, monkeypatch):
     swarm.close()
 
 
-def test_large_prompts_go_in_pieces(world, monkeypatch):
-    model = swarm_models.make("llama")
-    swarm = serve(model, workers=[1, 2])
-    monkeypatch.setattr("nbdist.swarm.neighbours._PIECE", 600)
-    found = swarm_models.generate(swarm.causal_lm(), "beams")
-    assert torch.equal(found, swarm_models.generate(model, "beams"))
-    swarm.close()
-
-
 # -- moving ------------------------------------------------------------------------------------------
 
 

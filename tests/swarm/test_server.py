@@ -13,7 +13,7 @@ from nbdist.swarm import adapter, neighbours, serve
 from nbdist.swarm.budget import CacheFull
 from nbdist.swarm.held import NoSession
 from nbdist.swarm.history import Step
-from nbdist.swarm.neighbours import Address, pieces
+from nbdist.swarm.neighbours import Address
 from nbdist.swarm.pools import TooLarge
 from nbdist.swarm.server import Options, Server
 from nbdist.testing import World
@@ -345,15 +345,6 @@ def test_a_request_that_is_wrong_does_not_spoil_those_beside_it(slow, llama, sha
     _, right, wrong = [end() for end in ends]
     assert right.result[0].shape == (1, 5, 32)
     assert isinstance(wrong, RuntimeError)
-
-
-def test_large_hidden_states_go_in_pieces():
-    hidden = torch.zeros(2, 3000, 1024)
-    found = pieces(hidden)
-    assert len(found) > 1
-    assert [at for at, _ in found] == [sum(p.shape[1] for _, p in found[:n]) for n in range(len(found))]
-    assert torch.equal(torch.cat([piece for _, piece in found], 1), hidden)
-    assert pieces(hidden[:, :3])[0][0] == 0
 
 
 def test_a_server_goes_with_its_swarm(world):

@@ -1,0 +1,114 @@
+"""What is too large for one message: in pieces, whichever way it goes, and the same to the last bit."""
+
+import pytest
+import swarm_models
+import torch
+import workers
+
+from nbdist import rpc
+from nbdist.errors import WorkerLost
+from nbdist.swarm import large, serve
+from nbdist.swarm.large import Left, fetch, leave, pieces
+from nbdist.testing import World
+
+
+@pytest.fixture
+def world():
+    with World(4) as world, world[0].activate():
+        yield world
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces of 600 bytes, which are less than five tokens of the tiny models; the sizes of those that are fetched."""
+    monkeypatch.setattr(large, "_PIECE", 600)
+    enter, fetched = large._enter, []
+
+    def noted(place, piece):
+        fetched.append(place.nbytes)
+        enter(place, piece)
+
+    monkeypatch.setattr(large, "_enter", noted)
+    return fetched
+
+
+def left(count, dtype=torch.float32):
+    """What another worker has left."""
+    return leave(torch.arange(count, dtype=dtype).reshape(2, -1))
+
+
+def test_what_is_pushed_goes_in_pieces_of_some_tokens():
+    hidden = torch.zeros(2, 3000, 1024)
+    found = pieces(hidden)
+    assert len(found) > 1
+    assert max(piece.nbytes for _, piece in found) <= 4 << 20
+    assert [at for at, _ in found] == [sum(p.shape[1] for _, p in found[:n]) for n in range(len(found))]
+    assert torch.equal(torch.cat([piece for _, piece in found], 1), hidden)
+    assert pieces(hidden[:, :3])[0][0] == 0
+
+
+def test_what_is_small_is_sent_as_it_is(world):
+    value = torch.ones(3)
+    assert leave(value) is value
+    assert leave("word") == "word"
+    assert fetch((value, None), 5.0) == (value, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("count", [1 << 20, (4 << 20) + 2, 6_000_000])
+def test_what_is_left_is_fetched_in_pieces(world, dtype, count):
+    found = rpc.rpc_sync("worker1", left, args=(count, dtype))
+    large_enough = count * dtype.itemsize > 4 << 20
+    assert isinstance(found, Left) == large_enough
+    assert torch.equal(fetch(found, 5.0), torch.arange(count, dtype=dtype).reshape(2, -1))
+
+
+def test_what_is_left_by_one_who_dies_is_lost(world):
+    found = rpc.rpc_sync("worker1", left, args=(6_000_000,))
+    world.kill(1)
+    with pytest.raises(WorkerLost):
+        fetch(found, 5.0)
+
+
+def test_what_was_fetched_is_let_go_of(world):
+    found = rpc.rpc_sync("worker1", left, args=(6_000_000,))
+    assert world[1].references.owned()
+    fetch(found, 5.0)
+    del found
+    workers.eventually(lambda: not world[1].references.owned())
+
+
+@pytest.mark.parametrize("recover", ["exact", "fast"])
+@pytest.mark.parametrize("mode", ["greedy", "beams", "prompt lookup"])
+def test_texts(world, small, mode, recover):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2])
+    remote = swarm.causal_lm(recover=recover)
+
+    def lose(ids, scores, **_):
+        if ids.shape[1] == 13:
+            world.kill(2)  # whose history, of more than one piece, is taken again
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    found = swarm_models.generate(remote, mode, stopping_criteria=[lose])
+    assert torch.equal(found, swarm_models.generate(model, mode))
+    assert swarm.states["worker2"] == "gone"
+    assert swarm.states["worker1"] == "online"
+    assert max(small) == 600
+    swarm.close()
+
+
+def test_gradients(world, small):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2])
+    hidden = model.get_input_embeddings()(swarm_models.batch()["input_ids"]).detach()
+    found = []
+    for each in (model, swarm.causal_lm()):
+        given = hidden.clone().requires_grad_()
+        loss = each(inputs_embeds=given, use_cache=False).logits.square().mean()
+        loss.backward()
+        found.append((loss.detach(), given.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert len(small) == 2 * 2 * 4 + 3 * 2 * 4  # there and back, and back again with the gradients of what comes out
+    swarm.close()
