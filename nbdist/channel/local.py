@@ -127,8 +127,9 @@ class LocalChannel:
         if self._try_again_at != math.inf:
             self._try_to_accept()
         while True:
-            has_part = self._ready or self._more_beside
-            events = () if self._arrived else self._wait(0 if has_part else timeout)
+            # As it is now: by the time of the turn, another thread may have taken all of it.
+            has_some = bool(self._arrived or self._ready or self._more_beside)
+            events = () if self._arrived else self._wait(0 if has_some else timeout)
             with self._turn:
                 woken = False
                 for number, what in events:
@@ -143,7 +144,7 @@ class LocalChannel:
                     self._gather()
                 if self._arrived:
                     return self._arrived.popleft()
-            if woken or self._closed or not (events or has_part):
+            if woken or self._closed or not (events or has_some):
                 return None
             if timeout is not None:  # a part of a message has come
                 end = end or time.monotonic() + timeout

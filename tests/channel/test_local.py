@@ -291,19 +291,22 @@ def test_an_address_that_is_not_here_leads_to_the_next():
 
 def test_two_threads_wait_and_one_is_woken_for_a_message():
     with channels("here", "there") as [here, there]:
-        link, heard = here.connect(there.addresses), []
+        link, heard, ended = here.connect(there.addresses), [], []
 
         def listen():
             while (frames := there.receive(SOON)) is not None:
                 heard.append((frames[0], threading.get_ident()))
+            ended.append(threading.get_ident())
 
         listeners = [in_thread(listen) for _ in range(2)]
-        for number in range(200):
-            link.send([b"%d" % number], "call")
-        deadline = time.monotonic() + SOON
-        while len(heard) < 200 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert sorted(int(text) for text, _ in heard) == list(range(200))
+        for begin in range(0, 10_000, 200):  # one that finds nothing, for the other has taken it, sleeps on
+            for number in range(begin, begin + 200):
+                link.send([b"%d" % number], "call")
+            deadline = time.monotonic() + SOON
+            while len(heard) < begin + 200 and len(ended) < 1 and time.monotonic() < deadline:
+                time.sleep(0.001)
+        assert ended == []
+        assert sorted(int(text) for text, _ in heard) == list(range(10_000))
         there.close()
         for listener in listeners:
             listener()
