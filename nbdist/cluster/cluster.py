@@ -66,11 +66,12 @@ class Cluster:
         timeout: float = 120.0,
         launcher: str = "local",
         isolate_gpus: bool = False,
-        preload: Sequence[str] = (),
+        preload: str | Sequence[str] = (),
         progress: Callable[[str, str], None] | None = None,
     ) -> None:
         gpus = None if gpu_ids is None else tuple(gpu_ids)
-        self.spec = Spec(n, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, tuple(preload))
+        before = (preload,) if isinstance(preload, str) else tuple(preload)
+        self.spec = Spec(n, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, before)
         self.spec.check()
         self.progress = progress
         self._state = "new"

@@ -53,7 +53,7 @@ class Lifecycle:
         self._begun: dict[str, Future[int]] = {}
         self.launcher: Launcher = find_launcher(spec.launcher)(spec.count, self._on_end)
         self.folder = self.launcher.folder
-        self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
+        self._preloading = self.launcher.preload(spec.preload, self._surroundings()) if spec.preload else None
         # The store is here, and not in rank 0 as usual, so that any worker may die and come back.
         self._store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._master_port = _free_port()
@@ -93,10 +93,15 @@ class Lifecycle:
             worker.ended.set()
             raise
 
-    def _environment(self, worker: Worker) -> dict[str, str]:
+    @staticmethod
+    def _surroundings() -> dict[str, str]:
         environment = dict(os.environ)
         environment.pop("JPY_PARENT_PID", None)  # the worker's parent is another
         environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+        return environment
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        environment = self._surroundings()
         if worker.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._spec.visible_gpus(worker.gpu)
         return environment
@@ -163,6 +168,9 @@ class Lifecycle:
             running.cancel()
             raise
         except TimeoutError:
+            if self._preloading is not None:
+                names = ", ".join(self._spec.preload)
+                raise StartError(f"{names} could not be imported within {self._spec.timeout:g} s") from None
             late = [f"{w.name} ({w.lost or f'has reached: {w.step}'})" for w in self._workers if w.step != "ready"]
             who = ", ".join(late) or otherwise
             raise StartError(f"not all workers were ready within {self._spec.timeout:g} s: {who}") from None

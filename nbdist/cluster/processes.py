@@ -73,9 +73,9 @@ class Processes:
         """Wait until the zygote has imported what it should."""
         return self._ready.result(timeout)
 
-    def preload(self, modules: Sequence[str]) -> Future[None]:
+    def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:
         """Have the zygote import more, once, before any worker is started; it fails where one cannot be imported."""
-        self._line.send(Preload(list(modules)))
+        self._line.send(Preload(list(modules), _environment(environment), os.getcwd(), _path()))
         return self._preloading
 
     def start(
@@ -96,10 +96,10 @@ class Processes:
             name,
             entry,
             list(arguments),
-            dict(os.environ if environment is None else environment),
+            _environment(environment),
             os.getcwd(),
             str(self.log(name)),
-            [entry and os.path.abspath(entry) for entry in sys.path],
+            _path(),
         )
         self._line.send(start)
         return future
@@ -176,11 +176,9 @@ class Processes:
             self.on_end(event.name, event.code)
 
     def _imported(self, event: Preloaded) -> None:
-        if not event.forks and self.ready().forks:
-            _log.warning(
-                "what was to be imported before workers start has begun a thread, or uses a GPU, so that they cannot "
-                "be forked: each is started afresh, without it"
-            )
+        if not event.forks:
+            why = "it has begun a thread, or uses a GPU" if self.ready().forks else "they are not forked here"
+            _log.warning("workers begin without what was to be imported before they start: %s", why)
         if self._preloading.set_running_or_notify_cancel():
             if event.complaints:
                 self._preloading.set_exception(UsageError(f"cannot import {'; '.join(event.complaints)}"))
@@ -206,6 +204,14 @@ class Processes:
                 future.set_exception(error)
         for name in living:
             self.on_end(name, -signal.SIGKILL)
+
+
+def _environment(given: Mapping[str, str] | None) -> dict[str, str]:
+    return dict(os.environ if given is None else given)
+
+
+def _path() -> list[str]:
+    return [entry and os.path.abspath(entry) for entry in sys.path]
 
 
 def describe_exit(code: int) -> str:

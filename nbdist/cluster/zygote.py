@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 _PDEATHSIG, _SUBREAPER = 1, 36
+_ENDING = 0.3
+"""Seconds that a thread which has been joined may be there for still."""
 LAST_WORDS = "NBDIST_LAST_WORDS"
 """Names, to a worker, the file by which it hands over what it may leave unread."""
 
@@ -66,9 +69,13 @@ class Setup(msgspec.Struct):
 
 
 class Preload(msgspec.Struct, tag="preload"):
-    """Import more, before the first worker is started."""
+    """Import more, before the first worker is started, as the owner would now."""
 
     modules: list[str]
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
+    """``sys.path``."""
 
 
 class Start(msgspec.Struct, tag="start"):
@@ -192,7 +199,7 @@ class _Zygote:
         me = os.getpid()
         _prctl(_SUBREAPER, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.signal(signal.SIGTERM, _end)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         try:
@@ -213,7 +220,9 @@ class _Zygote:
         for name in modules:
             try:
                 importlib.import_module(name)
-            except Exception as error:
+            except _Ended:
+                raise
+            except (Exception, SystemExit) as error:  # a program that is imported may end
                 complaints.append(f"{name}: {type(error).__name__}: {error}")
         done.set()
         watch.join()
@@ -262,6 +271,9 @@ class _Zygote:
     def _preload(self, request: Preload) -> None:
         complaints = []
         if self._forks:  # what is spawned would have nothing of it
+            os.environ.update(request.environment)
+            os.chdir(request.directory)
+            sys.path[:] = request.path
             complaints = self._import(request.modules)
             self._forks = _is_safe_to_fork()
         self._line.send(Preloaded(self._forks, complaints))
@@ -376,6 +388,14 @@ class _Zygote:
         os._exit(0)  # nothing else is left to do, and taking down every module takes long
 
 
+class _Ended(SystemExit):
+    """It is to end."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended(0)
+
+
 def leave_last_words(streams: Sequence[int]) -> None:
     """In a worker: let the zygote read what is still in these pipes should the worker die before it has read it.
 
@@ -428,8 +448,13 @@ def _kill_group(pid: int) -> None:
 
 def _is_safe_to_fork() -> bool:
     """Whether a fork has all that this process has: it has but one of its threads, and nothing of its GPUs."""
+    deadline = time.monotonic() + _ENDING
+    while _threads() > 1:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)
     torch = sys.modules.get("torch")
-    return _threads() == 1 and not (torch is not None and torch.cuda.is_initialized())
+    return torch is None or not torch.cuda.is_initialized()
 
 
 def _threads() -> int:

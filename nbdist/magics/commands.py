@@ -91,6 +91,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --launcher            what starts them
         --isolate-gpus        each worker sees its own GPU alone
         --preload             imported once, before workers start: it takes no time, and no memory, in each of them
+                              (where they are forked; what you change in such a module is seen by the next %dist_init)
         """
         spec = parse_init(line)
         running = Cluster.current

@@ -39,6 +39,8 @@ __all__ = ["Crew", "Forgotten", "Gone"]
 _numbers = itertools.count()
 _LOADING = 300.0
 """Seconds that it may take to load blocks, besides: the first time, transformers is imported."""
+_THERE = 15.0
+"""Seconds within which a worker that is new says that it is there: while it imports, others have to wait."""
 _BAN = 5.0
 """Seconds for which a server is left alone that did not answer."""
 
@@ -179,6 +181,7 @@ class Crew:
 
     def _came(self, member: Member, asked: Future[list[int]]) -> None:
         try:
+            self._see_loading(member, asked)
             blocks: list[int] = self.answer(member, asked)
         except BaseException as error:
             if member.state == "joining":
@@ -196,6 +199,20 @@ class Crew:
         if member.state != "online":
             raise Gone(f"{member.name} is {member.state}")
         self._journal.tell(f"{member.name} serves {named(blocks)}")
+
+    @staticmethod
+    def _see_loading(member: Member, asked: Future[Any]) -> None:
+        """Wait until it has loaded its blocks, or failed; who hangs is not waited for as long as who loads."""
+        while not asked.done():
+            with contextlib.suppress(Exception):  # it is raised by who asks for it
+                asked.wait(_THERE)
+            if not asked.done():
+                there = api.rpc_async(member.name, _do_nothing, timeout=_THERE)
+                with contextlib.suppress(WorkerLost):
+                    try:
+                        there.wait()
+                    except RpcTimeout:
+                        raise Gone(f"{member.name} has not answered for {_THERE:g} s") from None
 
     def relieve(self, member: Member) -> None:
         """Have others take a server's blocks; who goes through it is to go elsewhere then."""
@@ -406,7 +423,9 @@ class Crew:
     def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
         """Have a server compute something; its result."""
         began = time.perf_counter()
-        reply: Reply = self.ask(member, method, *map(leave, args), points=self.points(method, tokens))
+        reply: Reply = self.ask(
+            member, method, *map(leave, args), points=self.points(method, tokens), patience=self.step_timeout
+        )
         member.answered(reply, time.perf_counter() - began, tokens, blocks)
         return reply.result
 
@@ -428,6 +447,10 @@ class _Listener:
         crew = self._crew()
         if crew is not None:
             crew.lose(record.incarnation, why)
+
+
+def _do_nothing() -> None:
+    """Be there."""
 
 
 def _die() -> None:

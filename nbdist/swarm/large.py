@@ -1,7 +1,7 @@
 """What is too large for one message: it goes in pieces, so that a slow line does not keep all else from passing.
 
-What is pushed goes in `pieces` of some tokens each. What comes along with a request, or with its answer, is left where
-it is, and whoever is told of it fetches it (`leave`, `fetch`).
+That holds for hidden states and their gradients. What is pushed goes in `pieces` of some tokens each. What comes along
+with a request, or with its answer, is left where it is, and whoever is told of it fetches it (`leave`, `fetch`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def leave(value: Any) -> Any:
     """What to send for a value: it, or, if it is a large tensor, where that is; of a tuple, for each of it."""
     if type(value) is tuple:
         return tuple(map(leave, value))
-    if not isinstance(value, torch.Tensor) or value.nbytes <= _PIECE:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if min(value.nbytes, value.untyped_storage().nbytes()) <= _PIECE:  # the latter, of one that is expanded
         return value
     flat: RRef[torch.Tensor] = RRef(value.detach().reshape(-1))
     return Left(tuple(value.shape), value.dtype, flat)
@@ -55,13 +57,16 @@ def fetch(value: Any, timeout: float) -> Any:
         asked.append((place, value.flat.rpc_async(timeout).narrow(0, begin, len(place))))
         if len(asked) == _AHEAD:
             _enter(*asked.popleft())
-    for each in asked:
-        _enter(*each)
+    while asked:
+        _enter(*asked.popleft())
     return found.view(value.shape)
 
 
 def _enter(place: torch.Tensor, piece: Future[torch.Tensor]) -> None:
-    place.copy_(piece.wait())
+    try:
+        place.copy_(piece.wait())
+    finally:
+        del piece  # or its error, by its traceback and this frame, would hold itself
 
 
 def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

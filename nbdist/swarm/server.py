@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from nbdist.errors import NbdistError, RpcTimeout, WorkerLost
+from nbdist.errors import NbdistError, RpcTimeout, RRefError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
 __all__ = ["Info", "NotHere", "Options", "Server"]
-
-
-_PATIENCE = 60.0
-"""Seconds for each piece of what a client has left for a request."""
 
 
 class NotHere(NbdistError):
@@ -349,9 +345,10 @@ class Server:
         prompts: torch.Tensor | None = None,
         layout: stacking.Layout = stacking.ANY,
         points: float = 0.0,
+        patience: float = 60.0,
     ) -> Reply:
-        """Take hidden states through blocks, and remember nothing."""
-        return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points)
+        """Take hidden states through blocks, and remember nothing. ``patience`` is for each piece of what goes in."""
+        return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points, patience)
 
     def backward(
         self,
@@ -362,9 +359,10 @@ class Server:
         prompts: torch.Tensor | None = None,
         layout: stacking.Layout = stacking.ANY,
         points: float = 0.0,
+        patience: float = 60.0,
     ) -> Reply:
         """The gradients of what went in, and of prompts, of that of what came out: the way is computed again."""
-        return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points)
+        return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points, patience)
 
     def _stateless(
         self,
@@ -374,8 +372,12 @@ class Server:
         calls: Sequence[adapter.LayerCall],
         layout: stacking.Layout,
         points: float,
+        patience: float,
     ) -> Reply:
-        hidden, prompts, gradient = fetch(given, _PATIENCE)
+        try:
+            hidden, prompts, gradient = fetch(given, patience)
+        except (WorkerLost, RpcTimeout, RRefError) as error:  # of the client: this server is not to blame
+            raise TimeoutError(f"what goes in has not come from the client: {error}") from None
         item = stacking.Item(hidden, tuple(calls), prompts, gradient, layout)
 
         def work(item: stacking.Item) -> tuple[Any, float]:

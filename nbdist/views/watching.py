@@ -169,7 +169,10 @@ class Watcher:
         return self._with_pass(lambda watch: watch.step(count, worker)) or []
 
     def _with_pass(self, act: Callable[[Watch], T]) -> T | None:
-        """Do something with the pass that is under way, or with the next one, from its first node on."""
+        """Do something with the pass that is under way, or with the next one, from its first node on.
+
+        If that begins on another worker, in a context that is open already, from where it is when that hears of it.
+        """
         self._pace.disturbed()
         with self._changed:
             self._waiting += 1
@@ -194,19 +197,18 @@ class Watcher:
 
     def _hold(self, but: Watch | None = None) -> None:
         """Have what is watched halt or not, as what comes next is to."""
-        with self._changed:
-            watches, held = list(self._watches), self._held()
-        for watch in watches:
-            if watch is not but and watch.paused != held:
-                self._have(watch, held)
+        with self._changed:  # to the end: somebody else may want the opposite
+            held = self._held()
+            for watch in self._watches:
+                if watch is not but and watch.paused != held:
+                    self._have(watch, held)
 
     def _steer(self, paused: bool) -> None:
-        self._paused = paused
         self._pace.disturbed()
         with self._changed:
-            watches = list(self._watches)
-        for watch in watches:
-            self._have(watch, paused)
+            self._paused = paused
+            for watch in self._watches:
+                self._have(watch, paused)
         self._news()
 
     @staticmethod
@@ -347,10 +349,10 @@ class Watcher:
             self._watches = [other for other in self._watches if not other.closed]
             if not ended:
                 self._watches.append(watch)
+                if self._given is None and watch.paused != self._held():  # somebody has said otherwise meanwhile
+                    self._have(watch, self._held())
         if ended:
             watch.close()
-        elif self._given is None and watch.paused != self._held():  # somebody has said otherwise meanwhile
-            self._have(watch, self._held())
 
     def _on_begin(self, watch: Watch, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
         # By its id: the context is not to be kept by who looks at it.

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import nbdist
+from nbdist.cluster.workers import StartError
 from nbdist.errors import UsageError
 
 
@@ -21,6 +22,18 @@ def test_workers_begin_with_them_also_when_they_are_restarted():
         assert has(cluster, "colorsys") == has(cluster, "xml.dom.minidom") == [True, True]
         cluster.restart(1)
         assert has(cluster, "colorsys") == [True, True]
+
+
+def test_one_may_be_named_without_a_list():
+    assert nbdist.Cluster(2, preload="xml.dom").spec.preload == ("xml.dom",)
+
+
+def test_an_import_that_takes_too_long_is_to_blame(tmp_path, monkeypatch):
+    (tmp_path / "takes_long.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(StartError, match=r"takes_long could not be imported within 3 s"):
+        nbdist.Cluster(1, backend="none", preload="takes_long", timeout=3).start()
+    assert nbdist.Cluster.current is None
 
 
 def test_one_that_cannot_be_imported_is_an_error_and_nothing_is_left():

@@ -82,19 +82,51 @@ def test_what_cannot_be_imported_beforehand_is_told_and_does_not_matter():
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_more_can_be_imported_before_workers_start(fork, tmp_path):
+def test_more_can_be_imported_before_workers_start(fork, tmp_path, caplog):
     found = Owned(fork, ())
     found.processes.preload(["decimal", "fractions"]).result(30)
     found.start("worker0", "tell", str(tmp_path / "told"), "")
     assert json.loads(read(tmp_path / "told"))["preloaded"] == fork  # what is spawned imports when it needs
+    assert ("they are not forked here" in caplog.text) != fork
     found.processes.close()
 
 
-@pytest.mark.parametrize("before", [(), ("fractions",)])
-def test_of_more_that_cannot_be_imported_is_told(before):
-    found = Owned(True, before)
-    with pytest.raises(UsageError, match="cannot import no_such_module: ModuleNotFoundError"):
-        found.processes.preload(["no_such_module", "json"]).result(30)
+def test_what_was_imported_already_does_not_keep_workers_from_being_forked(tmp_path):
+    for number in range(10):
+        found = Owned(True)
+        found.processes.preload(["json"]).result(30)
+        found.start("worker0", "tell", str(tmp_path / str(number)), "")
+        assert json.loads(read(tmp_path / str(number)))["preloaded"]
+        found.processes.close()
+
+
+def test_it_is_imported_as_the_owner_would_now(tmp_path, monkeypatch):
+    found = Owned(True)
+    found.processes.ready(30)  # what follows is of no matter to what it has imported
+    (tmp_path / "said_later.py").write_text(
+        "import os\n"
+        f"open({str(tmp_path / 'told')!r}, 'w').write(os.environ['NBDIST_TEST_VARIABLE'] + ' ' + os.getcwd())"
+    )
+    (tmp_path / "here").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("NBDIST_TEST_VARIABLE", "later")
+    monkeypatch.chdir(tmp_path / "here")
+    found.processes.preload(["said_later"]).result(30)
+    assert (tmp_path / "told").read_text() == f"later {tmp_path / 'here'}"
+    found.processes.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("no_such_module", "cannot import no_such_module: ModuleNotFoundError"),
+        ("entries_that_exit", "cannot import entries_that_exit: SystemExit: 3"),
+    ],
+)
+def test_of_more_that_cannot_be_imported_is_told(module, says):
+    found = Owned(True)
+    with pytest.raises(UsageError, match=says):
+        found.processes.preload([module, "json"]).result(30)
     found.start("worker0", "leave", "0")
     assert found.end_of("worker0") == 0
     found.processes.close()

@@ -14,6 +14,7 @@ import nbdist
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.swarm import adapter, serve
+from nbdist.swarm.crew import Gone
 from nbdist.swarm.routing import NoRoute
 from nbdist.swarm.server import Options, Server
 
@@ -270,6 +271,24 @@ def test_one_that_hangs_is_not_waited_for_as_long_as_room_is(three):
     finally:
         os.kill(pid, signal.SIGCONT)
     assert torch.equal(found, swarm_models.generate(model, "greedy"))
+    swarm.close()
+
+
+def test_one_that_hangs_before_it_serves_is_not_waited_for_as_long_as_one_that_loads(three, monkeypatch):
+    monkeypatch.setattr("nbdist.swarm.crew._THERE", 0.5)
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1])
+    pid = three.workers[2].pid
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(Gone, match=r"worker2 has not answered for 0\.5 s"):
+            swarm.join(2)
+        assert time.monotonic() - began < 20
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert swarm.states["worker2"] == "gone"
+    swarm.join(2)
+    assert swarm.blocks["worker2"] == list(range(6))
     swarm.close()
 
 

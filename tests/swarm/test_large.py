@@ -1,14 +1,19 @@
 """What is too large for one message: in pieces, whichever way it goes, and the same to the last bit."""
 
+import gc
+import weakref
+
 import pytest
 import swarm_models
 import torch
 import workers
 
 from nbdist import rpc
-from nbdist.errors import WorkerLost
+from nbdist.errors import RpcTimeout, WorkerLost
+from nbdist.rpc import api
 from nbdist.swarm import large, serve
 from nbdist.swarm.large import Left, fetch, leave, pieces
+from nbdist.swarm.routing import NoRoute
 from nbdist.testing import World
 
 
@@ -54,20 +59,59 @@ def test_what_is_small_is_sent_as_it_is(world):
     assert fetch((value, None), 5.0) == (value, None)
 
 
+def test_what_is_expanded_is_as_small_as_what_it_was(world):
+    value = torch.ones(1).expand(4000, 4000)  # the gradient of a sum
+    assert leave(value) is value
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("count", [1 << 20, (4 << 20) + 2, 6_000_000])
-def test_what_is_left_is_fetched_in_pieces(world, dtype, count):
+@pytest.mark.parametrize("count", [150, 302, 1000])
+def test_what_is_left_is_fetched_in_pieces(world, small, dtype, count):
     found = rpc.rpc_sync("worker1", left, args=(count, dtype))
-    large_enough = count * dtype.itemsize > 4 << 20
-    assert isinstance(found, Left) == large_enough
+    size = count * dtype.itemsize
+    assert isinstance(found, Left) == (size > 600)
     assert torch.equal(fetch(found, 5.0), torch.arange(count, dtype=dtype).reshape(2, -1))
+    assert sum(small) == (size if size > 600 else 0)
+    assert all(piece == 600 for piece in small[:-1])
+
+
+def test_what_is_not_changed_nor_contiguous_is_the_same(world):
+    value = torch.randn(2000, 1500).T
+    assert torch.equal(fetch(leave(value), 5.0), value)
+    given = leave((value.requires_grad_(), None))
+    assert not fetch(given, 5.0)[0].requires_grad
 
 
 def test_what_is_left_by_one_who_dies_is_lost(world):
     found = rpc.rpc_sync("worker1", left, args=(6_000_000,))
     world.kill(1)
-    with pytest.raises(WorkerLost):
-        fetch(found, 5.0)
+    gc.collect()
+    gc.disable()
+    try:
+        there = weakref.ref(found.flat)
+        with pytest.raises(WorkerLost):
+            fetch(found, 5.0)
+        del found
+        assert there() is None  # its error does not keep it
+    finally:
+        gc.enable()
+
+
+def test_what_a_client_cannot_bring_is_not_the_servers_fault(world, small, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+    remote = swarm.causal_lm()
+    enter = large._enter
+
+    def late(place, piece):
+        if api.current_agent() is not world[0]:
+            raise RpcTimeout("worker0 did not answer")
+        enter(place, piece)
+
+    monkeypatch.setattr(large, "_enter", late)
+    with pytest.raises(NoRoute, match="what goes in has not come from the client"):
+        remote(**swarm_models.batch(), use_cache=False)
+    assert set(swarm.states.values()) == {"online"}
+    swarm.close()
 
 
 def test_what_was_fetched_is_let_go_of(world):

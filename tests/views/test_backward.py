@@ -325,24 +325,26 @@ def test_closing_a_view_of_the_users_watch_is_not_to_end_it(world):
         watch.close()
 
 
-def test_running_to_something_takes_the_next_pass_from_its_first_node(world):
+@pytest.mark.parametrize("opened", [False, True])
+def test_running_to_something_takes_the_next_pass_from_its_first_node(world, opened):
+    """Whether or not its context is open already, and watched, when that is asked for."""
     x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     go = threading.Event()
     watcher = Watcher()
 
     def cell():
-        for opened in itertools.cycle([True, False]):  # whether the context is open when something is asked for
+        for number in itertools.count():
+            if number or not opened:
+                wait_until(lambda: watcher.paused or go.is_set())
             if go.is_set():
                 break
-            if not opened:
-                wait_until(lambda: watcher.paused or go.is_set())
             with dist_autograd.context() as context_id:
-                if opened:
-                    wait_until(lambda: watcher.paused or go.is_set())
+                if not number and opened:
+                    wait_until(lambda: watcher.paused)
                 dist_autograd.backward(context_id, [rpc.rpc_sync("worker2", spoil, args=(x,)).sum()])
 
     watcher.begin(on_first(world, cell))
-    for _ in range(4):
+    for _ in range(3):
         event = watcher.run(until="nan")  # in each pass there is one
         assert event is not None
         assert event.worker == "worker2"

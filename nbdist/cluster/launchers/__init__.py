@@ -36,7 +36,7 @@ class Launcher(Protocol):
         """The run directory of the cluster: this user's alone, and removed at the end."""
         ...
 
-    def preload(self, modules: Sequence[str]) -> Future[None]:
+    def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
         """Have workers begin with these modules imported, if that spares them something; called once, before `start`.
 
         It need not wait for that: what is returned does, and fails with UsageError where one cannot be imported.

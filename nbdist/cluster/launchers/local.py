@@ -22,6 +22,10 @@ _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker_i
 _WORDS = 20_000
 _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a warning of the debugger's, on standard error
 
+# Who asks which GPUs there are is told by a library that leaves no mark in the process, which could not be forked then.
+_BEFORE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Where workers are forked from; each sets its own number of threads."""
+
 _prepared: Processes | None = None
 
 
@@ -51,7 +55,7 @@ def _take() -> Processes:
 
 
 def _start_zygote() -> Processes:
-    environment = {**_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}  # each worker sets its own number
+    environment = {**_ENVIRONMENT, **os.environ, **_BEFORE}
     return Processes(make_folder(), _nobody, preload=_PRELOAD, fork=_may_fork(), environment=environment)
 
 
@@ -77,9 +81,9 @@ class LocalLauncher:
         """The run directory."""
         return self._processes.folder
 
-    def preload(self, modules: Sequence[str]) -> Future[None]:
+    def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
         """Import these once, for all workers; they share the memory of that."""
-        return self._processes.preload(modules)
+        return self._processes.preload(modules, {**environment, **_BEFORE})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
         """Start a worker; its pid, as soon as it is known."""
