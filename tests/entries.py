@@ -23,6 +23,7 @@ def tell(path: str, word: str) -> None:
         "variable": os.environ.get("NBDIST_TEST_VARIABLE"),
         "directory": os.getcwd(),
         "argv": sys.argv,
+        "path": sys.path,
         "random": random.random(),
         "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "stdin": sys.stdin.read(),

@@ -191,6 +191,9 @@ class _Zygote:
         self._workers: dict[int, str] = {}
         self._unread: dict[int, tuple[socket.socket, str]] = {}
         self._forks = False
+        self._set: dict[str, str] = {}
+        self._added: list[str] = []
+        """What modules that were imported for the user have set in the environment, and added to ``sys.path``."""
         self._wakeup, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._owner = _open_process(setup.owner)
 
@@ -198,10 +201,7 @@ class _Zygote:
         """Work until the owner ends; in a forked worker, return what it shall be."""
         me = os.getpid()
         _prctl(_SUBREAPER, 1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _end)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._heed_signals()
         try:
             complaints = self._import(self._setup.preload)
             self._forks = self._setup.fork and hasattr(os, "fork") and _is_safe_to_fork()
@@ -210,6 +210,12 @@ class _Zygote:
         finally:
             if os.getpid() == me:
                 self._end()
+
+    def _heed_signals(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def _import(self, modules: Sequence[str]) -> list[str]:
         """Import what workers need, and look after the owner meanwhile: it takes seconds."""
@@ -237,8 +243,7 @@ class _Zygote:
             poller.register(self._owner, select.POLLIN)
         while not done.is_set():
             if poller.poll(50):
-                shutil.rmtree(self._setup.folder, ignore_errors=True)
-                os._exit(0)  # there are no workers yet
+                self._end()  # what is being imported may have started processes
 
     def _listen(self) -> Start | None:
         poller = select.poll()
@@ -274,7 +279,12 @@ class _Zygote:
             os.environ.update(request.environment)
             os.chdir(request.directory)
             sys.path[:] = request.path
+            before = dict(os.environ)
             complaints = self._import(request.modules)
+            # What that has set is theirs who have imported it; signals are not.
+            self._set = {name: value for name, value in os.environ.items() if before.get(name) != value}
+            self._added = [entry for entry in sys.path if entry not in request.path]
+            self._heed_signals()
             self._forks = _is_safe_to_fork()
         self._line.send(Preloaded(self._forks, complaints))
 
@@ -329,6 +339,8 @@ class _Zygote:
         os.close(null)
         os.environ.clear()
         os.environ.update(start.environment)
+        os.environ.update(self._set)
+        start.path += self._added
         _reseed()
 
     @staticmethod

@@ -40,7 +40,7 @@ _numbers = itertools.count()
 _LOADING = 300.0
 """Seconds that it may take to load blocks, besides: the first time, transformers is imported."""
 _THERE = 15.0
-"""Seconds within which a worker that is new says that it is there: while it imports, others have to wait."""
+"""Seconds within which, at least, a worker that is new has to answer: while it imports, others have to wait."""
 _BAN = 5.0
 """Seconds for which a server is left alone that did not answer."""
 
@@ -144,8 +144,8 @@ class Crew:
 
     def _ban(self, member: Member, why: str = "") -> None:
         with self._changed:
-            if member.is_banned(time.monotonic()):
-                return  # by another call, for the same
+            if member.state == "joining" or member.is_banned(time.monotonic()):
+                return  # nobody asks it yet; or that was by another call, for the same
             seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
         told = why or f"did not answer for {self.step_timeout:g} s"
         self._journal.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
@@ -181,8 +181,7 @@ class Crew:
 
     def _came(self, member: Member, asked: Future[list[int]]) -> None:
         try:
-            self._see_loading(member, asked)
-            blocks: list[int] = self.answer(member, asked)
+            blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _THERE))
         except BaseException as error:
             if member.state == "joining":
                 self.lose(member.incarnation, error)
@@ -199,20 +198,6 @@ class Crew:
         if member.state != "online":
             raise Gone(f"{member.name} is {member.state}")
         self._journal.tell(f"{member.name} serves {named(blocks)}")
-
-    @staticmethod
-    def _see_loading(member: Member, asked: Future[Any]) -> None:
-        """Wait until it has loaded its blocks, or failed; who hangs is not waited for as long as who loads."""
-        while not asked.done():
-            with contextlib.suppress(Exception):  # it is raised by who asks for it
-                asked.wait(_THERE)
-            if not asked.done():
-                there = api.rpc_async(member.name, _do_nothing, timeout=_THERE)
-                with contextlib.suppress(WorkerLost):
-                    try:
-                        there.wait()
-                    except RpcTimeout:
-                        raise Gone(f"{member.name} has not answered for {_THERE:g} s") from None
 
     def relieve(self, member: Member) -> None:
         """Have others take a server's blocks; who goes through it is to go elsewhere then."""
@@ -406,14 +391,15 @@ class Crew:
             except (NoSession, TimeoutError) as error:
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
 
-    def outwait(self, member: Member, asked: Future[Any]) -> Any:
-        """The same, of what may take long: meanwhile it is seen that the server answers at all."""
+    def outwait(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
+        """The same, of what may take long: meanwhile it is seen that the worker answers at all."""
+        within = self.step_timeout if within is None else within
         with member.asked():
             while not asked.done():
                 with contextlib.suppress(Exception):  # it is raised below, if it is the call's
-                    asked.wait(self.step_timeout)
-                if not asked.done():
-                    self.ask(member, "info")
+                    asked.wait(within)
+                if not asked.done():  # the server itself may be in the making
+                    self.answer(member, api.rpc_async(member.name, _do_nothing, timeout=within))
         return self.answer(member, asked)
 
     def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:

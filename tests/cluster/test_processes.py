@@ -132,6 +132,24 @@ def test_of_more_that_cannot_be_imported_is_told(module, says):
     found.processes.close()
 
 
+def test_what_an_import_sets_is_there_and_signals_are_heeded_still(tmp_path, monkeypatch):
+    (tmp_path / "sets_things.py").write_text(
+        "import os, signal, sys\n"
+        "os.environ['NBDIST_TEST_VARIABLE'] = 'set'\n"
+        "sys.path.insert(0, '/set')\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_DFL)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = Owned(True)
+    found.processes.preload(["sets_things"]).result(30)
+    found.start("worker0", "tell", str(tmp_path / "told"), "")
+    facts = json.loads(read(tmp_path / "told"))
+    assert facts["variable"] == "set"
+    assert "/set" in facts["path"]
+    assert found.end_of("worker0") == 0  # which is heard of by a signal
+    found.processes.close()
+
+
 def test_workers_are_spawned_if_what_was_imported_starts_threads(caplog, tmp_path):
     found = Owned(True)
     found.processes.preload(["entries_threaded"]).result(30)
@@ -276,9 +294,7 @@ time.sleep(600)
 def test_nothing_is_left_of_a_killed_owner(tmp_path, entry, fork):
     folder = tmp_path / "run"
     folder.mkdir()
-    (tmp_path / "slow_to_import.py").write_text(
-        f"import time; open({str(folder) + '.told0'!r}, 'w').close(); time.sleep(60)"
-    )
+    (tmp_path / "slow_to_import.py").write_text(f"import entries; entries.with_children({str(folder) + '.told0'!r})")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), entry, fork],

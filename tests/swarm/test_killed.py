@@ -276,12 +276,12 @@ def test_one_that_hangs_is_not_waited_for_as_long_as_room_is(three):
 
 def test_one_that_hangs_before_it_serves_is_not_waited_for_as_long_as_one_that_loads(three, monkeypatch):
     monkeypatch.setattr("nbdist.swarm.crew._THERE", 0.5)
-    swarm = serve(swarm_models.make("llama"), workers=[0, 1])
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1], step_timeout=0.5)
     pid = three.workers[2].pid
     try:
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(Gone, match=r"worker2 has not answered for 0\.5 s"):
+        with pytest.raises(Gone, match="worker2 did not answer"):
             swarm.join(2)
         assert time.monotonic() - began < 20
     finally:
