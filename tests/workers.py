@@ -126,7 +126,7 @@ def world(
                 assert others.processes[name].returncode == 0, f"{name}:\n{errors}"
     finally:
         others.end()
-        Path(store).unlink(missing_ok=True)
+        Path(f"{store}.rpc").unlink(missing_ok=True)
 
 
 def is_running() -> bool:

@@ -1,7 +1,8 @@
-"""Opens the store at which members meet: torch's own, by torch's URLs.
+"""Opens the store at which members meet, by torch's URLs.
 
-``env://``, ``tcp://`` and ``file://`` are opened here rather than by ``torch.distributed.rendezvous``, which
-waits up to half an hour for all clients; other schemes, which others may have registered, go to torch.
+``env://`` and ``tcp://`` are torch's TCPStore, opened here rather than by ``torch.distributed.rendezvous``, which waits
+up to half an hour for all clients. ``file://`` is a file of our own (`nbdist.rpc.meeting_file`). Other schemes, which
+others may have registered, go to torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed
 
 from nbdist.errors import SecurityError
+from nbdist.rpc.meeting_file import MeetingFile
+from nbdist.rpc.roster import Store
 
-__all__ = ["Meeting", "parse", "require_shared_secret"]
+__all__ = ["Meeting", "parse", "prefixed", "require_shared_secret"]
 
 dist: Any = torch.distributed  # which does not declare what it exports
 
@@ -34,12 +37,12 @@ class Meeting:
         """Whether the store is on another machine."""
         return self.scheme == "tcp" and not _is_local(self.place)
 
-    def open(self, timeout: float) -> Any:
-        """The store."""
+    def open(self, timeout: float) -> Store:
+        """Open the store at which the members meet; its operations take at most ``timeout`` seconds."""
         if self.scheme == "file":
-            store: Any = dist.FileStore(self.place, -1)
-        elif self.scheme == "tcp":
-            store = dist.TCPStore(
+            return MeetingFile(self.place)
+        if self.scheme == "tcp":
+            store: Any = dist.TCPStore(
                 self.place,
                 self.port,
                 None,
@@ -51,7 +54,13 @@ class Meeting:
         else:
             store, _, _ = next(dist.rendezvous(self.place, rank=self.rank))
         store.set_timeout(datetime.timedelta(seconds=timeout))
-        return store
+        return prefixed(store)
+
+
+def prefixed(store: Any) -> Store:
+    """Keep the roster's key apart from the keys that others have in a store of torch's."""
+    kept_apart: Store = dist.PrefixStore("nbdist", store)
+    return kept_apart
 
 
 def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:

@@ -28,7 +28,7 @@ _MIXED = "RPC group mixes statically and dynamically initialized members which i
 
 
 class Store(Protocol):
-    """What is used of torch's stores."""
+    """What a roster needs of a store: a `MeetingFile`, or one of torch's."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set ``key`` to ``desired`` if it is ``expected``; its value then."""
@@ -148,7 +148,7 @@ class Roster:
     def _read(self, deadline: float) -> tuple[str, _Document]:
         while True:
             try:
-                text = self._store.compare_set(_KEY, "", "").decode()
+                text = self._store.compare_set(_KEY, "", "").decode(errors="replace")
                 break
             except Exception as error:
                 # Its server may be going, with the rank 0 of a world that ends; the next one's is about to come.
@@ -161,10 +161,13 @@ class Roster:
         try:
             return text, msgspec.msgpack.decode(base64.b64decode(text), type=_Document)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise RendezvousError(f"the store's roster is not one of nbdist: {error}") from error
+            raise RendezvousError(
+                f"what the store has under {_KEY!r} is not a list of members ({error}): another program uses the same "
+                "store, or its file is damaged. Meet at another path or port, or remove the file"
+            ) from error
 
     def _write(self, before: str, document: _Document) -> bool:
-        text = base64.b64encode(msgspec.msgpack.encode(document)).decode()
+        text = base64.b64encode(msgspec.msgpack.encode(document)).decode() if document != _Document() else ""
         try:
             return self._store.compare_set(_KEY, before, text).decode() == text
         except Exception:  # as in `_read`, which comes next and knows how long to be patient

@@ -21,7 +21,7 @@ from nbdist.rpc import rendezvous, switching
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.roster import Roster
+from nbdist.rpc.roster import Roster, Store
 from nbdist.wire.messages import Record
 
 __all__ = ["start_agent"]
@@ -105,15 +105,11 @@ def start_agent(
 
 def _store(
     options: RpcBackendOptions, store: Any, rank: int, world_size: int | None, timeout: float
-) -> tuple[Callable[[], Any], int]:
+) -> tuple[Callable[[], Store], int]:
     if store is not None:
-        return lambda: _prefixed(store), rank
+        return lambda: rendezvous.prefixed(store), rank
     meeting = rendezvous.parse(options.init_method, rank, world_size)
-    return lambda: _prefixed(meeting.open(timeout)), meeting.rank
-
-
-def _prefixed(store: Any) -> Any:
-    return rendezvous.dist.PrefixStore("nbdist", store)
+    return lambda: meeting.open(timeout), meeting.rank
 
 
 def _clean_after(agent: Agent, record: Record) -> None:

@@ -62,4 +62,4 @@ def test_a_mixed_world():
         if workers.is_running():
             rpc.shutdown(graceful=False)
         others.end()
-        Path(store).unlink(missing_ok=True)
+        Path(f"{store}.rpc").unlink(missing_ok=True)

@@ -174,7 +174,7 @@ def test_init_that_fails_leaves_nothing_behind():
         other.output("worker1")
     finally:
         other.end()
-        Path(store).unlink(missing_ok=True)
+        Path(f"{store}.rpc").unlink(missing_ok=True)
 
 
 def test_a_tcp_store_can_be_tried_again_at_once():
@@ -228,7 +228,7 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
     finally:
         rpc.shutdown()
         others.end()
-        Path(store).unlink(missing_ok=True)
+        Path(f"{store}.rpc").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

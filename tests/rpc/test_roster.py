@@ -87,7 +87,8 @@ def at_once(actions):
 
 
 def document(store):
-    return msgspec.msgpack.decode(base64.b64decode(store.values[KEY]))
+    text = store.values[KEY]
+    return msgspec.msgpack.decode(base64.b64decode(text)) if text else {}
 
 
 # --- fixed worlds ---------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ def test_another_secret_is_refused(part):
 def test_garbage_is_not_taken_for_a_roster(text):
     store = Store()
     store.values[KEY] = text
-    with pytest.raises(RendezvousError, match="not one of nbdist"):
+    with pytest.raises(RendezvousError, match="is not a list of members"):
         roster(store).join(record(0), soon())
 
 

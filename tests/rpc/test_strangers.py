@@ -47,7 +47,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[workers.Workers]:
         if workers.is_running():
             rpc.shutdown(graceful=False)
         others.end()
-        Path(store).unlink(missing_ok=True)
+        Path(f"{store}.rpc").unlink(missing_ok=True)
 
 
 def tcp_address() -> str:
