@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from nbdist.errors import ProtocolError
 from nbdist.rpc.peeking import Histogram
 
 __all__ = [
@@ -279,5 +280,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message that travelled."""
-    return _decoder.decode(data)
+    """Read a message that another worker sent; garbage is a ProtocolError."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of the autograd engine: {error}") from None

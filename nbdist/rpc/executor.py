@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist import trace
-from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
+from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.references import MessageForker
@@ -114,6 +114,10 @@ class Request:
         return self._with_target()
 
     def _later(self) -> None:
+        if self._agent.links.connected(self._sender) is None:
+            caller = self._agent.membership.name_of(self._sender)
+            self._fail(WorkerLost(f"{caller} was lost before {self._call.function}, which it called here, could begin"))
+            return
         job = self._with_target()
         if job is not None:
             self._agent.pool.submit(job)

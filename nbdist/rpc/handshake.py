@@ -135,7 +135,7 @@ class Handshake:
                 self._refuse(record, str(error))
             else:
                 self._agent.sharing.on_met(record.incarnation, message.reads)
-                self._welcome(record)
+                self._welcome(record.incarnation)
         elif self._complete:
             self._refuse(record, f"the world of {self._agent.me.name} is fixed and complete")
         # else: the roster with this member in it has not been read yet; it will knock again
@@ -145,18 +145,22 @@ class Handshake:
 
     def _on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
         self._agent.sharing.on_met(sender, message.reads)
-        self._welcome(message.record)
+        self._welcome(sender)
         if self._complete:
             self._say(sender, Ready())
 
-    def _welcome(self, record: Record) -> None:
-        self._say(record.incarnation, Welcome(self._agent.me, self._agent.sharing.can_read(record)))
+    def _welcome(self, sender: int) -> None:
+        record = self._agent.links.connected(sender)
+        if record is not None:  # else it was lost in between
+            self._say(sender, Welcome(self._agent.me, self._agent.sharing.can_read(record)))
 
     def _on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
         self._agent.sharing.on_met(sender, message.reads)
-        if self.is_dynamic:
+        # The record is the one by which this agent reached the sender: a message must not give it another name or id.
+        record = self._agent.links.connected(sender)
+        if self.is_dynamic and record is not None:
             with contextlib.suppress(NotUnique):
-                self._agent.membership.add(message.record)
+                self._agent.membership.add(record)
         with self._changed:
             self._welcomed.add(sender)
             self._changed.notify_all()

@@ -361,11 +361,11 @@ class References:
             ]
             never = self.forks.expected_from(incarnation)
             for rref, jobs in list(self._parked.items()):
-                if rref.incarnation == incarnation:
-                    going_on += [job for sender, job in self._parked.pop(rref) if sender != incarnation]
-                    continue
-                self._parked[rref] = [(sender, job) for sender, job in jobs if sender != incarnation]
-                if not self._parked[rref]:
+                left = [(sender, job) for sender, job in jobs if incarnation not in (sender, rref.incarnation)]
+                going_on += [job for sender, job in jobs if incarnation in (sender, rref.incarnation)]
+                if left:
+                    self._parked[rref] = left
+                else:
                     del self._parked[rref]
         self.perform(instructions)
         for rref in never:

@@ -1,0 +1,67 @@
+"""What one member sends, mutated at any place behind the handshake, harms the member that receives it, and others, not.
+
+A member may run code on the others, so this is no door to be guarded but robustness: a bug, a bad cable or a newer
+version must not take a whole cluster down. The victim keeps serving, its values stay, and once the mad member is gone
+nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import workers
+
+from nbdist import rpc
+from nbdist.rpc import api
+
+FIRST = (
+    "import resource, logging\n"
+    "resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # or a length of 2 ** 60 might be tried\n"
+    "logging.disable()  # nobody reads its warnings, and a full pipe would stop it\n"
+)
+SERVE = "import threading; threading.Event().wait(300)"
+
+
+@pytest.mark.parametrize("lives", [8, pytest.param(80, marks=pytest.mark.soak)])
+def test_mutated_messages_of_a_member(lives):
+    store = tempfile.mktemp(prefix="nbdist-test-")
+    others = workers.Workers()
+    try:
+        victim = others.start("victim", workers.member("victim", 1, None, store, then=SERVE, first=FIRST))
+        options = rpc.RpcBackendOptions(init_method=f"file://{store}")
+        rpc.init_rpc("witness", rank=0, world_size=None, rpc_backend_options=options)
+        workers.eventually(lambda: len(api.current_agent().membership.members()) == 2)
+        value = rpc.remote("victim", torch.arange, args=(5,))
+        assert value.to_here().tolist() == [0, 1, 2, 3, 4]
+        lent = rpc.rpc_sync("victim", torch.full, args=((300_000,), 7.0))  # in the victim's shared memory
+        mad = others.start("mad", f"import mad; mad.attack({store!r}, 'victim', 2, {lives}, 125)")
+        sent = 0
+        for life in range(lives):
+            line = mad.stdout.readline()
+            assert line, mad.communicate()[1]
+            sent += int(line)
+            assert victim.poll() is None, f"it died in life {life}"
+            assert rpc.rpc_sync("victim", torch.add, args=(torch.ones(2), life)).tolist() == [life + 1, life + 1]
+            assert value.to_here().tolist() == [0, 1, 2, 3, 4]
+            assert rpc.rpc_sync("victim", torch.full, args=((300_000,), 9.0)).sum() == 2_700_000
+            assert (lent == 7).all()
+        assert mad.wait(60) == 0
+        assert sent > lives * 60, "it was given up too early for this to be a test"
+
+        def clean():
+            now = rpc.rpc_sync("victim", workers.statistics)
+            assert now["members"] <= 3
+            only_ours = now["running_calls"] == 1 and now["owned_values"] == 1 and now["forks_of_owned"] == 1
+            return only_ours and not (now["used_references"] or now["arena_blocks_held"] or now["pending_calls"])
+
+        workers.eventually(clean)
+        assert rpc.rpc_sync("victim", workers.resident) < 1000
+        del value, lent
+    finally:
+        if workers.is_running():
+            rpc.shutdown(graceful=False)
+        others.end()
+        Path(f"{store}.rpc").unlink(missing_ok=True)
