@@ -74,7 +74,7 @@ def encode(
 
 
 def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
-    """The message in some frames; one that is not signed with the key is a ProtocolError."""
+    """Read the message in some frames; one that is not signed with the key, or not whole, is a ProtocolError."""
     try:
         start = frames.index(_DELIMITER)
         signature, *parts = frames[start + 1 : start + 6]
@@ -83,10 +83,15 @@ def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
         header, parent, metadata, content = map(unpack, parts)
     except (ValueError, msgspec.MsgspecError) as error:
         raise ProtocolError(f"not a message of a kernel: {error}") from None
+    if not all(isinstance(part, dict) for part in (header, parent, metadata, content)):
+        raise ProtocolError("not a message of a kernel: its header, parent, metadata and content must be objects")
+    id, kind = header.get("msg_id"), header.get("msg_type")
+    if not (isinstance(id, str) and isinstance(kind, str)):
+        raise ProtocolError(f"not a message of a kernel: its id is {id!r}, and its type {kind!r}")
     return {
         "header": header,
-        "msg_id": header["msg_id"],
-        "msg_type": header["msg_type"],
+        "msg_id": id,
+        "msg_type": kind,
         "parent_header": parent,
         "metadata": metadata,
         "content": content,
