@@ -38,7 +38,9 @@ class MeetingFile:
         """Open the file, or make it; a path that cannot be used is a RendezvousError at once."""
         self._path = f"{path}.rpc"
         try:
-            os.close(self._open())
+            self.compare_set("", "", "")
+        except TimeoutError:  # another process is slow just now; whoever reads next will see
+            pass
         except OSError as error:
             raise RendezvousError(
                 f"members cannot meet at file://{path}: {error.strerror} ({self._path}). Name a file in a folder that "
@@ -48,19 +50,19 @@ class MeetingFile:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write ``desired`` if the text is ``expected``; return the text as it is then.
 
-        The file has one text, whatever the ``key``, which is there because torch's stores take one. An empty
-        ``desired`` removes the file. Raises TimeoutError where another process holds the lock for 2 s, and OSError
+        The file has one text, whatever the ``key``, which is there because torch's stores take one. There is no
+        file while the text is empty. Raises TimeoutError where another process holds the lock for 2 s, and OSError
         where the disk is full or the folder is gone; the caller tries again, or gives up.
         """
         with self._locked() as file:
             text = self._text(file)
-            if text != expected.encode() or expected == desired:
-                return text
-            if desired:
-                self._replace(desired.encode())
-            else:
+            if text == expected.encode() and expected != desired:
+                text = desired.encode()
+                if text:
+                    self._replace(text)
+            if not text:  # also where it was opened, and so made, only to be read: nothing is left behind
                 os.unlink(self._path)
-            return desired.encode()
+            return text
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:

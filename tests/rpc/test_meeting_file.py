@@ -43,6 +43,7 @@ def test_a_text_is_set_if_it_is_what_was_expected(tmp_path):
     assert file.compare_set("", "two", "three") == b"one"
     assert MeetingFile(tmp_path / "members").compare_set("", "one", "two") == b"two"
     assert file.compare_set("", "two", "") == b""
+    assert file.compare_set("", "", "") == b""
     assert list(tmp_path.iterdir()) == []
     assert file.compare_set("", "", "again") == b"again"
 
