@@ -7,6 +7,7 @@ registering. `tests/test_layers.py` holds every import against the tables below.
 layer  modules                      what is there
 ====== ============================ ====================================================================
 0      errors ids trace pictures    words that all layers share; drawings as images
+       torch_private                the private names of torch that are used, in one table
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
                                     memory that agents of one host share: blocks, arena, leases
@@ -85,6 +86,7 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "ids": 0,
     "pictures": 0,
+    "torch_private": 0,
     "trace": 0,
     "wire": 1,
     "channel": 2,

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Function
 
 from nbdist.errors import UsageError
+from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,7 @@ _PART = "nbdist.autograd.part"
 
 def current_part() -> Part | None:
     """The part of a pass that the calling thread executes."""
-    return torch._C._get_obj_in_tls(_PART) if torch._C._is_key_in_tls(_PART) else None
+    return thread_value(_PART) if thread_has(_PART) else None
 
 
 @contextmanager
@@ -44,13 +45,13 @@ def running(part: Part) -> Iterator[None]:
     It is removed rather than replaced by None: a thread that ends with an entry there waits for the GIL for ever.
     """
     outer = current_part()
-    torch._C._stash_obj_in_tls(_PART, part)
+    keep_in_thread(_PART, part)
     try:
         yield
     finally:
-        torch._C._remove_obj_from_tls(_PART)
+        take_from_thread(_PART)
         if outer is not None:
-            torch._C._stash_obj_in_tls(_PART, outer)
+            keep_in_thread(_PART, outer)
 
 
 class Held(Exception):

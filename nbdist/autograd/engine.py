@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nbdist import torch_private
 from nbdist.autograd.edges import current_part
 from nbdist.autograd.graph import walk
 from nbdist.autograd.leaves import current_claim, halted_leaves
@@ -20,7 +21,7 @@ from nbdist.errors import UsageError
 
 __all__ = ["run_backward"]
 
-_native: Any = torch.autograd.Variable._execution_engine
+_native: Any = torch_private.engine
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
@@ -84,4 +85,4 @@ def _edge(root: Any) -> tuple[Any, int]:
     return edge.node, edge.output_nr
 
 
-torch.autograd.Variable._execution_engine = _Engine()
+torch_private.set_engine(_Engine())

@@ -24,6 +24,7 @@ from nbdist.autograd import ddp
 from nbdist.autograd.edges import Node
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
+from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
 __all__ = ["Claim", "Gradients", "claimed", "current_claim", "halted", "halted_leaves", "lent"]
 
@@ -254,7 +255,7 @@ _KEY = "nbdist.autograd.claim"
 
 def current_claim() -> Claim:
     """That of the engine's call in which the calling thread is."""
-    claim: Claim = torch._C._get_obj_in_tls(_KEY)
+    claim: Claim = thread_value(_KEY)
     return claim
 
 
@@ -287,16 +288,16 @@ def claimed(nodes: Iterable[Node], into: Gradients | None, group: object) -> Ite
     have the same leaves at the same time.
     """
     claim = Claim(nodes, into, group)
-    outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    outer = thread_value(_KEY) if thread_has(_KEY) else None
     try:
         claim.take()
-        torch._C._stash_obj_in_tls(_KEY, claim)
+        keep_in_thread(_KEY, claim)
         yield
     finally:
-        if torch._C._is_key_in_tls(_KEY):
-            torch._C._remove_obj_from_tls(_KEY)
+        if thread_has(_KEY):
+            take_from_thread(_KEY)
         if outer is not None:
-            torch._C._stash_obj_in_tls(_KEY, outer)
+            keep_in_thread(_KEY, outer)
         claim.release()
     claim.accumulate_late()
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import nbdist
 from nbdist.autograd.edges import Node
+from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
 
 __all__ = ["Origin", "noted", "origin_of"]
 
@@ -100,12 +101,12 @@ def noted() -> Iterator[None]:
 def _leave(mode: TorchFunctionMode | None) -> None:
     """End a mode, also where others were entered since, and those that other threads have ended."""
     kept = []
-    while torch._C._len_torch_function_stack():
-        top = torch._C._pop_torch_function_stack()
+    while function_modes():
+        top = pop_function_mode()
         if top is not mode and not (isinstance(top, _Noting) and top.is_over):
             kept.append(top)
     for other in reversed(kept):
-        torch._C._push_on_torch_function_stack(other)
+        push_function_mode(other)
 
 
 def _use_hooks(more: int) -> None:

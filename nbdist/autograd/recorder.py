@@ -29,6 +29,7 @@ from nbdist.rpc.dispatch import Job
 from nbdist.rpc.futures import Future, Surroundings, set_carrier
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.recording import Attach
+from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
 from nbdist.wire.messages import Cast, Payload, Record, Recording
 
@@ -377,7 +378,7 @@ class _Running:
         self._before = self._contexts.set_current(self._context)
         self._grad_before = torch.is_grad_enabled()
         if self._grad_before is not self._grad:
-            torch._C._set_grad_enabled(self._grad)
+            set_grad_enabled(self._grad)
         self._noting = noted() if self._context.lines else None
         if self._noting is not None:
             self._noting.__enter__()
@@ -387,7 +388,7 @@ class _Running:
             if self._noting is not None:
                 self._noting.__exit__(*exception)
         finally:
-            torch._C._set_grad_enabled(self._grad_before)
+            set_grad_enabled(self._grad_before)
             self._contexts.set_current(self._before)
 
 

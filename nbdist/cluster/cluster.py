@@ -37,6 +37,7 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.rref import RRef
+from nbdist.torch_private import warn_of_untested
 
 __all__ = ["Cluster"]
 
@@ -165,6 +166,7 @@ class Cluster:
             raise UsageError("a cluster runs in this process already; shut it down first")
         if api.is_initialized():
             raise UsageError("RPC runs in this process already; call rpc.shutdown() before a cluster starts")
+        warn_of_untested()
         self._state = "starting"
         Cluster.current = self
         try:

@@ -14,12 +14,10 @@ import threading
 import types
 from typing import Any
 
-import torch
-import torch.distributed
-
 from nbdist.autograd import edges
 from nbdist.compat import autograd, echo, optimizer, references, rpc
 from nbdist.errors import UsageError
+from nbdist.torch_private import torch_rpc
 
 __all__ = ["install", "installed"]
 
@@ -51,7 +49,7 @@ def install() -> None:
 
 
 def _torch_rpc_runs() -> bool:
-    extension = getattr(torch._C, "_distributed_rpc", None)
+    extension = torch_rpc()
     return extension is not None and bool(extension._is_current_rpc_agent_set())
 
 

@@ -27,6 +27,7 @@ from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from nbdist.rpc.rref import RRef
 from nbdist.rpc.world import start_agent
+from nbdist.torch_private import warn_of_untested
 
 __all__ = [
     "BackendType",
@@ -96,6 +97,8 @@ def init_rpc(
         if name != _agent.me.name:
             raise UsageError(f"this is {_agent.me.name} of a cluster, whose RPC runs; it cannot become {name!r}")
         return  # a program that brings its own world finds it formed
+    if rank <= 0:  # once for a world, not once for each of its members
+        warn_of_untested()
     initialize(name, rank, world_size or None, rpc_backend_options or RpcBackendOptions())
 
 

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.references import MessageForker
+from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec, names
 from nbdist.wire.messages import Call, Mode, Payload, Recording, Reply, State
 from nbdist.wire.tensors import Slot
@@ -206,7 +205,7 @@ class Request:
             trace.emit("call.ran", agent=self._agent.me.name, function=call.function, id=call.id)
 
     def _answer_later(self, future: Any) -> None:
-        if not isinstance(future, torch._C.Future):
+        if not is_torch_future(future):
             self._fail(
                 UsageError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "

@@ -23,10 +23,9 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nbdist.channel.local import SLEEPS
 from nbdist.rpc.futures import Latch
+from nbdist.torch_private import is_in_a_mode
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -63,7 +62,7 @@ class Guest:
         if self._rest:
             self._rest -= 1
             return
-        if self._free.locked() or _is_in_a_mode():
+        if self._free.locked() or is_in_a_mode():
             return
         with _Deferral() as deferral:
             if not self._free.acquire(blocking=False):
@@ -114,17 +113,6 @@ class Guest:
                 self._is_called = False
                 self._tire()
                 self._agent.channel.called()
-
-
-def _is_in_a_mode() -> bool:
-    """Whether tensors that the calling thread makes are others than usual."""
-    return bool(
-        not torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 class _Deferral:

@@ -12,7 +12,6 @@ Decoding runs code, as unpickling does; callers authenticate the sender first (G
 from __future__ import annotations
 
 import builtins
-import contextlib
 import io
 import pickle
 import sys
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import cloudpickle.cloudpickle as cloudpickle
 import torch
 
+from nbdist import torch_private
 from nbdist.errors import DecodeError, EncodeError, MissingDefinition, NbdistError
 from nbdist.wire import definitions, names, quick
 from nbdist.wire.messages import Fork, Hole, Payload, Place
@@ -33,10 +33,7 @@ from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_pac
 
 __all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reducer", "register_reference"]
 
-# torch fills a table of its layouts when a sparse tensor is first rebuilt, and a thread that comes meanwhile finds it
-# half full: so it is filled here.
-with contextlib.suppress(Exception):
-    torch.serialization._get_layout(str(torch.strided))
+torch_private.load_layouts()
 
 _BIG_GLOBAL = 1 << 20
 _QUICK = 1 << 16
@@ -569,8 +566,7 @@ class _Unpickler(pickle.Unpickler):
             return self.load()
         finally:
             self.memo = {}  # it holds methods of this very object: a circle, and with it all values
-            if torch._utils._sparse_tensors_to_validate:  # torch keeps them until it is told to look at them
-                torch._utils._validate_loaded_sparse_tensors()
+            torch_private.validate_sparse()
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__:

@@ -1,0 +1,217 @@
+"""Every private name of torch that nbdist uses, and what happens where a torch lacks it.
+
+torch may change or drop a private name in any release, and says nothing when it does. So functions are taken from torch
+here and nowhere else, and attributes of torch's objects are listed here (`ATTRIBUTES`), though they are read where they
+are needed, because many lie on the way of every node. `tests/test_torch_private.py` compares both tables with the torch
+that is installed, and finds every private name that another module uses without an entry here.
+
+A name whose table says "required" raises UsageError, with the name and both versions, when it is first used. nbdist has
+been tested with torch 2.11 to `NEWEST_TESTED`; a newer torch gives one warning (`warn_of_untested`).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nbdist.errors import UsageError
+
+__all__ = [
+    "ATTRIBUTES",
+    "FUNCTIONS",
+    "NEWEST_TESTED",
+    "engine",
+    "function_modes",
+    "is_in_a_mode",
+    "is_torch_future",
+    "load_layouts",
+    "pop_function_mode",
+    "push_function_mode",
+    "set_engine",
+    "set_grad_enabled",
+    "take_from_thread",
+    "thread_has",
+    "thread_value",
+    "torch_rpc",
+    "validate_sparse",
+    "warn_of_untested",
+    "keep_in_thread",
+]
+
+NEWEST_TESTED = (2, 15)
+"""The newest torch, as (major, minor), with which the whole suite has passed."""
+
+REQUIRED = "required: its first use raises UsageError"
+
+FUNCTIONS: dict[str, str] = {
+    "torch._C._stash_obj_in_tls": REQUIRED,
+    "torch._C._get_obj_in_tls": REQUIRED,
+    "torch._C._is_key_in_tls": REQUIRED,
+    "torch._C._remove_obj_from_tls": REQUIRED,
+    "torch._C._set_grad_enabled": "torch.set_grad_enabled, which is slower, is used",
+    "torch._C._len_torch_function_stack": "a thread is taken to be in no function mode; origins stay unknown",
+    "torch._C._pop_torch_function_stack": "origins of nodes stay unknown",
+    "torch._C._push_on_torch_function_stack": "origins of nodes stay unknown",
+    "torch._C._len_torch_dispatch_stack": "a thread is taken to be in no dispatch mode",
+    "torch._C._functorch.peek_interpreter_stack": "a thread is taken to be outside of torch.func transforms",
+    "torch._C.Future": "torch.futures.Future, its subclass, is looked for",
+    "torch._C._distributed_rpc": "torch was built without RPC, so no agent of torch's can run",
+    "torch._utils._get_sparse_tensors_to_validate": "since 2.15; before, torch._utils._sparse_tensors_to_validate",
+    "torch._utils._sparse_tensors_to_validate": "until 2.14; where both are missing, torch keeps no such list",
+    "torch._utils._validate_loaded_sparse_tensors": "sparse tensors that arrive are not validated",
+    "torch.autograd.Variable._execution_engine": REQUIRED,
+    "torch.serialization._get_layout": "a sparse tensor that two threads rebuild first at once may fail",
+}
+"""Where to find each function, class or list, and what happens where it is missing."""
+
+ATTRIBUTES: dict[str, tuple[str, str]] = {
+    "_sequence_nr": ("a node", "recording fails with AttributeError"),
+    "_set_sequence_nr": ("a node", "a backward pass over workers fails with AttributeError"),
+    "_input_metadata": ("a node", "trace(), plan() and watch() fail with AttributeError"),
+    "_raw_saved_": ("a node, as the beginning of a name", "%dist_memory does not count what a graph has saved"),
+    "_forward_cls": ("a node of a user's Function", "watch() does not name the line of the function"),
+    "_backward_cls": ("a Function", "nbdist.autograd cannot be imported"),
+    "_backward_hooks": ("a tensor", "a backward pass over workers fails with AttributeError"),
+    "_post_accumulate_grad_hooks": ("a tensor", "a backward pass over workers fails with AttributeError"),
+    "_cdata": ("a storage", "tensors cannot be sent"),
+    "_forward_hooks": ("a module", "Pipeline cannot cut a model"),
+    "_forward_pre_hooks": ("a module", "Pipeline cannot cut a model"),
+    "_set_unwrap_func": ("a torch.futures.Future", "torch.futures.wait_all does not raise the errors of calls"),
+}
+"""Private attributes of torch's objects: whose they are, and what happens where they are missing."""
+
+
+def _find(name: str, otherwise: Any = None) -> Any:
+    """Return what torch has under a name of `FUNCTIONS`.
+
+    Where it is missing, return ``otherwise``; without that, a function that raises UsageError.
+    """
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    if found is None:
+        return _raises(name) if otherwise is None else otherwise
+    return found
+
+
+def _raises(name: str) -> Callable[..., Any]:
+    def missing(*_: Any, **__: Any) -> Any:
+        newest = ".".join(map(str, NEWEST_TESTED))
+        raise UsageError(
+            f"torch {torch.__version__} has no {name}, which nbdist needs: install torch {newest} or older, or a newer "
+            "nbdist"
+        )
+
+    return missing
+
+
+# -- values that go with torch's own threads ----------------------------------------------------------------
+
+keep_in_thread: Callable[[str, Any], None] = _find("torch._C._stash_obj_in_tls")
+"""Keep a value under a key in the calling thread; torch's engine hands it on to the threads of other devices."""
+
+thread_value: Callable[[str], Any] = _find("torch._C._get_obj_in_tls")
+thread_has: Callable[[str], bool] = _find("torch._C._is_key_in_tls")
+take_from_thread: Callable[[str], None] = _find("torch._C._remove_obj_from_tls")
+
+# -- modes of the calling thread ----------------------------------------------------------------------------
+
+set_grad_enabled: Callable[[bool], object] = _find("torch._C._set_grad_enabled", torch.set_grad_enabled)
+function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 0)
+"""Return how many function modes the calling thread has entered."""
+
+pop_function_mode: Callable[[], Any] = _find("torch._C._pop_torch_function_stack")
+push_function_mode: Callable[[Any], None] = _find("torch._C._push_on_torch_function_stack")
+_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
+_transforms: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack", lambda: None)
+
+
+def is_in_a_mode() -> bool:
+    """Return whether tensors that the calling thread makes differ from those it makes outside of any block.
+
+    So they do inside of ``no_grad``, inference mode, function and dispatch modes, and torch.func's transforms.
+    """
+    return bool(
+        not torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or function_modes()
+        or _dispatch_modes()
+        or _transforms() is not None
+    )
+
+
+# -- the engine ---------------------------------------------------------------------------------------------
+
+engine: Any = _find("torch.autograd.Variable._execution_engine")
+"""The engine behind ``Tensor.backward`` and ``torch.autograd.grad``, as torch made it."""
+
+
+def set_engine(engine: Any) -> None:
+    """Have ``torch.autograd.grad`` and other users of the engine's Python name use ``engine``."""
+    torch.autograd.Variable._execution_engine = engine
+
+
+# -- futures and RPC ----------------------------------------------------------------------------------------
+
+_future: type = _find("torch._C.Future", torch.futures.Future)
+
+
+def is_torch_future(value: object) -> bool:
+    """Return whether a value is a future of torch's, in Python or in C++."""
+    return isinstance(value, _future)
+
+
+def torch_rpc() -> Any:
+    """Return the C++ module of torch's own RPC; None where torch was built without it."""
+    return getattr(torch._C, "_distributed_rpc", None)
+
+
+# -- sparse tensors -----------------------------------------------------------------------------------------
+
+
+def load_layouts() -> None:
+    """Have torch fill its table of layouts.
+
+    torch fills it when a sparse tensor is first rebuilt, and another thread that comes meanwhile finds it half full.
+    """
+    _find("torch.serialization._get_layout", lambda _: None)(str(torch.strided))
+
+
+_none: list[torch.Tensor] = []
+_loaded: list[torch.Tensor] = _find("torch._utils._sparse_tensors_to_validate", _none)
+_loaded_here: Callable[[], list[torch.Tensor]] = _find("torch._utils._get_sparse_tensors_to_validate", lambda: _loaded)
+_validate: Callable[[], None] = _find("torch._utils._validate_loaded_sparse_tensors", _none.clear)
+
+
+def validate_sparse() -> None:
+    """Have torch look at the sparse tensors that were rebuilt, which it keeps in a list until then.
+
+    Raises torch's RuntimeError for indices out of range, where ``torch.sparse.check_sparse_tensor_invariants`` is on.
+    The list is the process's up to torch 2.14, and the calling thread's from 2.15 on.
+    """
+    if _loaded_here():
+        _validate()
+
+
+# -- a torch that nobody has tried ---------------------------------------------------------------------------
+
+_warned = False
+
+
+def warn_of_untested() -> None:
+    """Warn, once in a process, if torch is newer than the newest with which nbdist was tested."""
+    global _warned
+    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if version <= NEWEST_TESTED or _warned:
+        return
+    _warned = True
+    newest = ".".join(map(str, NEWEST_TESTED))
+    warnings.warn(
+        f"nbdist was tested with torch up to {newest}, and this is {torch.__version__}. If something fails, try: "
+        f"pip install 'torch<{NEWEST_TESTED[0]}.{NEWEST_TESTED[1] + 1}'",
+        stacklevel=3,
+    )
