@@ -42,6 +42,7 @@ def install() -> None:
         references.extend()
         edges.one_node_a_message = True
         echo.start()
+        _take_over_settings()
         _replace("torch.distributed.rpc", rpc)
         _replace("torch.distributed.autograd", autograd)
         _replace("torch.distributed.optim.optimizer", optimizer)
@@ -51,6 +52,16 @@ def install() -> None:
 def _torch_rpc_runs() -> bool:
     extension = torch_rpc()
     return extension is not None and bool(extension._is_current_rpc_agent_set())
+
+
+def _take_over_settings() -> None:
+    """Keep what the program, or torch for its RemoteModule, has told torch's modules before they are replaced."""
+    internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
+    if internal is not None:
+        for cls, reducer in internal._internal_rpc_pickler._class_reducer_dict.items():
+            rpc.internal._internal_rpc_pickler._register_reducer(cls, reducer)
+    if api is not None:
+        rpc.api._ignore_rref_leak = api._ignore_rref_leak
 
 
 def _replace(name: str, module: types.ModuleType) -> None:
@@ -67,7 +78,7 @@ def _replace(name: str, module: types.ModuleType) -> None:
 
 
 def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]) -> dict[int, tuple[Any, Any]]:
-    """What takes the place of which module, function or class, by the id of the old one."""
+    """Return what takes the place of which module, function, class or pickler, by the id of the old one."""
     found: dict[int, tuple[Any, Any]] = {}
     for name, module in old.items():
         if name not in new:
@@ -81,9 +92,8 @@ def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleTyp
 
 
 def _is_torch_rpcs(value: Any) -> bool:
-    if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return False
-    return str(value.__module__).startswith(_HOMES)
+    defined = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else type(value)
+    return str(defined.__module__).startswith(_HOMES)
 
 
 def _rebind(successors: dict[int, tuple[Any, Any]]) -> None:

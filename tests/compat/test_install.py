@@ -65,6 +65,48 @@ def test_what_is_not_rpc_stays_torchs(lines):
     assert lines(code) == ["['autograd', 'rpc']", "nbdist.optim.optimizer"]
 
 
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_reducers_that_were_registered_with_torchs_pickler_are_used(lines, tmp_path, registered):
+    """`import torch.distributed.nn` registers one for RemoteModule; a program may keep torch's pickler as a global."""
+    register = "pickler._register_reducer(Odd, lambda odd: (int, ('5',)))"
+    before, after = (register, "") if registered == "before" else ("", register)
+    code = f"""
+    import operator, torch, torch.distributed.nn
+    from torch.distributed.rpc.internal import _internal_rpc_pickler as pickler
+
+    class Odd:
+        def __reduce__(self):
+            raise RuntimeError("not this way")
+
+    {before}
+    import nbdist.compat
+    nbdist.compat.install()
+    {after}
+    import torch.distributed.rpc as rpc
+    options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+    module = torch.distributed.nn.RemoteModule("me", torch.nn.Linear, args=(2, 3))
+    print(rpc.rpc_sync("me", list, args=([Odd()],)))
+    forward = operator.methodcaller("forward", torch.ones(1, 2))
+    print(rpc.rpc_sync("me", forward, args=(module,)).shape)
+    del module
+    rpc.shutdown()
+    """
+    assert lines(code) == ["[5]", "torch.Size([1, 3])"]
+
+
+def test_a_wish_to_hear_of_leaks_that_came_before_is_heard(lines):
+    code = """
+    import torch
+    import torch.distributed.rpc as rpc
+    rpc.api._ignore_rref_leak = False
+    import nbdist.compat
+    nbdist.compat.install()
+    print(torch.distributed.rpc.api._ignore_rref_leak, rpc.api._ignore_rref_leak)
+    """
+    assert lines(code) == ["False False"]
+
+
 def test_autograd_is_nbdists_and_says_that_rpc_does_not_run(lines):
     code = """
     import torch, nbdist.compat
@@ -224,8 +266,9 @@ def test_a_reference_that_was_never_let_go_is_a_leak(lines, tmp_path):
         alone(tmp_path)
         + """
 rpc.api._ignore_rref_leak = False
+import pickle
 rref = rpc.RRef(1)
-rref._serialize()
+pickle.dumps(rref._serialize())
 try:
     rpc.shutdown()
 except RuntimeError as error:
