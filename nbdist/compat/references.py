@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbdist.errors import RRefError
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT
 from nbdist.rpc.rref import RRef
+from nbdist.wire import codec
 from nbdist.wire.messages import ChildAccept, Fork
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["debug_info", "extend", "release_users"]
+__all__ = ["Serialized", "debug_info", "extend", "in_a_message", "release_users"]
 
 _NOBODY = 0
 """No agent's incarnation: whoever will get a serialized reference is not known yet."""
@@ -42,6 +44,7 @@ def extend() -> None:
     for name, method in methods.items():
         if name not in vars(RRef):
             setattr(RRef, name, method)
+    codec.register_reducer(Serialized, in_a_message)
 
 
 def _type_of(rref: RRef[Any]) -> type:
@@ -68,18 +71,63 @@ def _get_future(self: RRef[Any]) -> Future[Any]:
     return made
 
 
-def _serialize(self: RRef[Any]) -> tuple[bytes]:
-    """A fork of this reference that can travel by other ways than a call.
+class Serialized:
+    """A reference under way, before anybody knows which way it goes.
 
-    Until somebody has rebuilt it, the value is kept for it.
+    A call, a reply and a plain pickle each carry a reference differently, and torch's reducers run before one of
+    them is chosen, perhaps several times for one message. So `RRef._serialize` makes no fork: the codec forks for the
+    receiver of its message, and takes the fork back where the message is not sent; ``pickle`` makes a fork for a
+    receiver that nobody knows, and the value is kept until that receiver rebuilds the reference.
     """
-    return (msgspec.msgpack.encode(self._agent.references.hand_over(self, _NOBODY)),)
+
+    def __init__(self, rref: RRef[Any] | None, fork: bytes = b"") -> None:
+        self._rref = rref
+        self._fork = fork
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Serialized, (None, self._fork if self._rref is None else _fork_for_anybody(self._rref))
+
+    def accept(self) -> RRef[Any]:
+        """Return the reference as one of the current agent. The second call raises RRefError."""
+        rref, self._rref = self._rref, None
+        fork, self._fork = self._fork, b""
+        if rref is not None:
+            fork = _fork_for_anybody(rref)
+        if not fork:
+            raise RRefError("this serialized reference has been rebuilt before; serialize the RRef once more")
+        return _accept_fork(fork)
 
 
-def _deserialize(data: tuple[bytes]) -> RRef[Any]:
-    """The reference that was serialized, here."""
+def in_a_message(serialized: Serialized) -> Any:
+    """Reduce for the codec: the reference itself goes into the message, for the codec to fork."""
+    if serialized._rref is None:
+        return serialized.__reduce__()
+    return _unchanged, (serialized._rref,)
+
+
+def _unchanged(rref: RRef[Any]) -> RRef[Any]:
+    return rref
+
+
+def _serialize(self: RRef[Any]) -> tuple[Serialized]:
+    """Return what `_deserialize` makes a reference of, after a pickler or a call has carried it."""
+    self._agent.references.check_alive(self)
+    return (Serialized(self),)
+
+
+def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
+    """Return the reference that was serialized, as one of the current agent."""
+    (serialized,) = data
+    return serialized.accept() if isinstance(serialized, Serialized) else serialized
+
+
+def _fork_for_anybody(rref: RRef[Any]) -> bytes:
+    return msgspec.msgpack.encode(rref._agent.references.hand_over(rref, _NOBODY))
+
+
+def _accept_fork(data: bytes) -> RRef[Any]:
     agent = api.current_agent()
-    fork = msgspec.msgpack.decode(data[0], type=Fork)
+    fork = msgspec.msgpack.decode(data, type=Fork)
     (rref,) = agent.references.accept([fork])
     if fork.owner == agent.me.incarnation:  # it has come home: a handle, where a fork was promised
         if fork.parent == fork.owner:

@@ -227,13 +227,17 @@ class Caller:
         context = agent.recorder.current() if agent.recorder is not None else None
 
         first = self._encode(call, to, mode, builtin, body, target, context)
-        if call.definitions:
-            again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
-            self._prepare_repeat(call, to, again)
-        agent.pending.add(call)
+        ready = False
         try:
+            if call.definitions:
+                again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
+                self._prepare_repeat(call, to, again)
+            agent.pending.add(call)
+            ready = True
             self._post(call, first)
         except BaseException:
+            if not ready:  # otherwise `_post` knows whether the message may be on its way
+                first.forker.take_back()
             agent.pending.pop(call.id)
             call.drop_repeat()
             if call.recording is not None and agent.recorder is not None:
@@ -328,7 +332,7 @@ class Caller:
         names_only = call.definitions
         try:
             spare = encode()
-        except EncodeError as error:
+        except NbdistError as error:
             failure = error  # of no matter unless it is needed
 
             def fail() -> _Encoded:

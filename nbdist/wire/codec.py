@@ -50,6 +50,10 @@ class Forker(Protocol):
         """Describe a new fork of ``reference`` for the receiver."""
         ...
 
+    def take_back(self) -> None:
+        """Forget the forks described so far: the receiver will not see them."""
+        ...
+
 
 class Encoded(NamedTuple):
     """A value as it travels: the header's part, and the frames behind it."""
@@ -379,18 +383,6 @@ def _size(value: Any, depth: int = 2) -> int:
     return nbytes if isinstance(nbytes, int) else sys.getsizeof(value, 0)
 
 
-class _Again:
-    """A forker for a second attempt at the same message: what was handed over is not handed over twice."""
-
-    def __init__(self, first: _Pickler, forker: Forker) -> None:
-        self._first = first
-        self._forker = forker
-
-    def fork(self, reference: Any) -> Fork:
-        index = self._first.references.get(id(reference))
-        return self._first.forks[index] if index is not None else self._forker.fork(reference)
-
-
 _NO_TENSORS = Payload()
 
 
@@ -436,9 +428,10 @@ def encode(
             places = _pack_recorded(pickler.recorded, packer, odd)
         tensors, where, frames = packer.pack()
     except _ValueWanted:
-        again = _Again(pickler, forker) if forker is not None else None
+        if forker is not None:
+            forker.take_back()  # a second attempt may meet other references, where reducers make them
         return encode(
-            value, by_value=True, forker=again, devices=devices, receiver=receiver, record=record, space=space
+            value, by_value=True, forker=forker, devices=devices, receiver=receiver, record=record, space=space
         )
     except NbdistError:
         raise

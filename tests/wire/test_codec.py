@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -409,6 +410,9 @@ class Forker:
         number = len(self.forked)
         return Fork(GlobalId(0, number, 1), GlobalId(0, 100 + number, 1), 1, 2)
 
+    def take_back(self):
+        self.forked.clear()
+
 
 @pytest.fixture(autouse=True)
 def reference_type():
@@ -428,6 +432,25 @@ def test_references_travel_as_forks():
 def test_a_reference_outside_of_a_call_is_an_encode_error():
     with pytest.raises(EncodeError, match="in a call"):
         codec.encode(Reference("x"))
+
+
+class MakesAReference:
+    """Reduces to a new reference each time, and remembers those."""
+
+    made: ClassVar[list[Reference]] = []
+
+    def __reduce__(self):
+        self.made.append(Reference(f"number {len(self.made)}"))
+        return list, ([self.made[-1]],)
+
+
+def test_a_second_attempt_at_a_message_takes_back_the_references_of_the_first():
+    sender, forker = Main("def f(): return 1"), Forker()
+    with sender.active():
+        encoded = codec.encode([MakesAReference(), sender.f], lacking={sender.digest("f")}, forker=forker)
+    assert len(MakesAReference.made) == 2
+    assert forker.forked == MakesAReference.made[1:]
+    assert len(encoded.payload.forks) == 1
 
 
 def test_a_reference_is_handed_over_once_even_if_the_message_is_made_twice():

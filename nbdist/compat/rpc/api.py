@@ -18,7 +18,7 @@ from nbdist.compat import gathering, references
 from nbdist.compat.agents import RpcAgent, agent_of_torch
 from nbdist.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from nbdist.compat.rpc.functions import async_execution
-from nbdist.compat.rpc.internal import PythonUDF, _internal_rpc_pickler
+from nbdist.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, beside
 from nbdist.errors import NbdistError, NotInitialized, RRefError, UnknownWorker, UsageError
 from nbdist.rpc import api as rpc
 from nbdist.rpc.executor import ASYNC_MARK
@@ -131,12 +131,15 @@ def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     pickler = _default_pickler
     if pickler is _internal_rpc_pickler or not callable(func):
         return func, args, kwargs
-    data, tensors = pickler.serialize(PythonUDF(func, tuple(args or ()), dict(kwargs or {})))
-    return (_run_async if hasattr(func, ASYNC_MARK) else _run), (data, tensors), None
+    rrefs: list[RRef[Any]] = []
+    with beside(rrefs):
+        data, tensors = pickler.serialize(PythonUDF(func, tuple(args or ()), dict(kwargs or {})))
+    return (_run_async if hasattr(func, ASYNC_MARK) else _run), (data, tensors, rrefs), None
 
 
-def _run(data: bytes, tensors: list[torch.Tensor]) -> Any:
-    function, args, kwargs = _internal_rpc_pickler.deserialize(data, tensors)
+def _run(data: bytes, tensors: list[torch.Tensor], rrefs: list[RRef[Any]]) -> Any:
+    with beside(rrefs):
+        function, args, kwargs = _internal_rpc_pickler.deserialize(data, tensors)
     return function(*args, **kwargs)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from nbdist.compat.references import Serialized, in_a_message
 from nbdist.rpc.rref import RRef
 from nbdist.wire import codec
 
@@ -41,7 +44,28 @@ class RemoteException(NamedTuple):
 
 
 Reducer = Callable[[Any], Any]
-_TENSOR, _RREF, _SCRIPT = "tensor", "rref", "script"
+_TENSOR, _RREF, _SCRIPT, _BESIDE = "tensor", "rref", "script", "beside"
+
+
+class _PerThread(threading.local):
+    beside: list[RRef[Any]] | None = None
+
+
+_thread = _PerThread()
+
+
+@contextlib.contextmanager
+def beside(rrefs: list[RRef[Any]]) -> Iterator[None]:
+    """Keep references out of the bytes that this thread serializes in the block: they are appended to ``rrefs``.
+
+    A call carries ``rrefs`` beside the bytes, so that the codec forks them for the callee. Deserializing such bytes
+    takes a block with the same references.
+    """
+    before, _thread.beside = _thread.beside, rrefs
+    try:
+        yield
+    finally:
+        _thread.beside = before
 
 
 class _InternalRPCPickler:
@@ -85,6 +109,9 @@ class _Pickler(pickle.Pickler):
             self._tensors.append(obj)
             return _TENSOR, len(self._tensors) - 1
         if isinstance(obj, RRef):
+            if _thread.beside is not None:
+                _thread.beside.append(obj)
+                return _BESIDE, len(_thread.beside) - 1
             return _RREF, obj._serialize()  # type: ignore[attr-defined]  # see nbdist.compat.references
         if isinstance(obj, torch.jit.ScriptModule) and type(obj) not in self._reducers:
             saved = io.BytesIO()
@@ -94,6 +121,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         reducer = self._reducers.get(type(obj))
+        if reducer is None and type(obj) is Serialized and _thread.beside is not None:
+            reducer = in_a_message
         return NotImplemented if reducer is None else reducer(obj)
 
 
@@ -108,6 +137,10 @@ class _Unpickler(pickle.Unpickler):
             return self._tensors[what]
         if kind == _RREF:
             return RRef._deserialize(what)  # type: ignore[attr-defined]  # see nbdist.compat.references
+        if kind == _BESIDE:
+            if _thread.beside is None:
+                raise pickle.UnpicklingError("these bytes belong to a call, which carried their references beside them")
+            return _thread.beside[what]
         return torch.jit.load(io.BytesIO(what))
 
 
