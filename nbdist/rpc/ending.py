@@ -20,13 +20,18 @@ from nbdist.wire.messages import AskShutdown, Record, ShutdownState
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["Ending", "Survey"]
+__all__ = ["Ending", "Reminder", "Survey"]
 
 RUNNING, DRAINING, RELEASING, CLOSING = range(4)
 
 _ASK_FIRST = 0.002
 _ASK_MOST = 0.05
-_REMIND = 10.0
+QUIET = 10.0
+"""Seconds without a call after which a shutdown that waits says so."""
+
+_NOT_OVER = {RELEASING: "calls that are still running", CLOSING: "messages about references that are under way"}
+"""What keeps a round from beginning when all members have called shutdown."""
+
 _log = logging.getLogger("nbdist.rpc")
 
 
@@ -66,6 +71,29 @@ class Survey:
             return True
         self._before = (sent, taken) if quiet else None
         return False
+
+
+class Reminder:
+    """Decides when a shutdown that waits tells what it waits for. Pure.
+
+    Programs of torch have workers that call shutdown at once and serve calls until the others are done, so waiting
+    is what they are there for. A line comes after `QUIET` seconds in which this agent served no call, and once for
+    each reason.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._quiet_since = now
+        self._served = -1
+        self._told: set[str] = set()
+
+    def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
+        """Return whether to tell ``reason`` now, after ``served`` calls; ``running`` calls run at this moment."""
+        if running or served != self._served:
+            self._quiet_since, self._served = now, served
+        if now - self._quiet_since <= QUIET or reason in self._told:
+            return False
+        self._told.add(reason)
+        return True
 
 
 class Ending:
@@ -110,7 +138,7 @@ class Ending:
 
     def _until(self, round: int, deadline: float) -> None:
         """Wait until the leader, perhaps this agent itself, begins ``round``."""
-        pause, remind = _ASK_FIRST, time.monotonic() + _REMIND
+        pause, reminder = _ASK_FIRST, Reminder(time.monotonic())
         while True:
             with self._changed:
                 if self._wanted >= round:
@@ -119,21 +147,24 @@ class Ending:
                 self._ask()
             now = time.monotonic()
             if now > deadline:
-                raise RendezvousError(f"shutdown: still waiting for {self._waiting_for()}")
-            if now > remind:
-                _log.warning("%s: shutdown is waiting for %s", self._agent.me.name, self._waiting_for())
-                remind = now + _REMIND
+                raise RendezvousError(f"shutdown: still waiting for {self._waiting_for(round)}")
+            executor, waiting_for = self._agent.executor, self._waiting_for(round)
+            served = sum(list(executor.finished.values()))
+            reason = waiting_for if waiting_for in _NOT_OVER.values() else "members"
+            if reminder.is_due(now, served, executor.active, reason):
+                _log.warning("%s: shutdown is waiting for %s", self._agent.me.name, waiting_for)
             with self._changed:
                 if self._wanted < round:
                     self._changed.wait(min(pause, max(deadline - now, 0.001)))
             pause = min(pause * 1.5, _ASK_MOST)
 
-    def _waiting_for(self) -> str:
+    def _waiting_for(self, round: int) -> str:
+        """Return what keeps ``round`` from beginning, in words."""
         if self._missing is None and not self._is_leader():  # who asks has not begun to
             return f"{self._leader().name} to call shutdown"
         if self._missing:
             return f"{', '.join(self._missing)} to call shutdown"
-        return "calls that are still running"
+        return _NOT_OVER[round]
 
     def _leader(self) -> Record:
         return self._agent.membership.members()[0]

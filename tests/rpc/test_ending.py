@@ -1,10 +1,16 @@
 """When a world may end: the leader's view of it, look by look."""
 
 import itertools
+import logging
+import threading
+import time
 
 import pytest
 
-from nbdist.rpc.ending import CLOSING, DRAINING, RELEASING, RUNNING, Survey
+from nbdist import rpc
+from nbdist.rpc import ending
+from nbdist.rpc.ending import CLOSING, DRAINING, QUIET, RELEASING, RUNNING, Reminder, Survey
+from nbdist.testing import World
 from nbdist.wire.messages import ShutdownState
 
 ALL = {1, 2, 3}
@@ -137,3 +143,52 @@ def test_in_any_order_of_answers_a_chain_of_calls_is_seen():
             assert not over, (first, second)
     survey.look(history[last])
     assert survey.look(history[last])
+
+
+# --- what a shutdown that waits tells -------------------------------------------------------------
+
+
+def test_a_shutdown_that_waits_tells_each_reason_once():
+    reminder = Reminder(0.0)
+    told = [(at, reason) for at, reason in TICKS if reminder.is_due(at, 0, 0, reason)]
+    assert told == [(QUIET + 1, "members"), (3 * QUIET, "calls")]
+
+
+TICKS = [(float(at), "members" if at < 3 * QUIET else "calls") for at in range(int(6 * QUIET))]
+
+
+def test_a_shutdown_tells_nothing_while_it_serves_calls():
+    reminder = Reminder(0.0)
+    often = [reminder.is_due(at, int(at // (0.9 * QUIET)), 0, "members") for at, _ in TICKS]
+    one_long = [reminder.is_due(6 * QUIET + at, 7, 1, "members") for at, _ in TICKS]
+    assert not any(often)
+    assert not any(one_long)
+    assert not reminder.is_due(13 * QUIET - 1, 8, 0, "members")
+    assert reminder.is_due(14 * QUIET, 8, 0, "members")
+
+
+@pytest.fixture
+def told(monkeypatch, caplog):
+    """The lines that shutdowns have logged, which count a fifth of a second as a long silence."""
+    monkeypatch.setattr(ending, "QUIET", 0.2)
+    caplog.set_level(logging.WARNING, "nbdist.rpc")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_a_worker_that_called_shutdown_and_serves_is_silent_until_the_calls_stop(told):
+    """torch's usual program: worker1 has nothing to do but to serve, and calls shutdown at once."""
+    with World(2) as world:
+        waiting = threading.Thread(target=world[1].ending.end, args=(60,))
+        waiting.start()
+        begun = time.monotonic()
+        with world[0].activate():
+            while time.monotonic() < begun + 1.5:
+                assert rpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+            assert told() == []
+            rpc.rpc_sync("worker1", time.sleep, args=(1.0,))
+            assert told() == []
+            time.sleep(1.5)
+            assert told() == ["worker1: shutdown is waiting for worker0 to call shutdown"]
+            world[0].ending.end(60)
+        waiting.join(10)
+        assert not waiting.is_alive()
