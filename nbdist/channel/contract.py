@@ -13,13 +13,17 @@ from typing import Protocol, runtime_checkable
 
 from nbdist.errors import NbdistError
 
-__all__ = ["Buffer", "Channel", "ChannelError", "Link"]
+__all__ = ["Buffer", "Channel", "ChannelError", "Link", "TooManyFiles"]
 
 Buffer = bytes | memoryview
 
 
 class ChannelError(NbdistError):
     """The channel cannot take a message for that address."""
+
+
+class TooManyFiles(ChannelError):
+    """This process's file table is full: nothing is wrong with the other agent, and later there may be room."""
 
 
 class Link(Protocol):

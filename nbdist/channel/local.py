@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from nbdist.channel.contract import ChannelError, Link
+from nbdist.channel.contract import ChannelError, Link, TooManyFiles
 from nbdist.channel.framing import Cutter
 from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
 from nbdist.channel.zeromq import ZmqChannel
@@ -110,10 +110,14 @@ class LocalChannel:
             for address in addresses:
                 if address.startswith(_SCHEME):
                     # Its file may be another host's, or of one that has died: then the other addresses count.
-                    with contextlib.suppress(ChannelError):
+                    try:
                         link = LocalLink(address.removeprefix(_SCHEME), self._outbox)
-                        self._links.add(link)
-                        return link
+                    except TooManyFiles:
+                        raise  # the short way is there, and can be taken later
+                    except ChannelError:
+                        continue
+                    self._links.add(link)
+                    return link
         return self._beside.connect(addresses)
 
     # -- receiving ----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-from nbdist.channel.contract import Buffer, ChannelError
+from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.framing import head
 
 __all__ = ["LocalLink", "Outbox", "is_own_user"]
@@ -103,7 +103,10 @@ class LocalLink:
         self._socket: socket.socket | None = self._open()
 
     def _open(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise TooManyFiles(f"cannot connect to {self._path}: {error}") from error
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)  # the kernel gives what it allows

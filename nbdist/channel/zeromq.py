@@ -25,7 +25,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from nbdist.channel.contract import Buffer, ChannelError
+from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.security import Secret, runtime_directory
 
 __all__ = ["ZmqChannel", "host_identity", "sweep"]
@@ -214,7 +214,10 @@ class ZmqChannel:
         with self._lock:
             if self._closed:
                 raise ChannelError("the channel is closed")
-            sock = self._context.socket(zmq.PUSH)
+            try:
+                sock = self._context.socket(zmq.PUSH)
+            except zmq.ZMQError as error:
+                raise TooManyFiles(f"cannot connect to {address}: {error}") from error
             self._prepare(sock)
             sock.set(zmq.IPV6, int("[" in address))
             if curve:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbdist.channel.contract import ChannelError
+from nbdist.channel.contract import ChannelError, TooManyFiles
 from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
 from nbdist.rpc.futures import blocking_wait
 from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
@@ -67,6 +67,8 @@ class Handshake:
         for record in present:
             try:
                 self._agent.links.connect(record)
+            except TooManyFiles:
+                raise
             except ChannelError:
                 dead.append(record)
         waiting = [record for record in present if record not in dead]
@@ -129,9 +131,12 @@ class Handshake:
             self._refuse(record, f"{self._agent.me.name} speaks version {VERSION}, not {record.version}")
         elif self.is_dynamic and record.world_size is None:
             try:
-                self._agent.membership.add(record)
                 self._agent.links.connect(record)
+                self._agent.membership.add(record)  # last: a member without a connection could never be called
+            except TooManyFiles as error:  # no reason to refuse: it will knock again
+                _log.warning("%s cannot answer %s yet: %s", self._agent.me.name, record.name, error)
             except (NotUnique, ChannelError) as error:
+                self._agent.links.disconnect(record.incarnation)
                 self._refuse(record, str(error))
             else:
                 self._agent.sharing.on_met(record.incarnation, message.reads)

@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import file_table
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,6 +145,23 @@ def test_a_message_that_is_too_long_ends_its_connection_which_is_made_again():
         deadline = time.monotonic() + SOON
         while (frames := door.receive(0.01)) is None and time.monotonic() < deadline:
             link.send([b"short"], "call")  # those until it notices are lost, as on a wire
+        assert frames == [b"short"]
+
+
+def test_a_broken_link_with_a_full_file_table_loses_messages_as_on_a_wire():
+    with channels("here") as [here], channels("door", max_message=100_000) as [door]:
+        link = here.connect(door.addresses)
+        link.send([bytes(200_000)], "call")  # the door ends the connection
+        assert door.receive(0.05) is None
+        with file_table.full():
+            link.send([b"lost"], "call")  # notices, and closes the socket, for which something else takes the room
+            taken = os.dup(0)
+            for _ in range(2):
+                link.send([b"lost"], "call")
+        os.close(taken)
+        deadline = time.monotonic() + SOON
+        while (frames := door.receive(0.01)) != [b"short"] and time.monotonic() < deadline:
+            link.send([b"short"], "call")
         assert frames == [b"short"]
 
 

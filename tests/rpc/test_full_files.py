@@ -1,0 +1,52 @@
+"""Members whose file table is full for a while: nobody is given up for it, and all of them come back."""
+
+import os
+import tempfile
+import threading
+import time
+
+import file_table
+import workers
+
+import nbdist
+from nbdist import rpc
+from nbdist.rpc.api import current_agent
+
+
+def test_a_member_that_joins_while_the_file_table_is_full_can_be_called_afterwards(tmp_path):
+    store = tempfile.mktemp(prefix="nbdist-test-")
+    go = tmp_path / "go"
+    others = workers.Workers()
+    rpc.init_rpc("worker0", rank=0, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
+    try:
+        begin = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"
+        others.start("late", workers.member("late", 1, None, store, first=begin, then="workers._release.wait(60)"))
+        agent, knocked = current_agent(), threading.Event()
+        on_stranger = agent.handshake.on_stranger
+
+        def note(message):
+            try:
+                on_stranger(message)
+            finally:
+                knocked.set()
+
+        agent.handshake.on_stranger = note
+        with file_table.full(room=1):  # for the connection that the newcomer makes; none for the way back
+            os.mkdir(go)  # takes no file
+            assert knocked.wait(60)
+            members = {record.incarnation for record in agent.membership.members()}
+            assert members <= agent.links.connections.keys(), "a member has no connection"
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert rpc.rpc_sync("late", workers.name) == "late"
+                break
+            except (nbdist.UnknownWorker, nbdist.WorkerLost):
+                assert time.monotonic() < deadline, "the newcomer cannot be called"
+                time.sleep(0.05)
+        assert rpc.rpc_sync("late", workers.call_there, args=("worker0", workers.name)) == "worker0"
+        rpc.rpc_sync("late", workers.release)
+        others.output("late")
+    finally:
+        rpc.shutdown(graceful=False)
+        others.end()
