@@ -13,6 +13,8 @@ import time
 import unittest
 from pathlib import Path
 
+import stacks
+
 DUMP_AFTER = 60  # torch's test case prints the stacks of all workers then
 KILL_AFTER = 90
 
@@ -21,6 +23,7 @@ def load():
     """torch's suites by name, each mixed with its fixture and with processes that are forked."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(DUMP_AFTER)
     os.environ["PYTORCH_JIT"] = "0"  # torch's switch: TorchScript is not what is tested, though some tests use it
+    stacks.listen()
     import torch
 
     import nbdist.compat

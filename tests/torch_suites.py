@@ -1,0 +1,48 @@
+"""The process that runs torch's own test suites on nbdist: `conformance/zygote.py`, and how tests talk to it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+class Zygote:
+    """Runs one case after the other; its standard error goes to the file ``log``."""
+
+    def __init__(self, log):
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "conformance" / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_helpers()},
+        )
+        self.suites = self.answer()["ready"]
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            pytest.fail(f"the process that runs torch's tests has ended:\n{self.log.read_text()}")
+        return json.loads(line)
+
+    def run(self, test, output):
+        self.process.stdin.write(json.dumps({"test": test, "output": str(output)}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+def _with_helpers():
+    """The import path of that process: as this one's, with the helpers in `tests/`."""
+    return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
