@@ -7,6 +7,7 @@ registering. `tests/test_layers.py` holds every import against the tables below.
 layer  modules                      what is there
 ====== ============================ ====================================================================
 0      errors ids trace pictures    words that all layers share; drawings as images
+       durations                    lengths of time that users give, checked
        torch_private                the private names of torch that are used, in one table
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
@@ -83,6 +84,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 LAYERS: dict[str, int] = {
+    "durations": 0,
     "errors": 0,
     "ids": 0,
     "pictures": 0,

@@ -17,7 +17,8 @@ from nbdist.rpc.api import (
     rpc_sync,
     shutdown,
 )
-from nbdist.rpc.futures import Future, wait_all
+from nbdist.rpc.collecting import wait_all
+from nbdist.rpc.futures import Future
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from nbdist.rpc.rref import RRef

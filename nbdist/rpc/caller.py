@@ -69,7 +69,7 @@ class Caller:
         try:
             self._call(to, function, args, None, timeout, outcome)
         except WorkerLost as error:
-            outcome.try_settle(None, error)
+            outcome.try_settle(None, error.with_traceback(None))  # whose frames have the outcome
         return outcome
 
     def asynchronous(
@@ -84,9 +84,7 @@ class Caller:
         try:
             return self._call(to, function, args, kwargs, timeout, Future()).future
         except WorkerLost as error:
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
+            return _failed(error.with_traceback(None))  # whose frames have the arguments
 
     def remote(
         self,
@@ -355,6 +353,13 @@ class Caller:
 
 
 _NO_PAYLOAD = Payload()
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    """Return a future that has failed; no frame that the error could hold has it."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _check(function: Any, args: Any, kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.failures import describe
-from nbdist.rpc.futures import Promise
+from nbdist.rpc.futures import Promise, outcome_of
 from nbdist.rpc.references import MessageForker
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec, names
@@ -216,17 +216,11 @@ class Request:
 
         def finish(done: Any) -> None:
             with self._agent.activate():
-                # An error of ours is not raised: its frames would have the future, which has it, until a collection.
-                failed = done.exception() if isinstance(done, Promise) else None
-                try:
-                    result = done.value() if failed is None else None
-                except BaseException as error:
-                    failed = error
+                result, failed = outcome_of(done)
                 if failed is None:
                     self._answer(result)
                 else:
                     self._fail(failed)
-                del failed
 
         future.add_done_callback(finish)
 

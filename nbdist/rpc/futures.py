@@ -3,22 +3,35 @@
 `Future` is a `torch.futures.Future`, so ``torch.futures.wait_all`` and ``collect_all`` take it. But torch's
 ``wait`` sleeps in C++, deaf to Ctrl-C and blind to deadlines; ours sleeps on a Python lock, and tells the
 pool of the thread it blocks, so that the pool can grow (`nbdist.rpc.dispatch`).
+
+A list of such futures is waited for in `nbdist.rpc.collecting`.
+
+What an error holds::
+
+    future ── _error ──> error ── __traceback__ ──> frames that raised it and waited for it ──> their locals
+       │                                                                                          (the future, too)
+       └── torch's C++ ── value ──> _Failure ╌╌ weak ╌╌> future
+
+The upper circle is Python's, and the garbage collector frees it. No strong reference may lead from torch's C++ to
+the error: the collector cannot see through C++, and would keep the error, its frames and their tensors for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from nbdist import durations
 from nbdist.errors import RpcTimeout
 
 __all__ = [
@@ -26,10 +39,11 @@ __all__ = [
     "Latch",
     "Promise",
     "blocking_wait",
+    "outcome_of",
     "set_blocking_hook",
     "set_carrier",
     "set_interrupt_hook",
-    "wait_all",
+    "without_first_frame",
 ]
 
 _log = logging.getLogger("nbdist.rpc")
@@ -149,6 +163,8 @@ class Promise(Generic[T]):
         self._done = False  # the latch cannot tell: who waits takes it for a moment
         self._outcome: Any = None
         self._error: BaseException | None = None
+        self._origin: TracebackType | None = None
+        """The error's traceback when it came: each wait begins from that, else each would add its frames."""
         self._callbacks: list[Callable[[Any], Any]] = []
 
     # -- settling -----------------------------------------------------------------------------
@@ -171,6 +187,8 @@ class Promise(Generic[T]):
         self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
     ) -> None:
         self._outcome, self._error = outcome, error
+        if error is not None:
+            self._origin = error.__traceback__
         with self._setting:
             callbacks, self._callbacks = self._callbacks, []
             self._done = True
@@ -205,15 +223,20 @@ class Promise(Generic[T]):
     def _result(self) -> T:
         try:
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(self._origin)
             return cast(T, self._outcome)
         finally:
-            del self
+            del self  # else the error would hold its future, by its traceback and this frame
 
     # -- waiting ------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> T:
-        """The value, as soon as it is there; Ctrl-C ends the wait, and so does ``timeout`` (seconds)."""
+        """Wait for the value and return it; raise its error.
+
+        Ctrl-C ends the wait, and so does ``timeout`` (seconds), with `nbdist.RpcTimeout`; None is for no limit.
+        """
+        if timeout is not None:
+            timeout = durations.patience(timeout)
         if not self._done:
             try:
                 with blocking_wait():
@@ -227,7 +250,7 @@ class Promise(Generic[T]):
         try:
             return self._result()
         finally:
-            del self  # as in `Latch.wait`
+            del self  # as in `_result`
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         """Call ``callback(self)`` once the future is done, at once if it is."""
@@ -237,6 +260,11 @@ class Promise(Generic[T]):
                 return
         _call_all([callback], self)
 
+    def drop_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Forget a callback that was added, unless it has been called."""
+        with self._setting, contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
+
 
 class Future(Promise[T], torch.futures.Future[T]):
     """The outcome of a call, now or later."""
@@ -244,7 +272,6 @@ class Future(Promise[T], torch.futures.Future[T]):
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         torch.futures.Future.__init__(self, devices=devices)
         Promise.__init__(self)
-        self._failure: _Failure | None = None
 
     def set_result(self, result: T) -> None:
         """Complete the future with a value."""
@@ -264,16 +291,10 @@ class Future(Promise[T], torch.futures.Future[T]):
         """torch's own waiters see the same, and not before us: whoever its `wait_all` wakes may ask `done` of us."""
         # Its ``set_exception`` would call our ``set_result``.
         if error is not None:
-            self._failure = _Failure(self)
             torch.futures.Future._set_unwrap_func(self, _raise)
-            torch.futures.Future.set_result(self, cast(T, self._failure))
+            torch.futures.Future.set_result(self, cast(T, _Failure(self, error)))
         else:
             torch.futures.Future.set_result(self, outcome)
-
-    def __del__(self) -> None:
-        failure = getattr(self, "_failure", None)
-        if failure is not None:
-            failure.error = self._error  # torch's side may live on, in what `collect_all` made of it
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -287,8 +308,11 @@ class Future(Promise[T], torch.futures.Future[T]):
                 arrived.set_result(None)
 
         self.add_done_callback(arrive)
-        yield from arrived
-        return self._result()
+        try:
+            yield from arrived
+            return self._result()
+        finally:
+            del self  # as in `_result`
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future for ``callback(self)``, called once this one is done."""
@@ -300,7 +324,7 @@ class Future(Promise[T], torch.futures.Future[T]):
                 with carried() if carried is not None else nullcontext():
                     result = callback(done)
             except BaseException as error:
-                child.try_settle(None, error)
+                child.try_settle(None, without_first_frame(error))  # this frame has the child
             else:
                 child.try_settle(result, None)
 
@@ -309,26 +333,41 @@ class Future(Promise[T], torch.futures.Future[T]):
 
 
 class _Failure:
-    """What torch's side of a failed future holds: a way to the error rather than the error.
+    """What torch's side of a failed future holds: a way to the error, and the error's text.
 
-    An error that was raised refers, by its traceback, to the frames that waited for it, and these to the
-    future. Through torch's C++ the garbage collector cannot see such a circle, and would never free it.
+    Nobody needs the text but C++ code that keeps the future's C++ part longer than the future.
     """
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = weakref.ref(future)
-        self.error: BaseException | None = None
+    __slots__ = ("_future", "_text")
 
-    def find(self) -> BaseException:
+    def __init__(self, future: Future[Any], error: BaseException) -> None:
+        self._future = weakref.ref(future)
+        try:
+            self._text = f"{type(error).__qualname__}: {error}"
+        except Exception:  # a user's class may fail to say what it is
+            self._text = type(error).__qualname__
+
+    def throw(self) -> None:
+        """Raise the error; a RuntimeError with its text if the future is gone."""
         future = self._future()
-        error = self.error if future is None else future._error
-        return error if error is not None else RuntimeError("the future is gone, and its error with it")
+        if future is None:
+            raise RuntimeError(self._text)
+        try:
+            future._result()
+        finally:
+            del future
 
 
 def _raise(outcome: Any) -> Any:
     if isinstance(outcome, _Failure):
-        raise outcome.find()
+        outcome.throw()
     return outcome
+
+
+def without_first_frame(error: BaseException) -> BaseException:
+    """Drop the frame that caught an error from its traceback; that frame would hold what the error is given to."""
+    caught = error.__traceback__
+    return error.with_traceback(caught.tb_next if caught is not None else None)
 
 
 def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
@@ -340,28 +379,21 @@ def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
             _log.exception("a callback of a future failed")
 
 
-def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
-    """The values of all ``futures``; raises the first error there is, without waiting for the rest."""
-    futures = list(futures)
-    changed = threading.Condition()
-    finished: list[torch.futures.Future[T]] = []
+def outcome_of(done: torch.futures.Future[T]) -> tuple[T | None, BaseException | None]:
+    """Return the value of a completed future, ours or torch's, and its error; one of them is None.
 
-    def finish(future: Any) -> None:
-        with changed:
-            finished.append(future)
-            changed.notify()
-
-    for future in futures:
-        future.add_done_callback(finish)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    seen = 0
-    with changed:
-        while seen < len(futures):
-            while seen == len(finished):
-                left = None if deadline is None else deadline - time.monotonic()
-                with blocking_wait():
-                    if (left is not None and left <= 0) or not changed.wait(left):
-                        raise RpcTimeout(f"{len(futures) - seen} of {len(futures)} futures after {timeout:g} s")
-            finished[seen].value()
-            seen += 1
-    return [future.value() for future in futures]
+    Torch's future raises its error, which thereby gets a traceback with the future in it, and keeps that error in C++,
+    where nobody would ever free it. So those frames are taken off again.
+    """
+    if isinstance(done, Promise):
+        error = done.exception()
+        return (None, error) if error is not None else (done.value(), None)
+    try:
+        return done.value(), None
+    except BaseException as error:
+        last = error.__traceback__
+        while last is not None and last.tb_frame.f_code.co_filename in (__file__, torch.futures.__file__):
+            last = last.tb_next
+        return None, error.with_traceback(last)
+    finally:
+        del done

@@ -15,7 +15,7 @@ from nbdist import trace
 from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.failures import rebuild
-from nbdist.rpc.futures import Promise
+from nbdist.rpc.futures import Promise, without_first_frame
 from nbdist.rpc.references import creation_error
 from nbdist.rpc.rref import RRef
 from nbdist.wire import codec
@@ -80,7 +80,7 @@ class Outcomes:
             if not reply.ok:
                 outcome, error = None, rebuild(outcome)
         except BaseException as failed:
-            outcome, error = None, failed
+            outcome, error = None, without_first_frame(failed)  # this frame has the call
             if reply.ok and isinstance(failed, NbdistError):
                 error.add_note(f"while the result of {call.function} on {call.worker} was read")
         self.end(call, outcome, error)

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
+from nbdist.rpc.collecting import wait_all
 from nbdist.rpc.dispatch import Pool
-from nbdist.rpc.futures import Future, blocking_wait, wait_all
+from nbdist.rpc.futures import Future, blocking_wait
 
 SOON = 20.0  # seconds; only a failing test waits that long
 

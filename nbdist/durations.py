@@ -1,0 +1,66 @@
+"""Reads a number of seconds that a user gave, and refuses what is none.
+
+============================== ===================== ==========================
+given                          `limit` (a call)      `patience` (a wait)
+============================== ===================== ==========================
+a text, None, a list           TypeError             TypeError
+NaN                            UsageError            UsageError
+less than 0                    as given: the default UsageError
+0                              0: no limit           0: do not wait
+more than `LONGEST`, infinity  0: no limit           None: no limit
+============================== ===================== ==========================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nbdist.errors import UsageError
+
+__all__ = ["LONGEST", "limit", "patience", "positive", "seconds"]
+
+LONGEST = 1e8
+"""Seconds, about three years: Python's locks and torch's stores can wait for that long. What is longer has no end."""
+
+
+def seconds(value: Any, name: str = "timeout") -> float:
+    """Return ``value``, a number of seconds, as a float; infinity where it is too large for one.
+
+    Raises:
+        TypeError: if it is no number; ``name`` says in the message what it was given as.
+        UsageError: if it is NaN.
+    """
+    try:
+        found = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:
+        found = math.inf if value > 0 else -math.inf
+    except Exception:  # by the __float__ of anybody's class
+        found = None
+    if found is None:
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if math.isnan(found):
+        raise UsageError(f"{name} must be a number of seconds, not NaN")
+    return found
+
+
+def limit(value: Any, name: str = "timeout") -> float:
+    """Return the time limit of a call: 0 where there is none, negative where the default is asked for."""
+    found = seconds(value, name)
+    return 0.0 if found > LONGEST else found
+
+
+def patience(value: Any, name: str = "timeout") -> float | None:
+    """Return how long to wait at most: 0 for not at all, None for no limit."""
+    found = seconds(value, name)
+    if found < 0:
+        raise UsageError(f"{name} must be 0 s or more, not {found:g}")
+    return None if found > LONGEST else found
+
+
+def positive(value: Any, name: str = "timeout") -> float:
+    """Return a number of seconds that is more than 0, and at most `LONGEST`."""
+    found = seconds(value, name)
+    if found <= 0:
+        raise UsageError(f"{name} must be more than 0 s, not {found:g}")
+    return min(found, LONGEST)
