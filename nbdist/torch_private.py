@@ -34,6 +34,7 @@ __all__ = [
     "set_engine",
     "set_grad_enabled",
     "take_from_thread",
+    "take_over_collect_all",
     "thread_has",
     "thread_value",
     "torch_rpc",
@@ -58,6 +59,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._push_on_torch_function_stack": "origins of nodes stay unknown",
     "torch._C._len_torch_dispatch_stack": "a thread is taken to be in no dispatch mode",
     "torch._C._functorch.peek_interpreter_stack": "a thread is taken to be outside of torch.func transforms",
+    "torch._C._collect_all": "torch.futures.wait_all waits for the rest after the first error of a call",
     "torch._C.Future": "torch.futures.Future, its subclass, is looked for",
     "torch._C._distributed_rpc": "torch was built without RPC, so no agent of torch's can run",
     "torch._utils._get_sparse_tensors_to_validate": "since 2.15; before, torch._utils._sparse_tensors_to_validate",
@@ -80,6 +82,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_cdata": ("a storage", "tensors cannot be sent"),
     "_forward_hooks": ("a module", "Pipeline cannot cut a model"),
     "_forward_pre_hooks": ("a module", "Pipeline cannot cut a model"),
+    "_class_reducer_dict": ("the pickler of torch's RPC", "compat.install() fails with AttributeError"),
     "_set_unwrap_func": ("a torch.futures.Future", "torch.futures.wait_all does not raise the errors of calls"),
 }
 """Private attributes of torch's objects: whose they are, and what happens where they are missing."""
@@ -163,6 +166,15 @@ _future: type = _find("torch._C.Future", torch.futures.Future)
 def is_torch_future(value: object) -> bool:
     """Return whether a value is a future of torch's, in Python or in C++."""
     return isinstance(value, _future)
+
+
+_collect_all: Any = _find("torch._C._collect_all", False)
+
+
+def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
+    """Have ``torch.futures.collect_all`` and ``wait_all`` call ``collect(futures, collect_of_torch)``."""
+    if _collect_all:
+        torch._C._collect_all = lambda futures: collect(futures, _collect_all)
 
 
 def torch_rpc() -> Any:

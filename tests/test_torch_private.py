@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.rpc
 from torch.autograd import Function
 
 import nbdist
@@ -156,6 +157,7 @@ def objects():
         "a storage": [leaf.untyped_storage()],
         "a module": [torch.nn.Linear(1, 1)],
         "a torch.futures.Future": [torch.futures.Future()],
+        "the pickler of torch's RPC": [torch.distributed.rpc.internal._internal_rpc_pickler],
     }
 
 

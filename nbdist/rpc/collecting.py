@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nbdist import torch_private
 from nbdist.errors import RpcTimeout
 from nbdist.rpc.futures import Future, Promise, outcome_of
 
@@ -91,15 +92,11 @@ def _drop(future: torch.futures.Future[Any], callback: Callable[[Any], None]) ->
         future.drop_callback(callback)
 
 
-_torchs_own: Callable[[Any], Any] | None = getattr(torch._C, "_collect_all", None)
-
-
-def _collect_all(futures: Any) -> Any:
+def _collect_all(futures: Any, collect_of_torch: Callable[[Any], Any]) -> Any:
     """Collect futures for ``torch.futures``: by `collect_all` where one of them is ours, else by torch's own."""
-    if _torchs_own is not None and not any(isinstance(future, Future) for future in futures):
-        return _torchs_own(futures)
-    return collect_all(futures)
+    if any(isinstance(future, Future) for future in futures):
+        return collect_all(futures)
+    return collect_of_torch(futures)
 
 
-if _torchs_own is not None:  # without it that torch collects in some other way, which stays as it is
-    torch._C._collect_all = _collect_all
+torch_private.take_over_collect_all(_collect_all)

@@ -18,8 +18,7 @@ import torch
 import workers
 
 import nbdist
-from nbdist import rpc
-from nbdist.rpc import collecting
+from nbdist import rpc, torch_private
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Future
 from nbdist.testing import World
@@ -331,8 +330,8 @@ def test_a_traceback_does_not_grow_with_waits() -> None:
 
 def test_torchs_part_of_a_future_that_is_gone_has_the_errors_text() -> None:
     future = failed(KeyError("k"))
-    assert collecting._torchs_own is not None
-    collected = collecting._torchs_own([future])  # C++ keeps its part of the future
+    assert torch_private._collect_all is not None
+    collected = torch_private._collect_all([future])  # C++ keeps its part of the future
     with pytest.raises(KeyError, match="k"):
         collected.wait()
     del future
