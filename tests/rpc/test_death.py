@@ -218,6 +218,7 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
         # A third one joins, and takes part in everything.
         others.start("third", workers.member("third", 2, None, store, then="workers._release.wait(60)"))
         workers.eventually(lambda: len(current_agent().membership.members()) == 3)
+        workers.eventually(lambda: rpc.rpc_sync("late", workers.statistics)["members"] == 3)  # it says hello in turn
         assert rpc.rpc_sync("late", workers.call_there, args=("third", workers.name)) == "third"
         again = rpc.remote("third", torch.ones, args=(2,))
         assert rpc.rpc_sync("late", workers.fetch, args=(again,)).tolist() == [1, 1]
