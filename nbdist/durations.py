@@ -18,7 +18,7 @@ from typing import Any
 
 from nbdist.errors import UsageError
 
-__all__ = ["LONGEST", "limit", "patience", "positive", "seconds"]
+__all__ = ["LONGEST", "bounded", "limit", "patience", "positive", "seconds"]
 
 LONGEST = 1e8
 """Seconds, about three years: Python's locks and torch's stores can wait for that long. What is longer has no end."""
@@ -40,7 +40,7 @@ def seconds(value: Any, name: str = "timeout") -> float:
     if found is None:
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     if math.isnan(found):
-        raise UsageError(f"{name} must be a number of seconds, not NaN")
+        raise UsageError(f"{name} must be a number of seconds, not {found}")
     return found
 
 
@@ -52,15 +52,25 @@ def limit(value: Any, name: str = "timeout") -> float:
 
 def patience(value: Any, name: str = "timeout") -> float | None:
     """Return how long to wait at most: 0 for not at all, None for no limit."""
-    found = seconds(value, name)
-    if found < 0:
-        raise UsageError(f"{name} must be 0 s or more, not {found:g}")
+    found = _from_0(value, name)
     return None if found > LONGEST else found
 
 
+def bounded(value: Any, name: str = "timeout") -> float:
+    """Return a number of seconds from 0 to `LONGEST`, to compute with; what is longer becomes `LONGEST`."""
+    return min(_from_0(value, name), LONGEST)
+
+
 def positive(value: Any, name: str = "timeout") -> float:
-    """Return a number of seconds that is more than 0, and at most `LONGEST`."""
+    """Return a number of seconds that is more than 0, to compute with; what is longer becomes `LONGEST`."""
     found = seconds(value, name)
     if found <= 0:
         raise UsageError(f"{name} must be more than 0 s, not {found:g}")
     return min(found, LONGEST)
+
+
+def _from_0(value: Any, name: str) -> float:
+    found = seconds(value, name)
+    if found < 0:
+        raise UsageError(f"{name} must be 0 s or more, not {found:g}")
+    return found

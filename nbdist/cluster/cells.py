@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from getpass import getpass
 from typing import Any
 
+from nbdist import durations
 from nbdist.cluster.arrange import Arranger, Published, say_names
 from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
@@ -140,7 +141,7 @@ class Cell:
         Ctrl-C, or the stop button, interrupts the workers, and so does the end of ``timeout`` (seconds). What sends it
         is to ``begin`` here: an interrupt that comes just then would else leave it running.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + durations.positive(timeout)
         try:
             begin()
             while not self._finished:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nbdist import durations
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Straight
@@ -292,8 +293,11 @@ class Cluster:
     ) -> Cell:
         """Run a cell on workers; with ``block`` wait for it, which raises its errors.
 
-        What it puts out appears here while it runs. ``timeout`` (seconds) interrupts it.
+        What it puts out appears here while it runs. ``timeout`` (seconds, more than 0) interrupts it; None is for no
+        limit, and so is more than 1e8.
         """
+        if timeout is not None:
+            timeout = durations.positive(timeout)
         self.start()
         workers = self.select(targets)
         sink = sink or current_sink()

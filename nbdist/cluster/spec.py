@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass
 
 import torch
 
+from nbdist import durations
 from nbdist.errors import UsageError
 from nbdist.rpc.membership import WorkerInfo
 
@@ -40,8 +40,9 @@ class Spec:
             raise UsageError(f"{self.driver!r} is a worker's name; give the notebook another, such as master")
         if self.driver is not None:
             WorkerInfo(self.driver, 0)  # raises for a bad name
-        if not 0 < self.timeout < math.inf:
-            raise UsageError(f"the timeout must be more than 0 s, and finite, not {self.timeout:g}")
+        seconds = durations.seconds(self.timeout, "the timeout")
+        if not 0 < seconds <= durations.LONGEST:
+            raise UsageError(f"the timeout must be more than 0 s, and at most {durations.LONGEST:g} s, not {seconds:g}")
         for name in self.preload:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise UsageError(f"{name!r} is not the name of a module to preload")

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
+from nbdist import durations
 from nbdist.errors import RpcTimeout
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
@@ -63,6 +64,7 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
 
 def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -> dict[str, Any]:
     """What every member of the group has given, by its name."""
+    timeout = durations.limit(timeout)
     agent = api.current_agent()
     everybody = [record.name for record in agent.membership.members()]
     names = sorted(set(worker_names) if worker_names else everybody)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbdist import durations
 from nbdist.errors import RRefError
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
@@ -139,7 +140,7 @@ def _accept_fork(data: bytes) -> RRef[Any]:
 
 def release_users(agent: Agent, timeout: float) -> None:
     """Let go of every reference to another worker's values, and wait until their owners know."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + durations.positive(timeout)
     agent.references.release_all()
     while agent.references.forks.users and time.monotonic() < deadline:
         time.sleep(_POLL)

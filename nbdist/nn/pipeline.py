@@ -36,6 +36,9 @@ __all__ = ["Pipeline"]
 
 Maker = torch.nn.Module | Callable[[], torch.nn.Module]
 
+_TABLES = 16
+"""Schedules that a pipeline remembers: one for each number of micro-batches; the last batch may have fewer."""
+
 _PATIENCE = 5.0
 """Seconds for which a worker is waited for that has to be told that a step has failed."""
 
@@ -110,8 +113,10 @@ class Pipeline:
         parts, self._prefixed = _parts(model, stages, len(places), at, balance, sample)
         if len(parts) % len(places):
             raise UsageError(f"{len(parts)} stages do not go evenly onto {len(places)} workers")
-        if micro_batches < 1:
-            raise UsageError(f"a batch has at least one micro-batch, not {micro_batches}")
+        if not isinstance(micro_batches, int) or micro_batches < 1:
+            raise UsageError(
+                f"a batch has at least one micro-batch: micro_batches is a whole number, not {micro_batches!r}"
+            )
         if schedule is None:
             schedule = "1f1b" if len(parts) == len(places) else "interleaved"
         if schedule not in SCHEDULES:
@@ -120,8 +125,9 @@ class Pipeline:
         if len(set(names)) < len(names):
             raise UsageError(f"a worker may have several stages, but is named once: {', '.join(names)}")
         _check_sharing(parts, len(names))
-        self._table = functools.cache(partial(SCHEDULES[schedule], len(names), len(parts)))
-        self._table(micro_batches)  # or say now what is wrong
+        # For each number of micro-batches that a batch really has: it has no more than rows.
+        self._table = functools.lru_cache(_TABLES)(partial(SCHEDULES[schedule], len(names), len(parts)))
+        self._table(1)  # raises if the schedule does not fit the stages
         self.stages = len(parts)
         self.workers = names
         self.micro_batches = micro_batches

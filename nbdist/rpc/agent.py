@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nbdist import trace
+from nbdist import durations, trace
 from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
@@ -27,7 +27,7 @@ from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.dispatch import Job, Pool
 from nbdist.rpc.links import CARRIERS, Links
 from nbdist.rpc.membership import Membership, WorkerInfo
-from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
 from nbdist.rpc.recording import Recorder, extend
 from nbdist.wire.messages import Cast, Envelope, Goodbye, Hello, Record, Refused, decode_envelope, kind
 from nbdist.wire.peer import Standing
@@ -92,7 +92,7 @@ class Agent:
         self.channel = channel
         self.membership = Membership(me)
         self.ids = IdSource(me.id, me.incarnation)
-        self.rpc_timeout = options.rpc_timeout
+        self.rpc_timeout = time_limit(options.rpc_timeout)
         self.pending = PendingCalls()
         self.pid = os.getpid()
         self.refused = 0
@@ -325,8 +325,11 @@ class Agent:
             raise WorkerLost(f"{to.name if isinstance(to, WorkerInfo) else to} {why}") from None
 
     def timeout_of(self, timeout: float) -> float:
-        """Seconds: the default where ``timeout`` is unset (negative); 0 for none."""
-        return self.rpc_timeout if timeout < 0 else timeout
+        """Return a call's time limit in seconds: the default where ``timeout`` is negative; 0 for none."""
+        if timeout == UNSET_RPC_TIMEOUT:  # as in almost every call
+            return self.rpc_timeout
+        seconds = durations.limit(timeout)
+        return self.rpc_timeout if seconds < 0 else seconds
 
     def statistics(self) -> dict[str, int]:
         """Counters, for people and tests."""

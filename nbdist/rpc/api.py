@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from nbdist import durations
 from nbdist.channel.contract import Channel
 from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
 from nbdist.rpc import rref as rref_module
@@ -151,9 +152,10 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     ``graceful`` waits until all members of a fixed world have called this and nothing is under way any more;
     in a dynamic world, until what this worker asked for and was asked for is done. ``timeout`` limits that wait
-    (seconds; 0 for no limit); the error names who is missing. The agent ends in any case, but for a member of a
-    notebook's cluster, which only finishes what is under way: the cluster ends it.
+    (seconds; 0, or less, for no limit); the error names who is missing. The agent ends in any case, but for a
+    member of a notebook's cluster, which only finishes what is under way: the cluster ends it.
     """
+    timeout = durations.limit(timeout)
     agent = current_agent()
     if agent.hosted:
         if graceful:
@@ -220,7 +222,7 @@ def rpc_sync(
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return the result.
 
-    ``timeout`` is in seconds; negative for the default of the options, 0 for none.
+    ``timeout`` is in seconds; negative for the default of the options, 0 for none (as is more than 1e8, or infinity).
     """
     return current_agent().caller.sync(to, func, args, kwargs, timeout)
 

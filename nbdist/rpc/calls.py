@@ -86,11 +86,12 @@ class PendingCalls:
 
     def add(self, call: Pending) -> None:
         """Await an answer."""
+        half = call.started + call.timeout * 0.5  # first: what cannot be computed must not be awaited
         with self._lock:
             self._calls[call.id] = call
             if call.timeout > 0:
                 # Half way, whoever runs it is asked what it is doing, so that a timeout can say so.
-                heapq.heappush(self._due, (call.started + call.timeout * 0.5, call.id))
+                heapq.heappush(self._due, (half, call.id))
                 if len(self._due) > 2 * len(self._calls) + 1024:
                     self._due = [entry for entry in self._due if entry[1] in self._calls]
                     heapq.heapify(self._due)

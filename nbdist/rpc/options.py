@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nbdist import durations
 from nbdist.errors import UsageError
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "UNSET_RPC_TIMEOUT",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
+    "time_limit",
 ]
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
@@ -35,7 +37,7 @@ class RpcBackendOptions:
     ``num_worker_threads``
         how many threads may run functions for others at a time; those that wait for a nested call do not count.
     ``rpc_timeout``
-        seconds after which a call fails, unless it says otherwise; 0 for never.
+        seconds after which a call fails, unless it says otherwise; 0 for never, and so is more than 1e8 or infinity.
     ``init_method``
         where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
     ``device_maps``
@@ -90,8 +92,10 @@ class RpcBackendOptions:
             raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
             raise UsageError(f"num_worker_threads must be a whole number from 1, not {num_worker_threads!r}")
-        if rpc_timeout < 0:
-            raise UsageError(f"rpc_timeout must be 0 (never) or more, not {rpc_timeout!r}")
+        rpc_timeout = time_limit(rpc_timeout)
+        suspect_after = durations.seconds(suspect_after, "suspect_after")
+        lost_after = durations.seconds(lost_after, "lost_after")
+        switch_interval = durations.seconds(switch_interval, "switch_interval")
         if not 0 < suspect_after <= lost_after:
             raise UsageError(f"0 < suspect_after <= lost_after must hold, not {suspect_after!r} and {lost_after!r}")
         channel = channel or os.environ.get("NBDIST_CHANNEL") or "auto"
@@ -100,7 +104,7 @@ class RpcBackendOptions:
         if switch_interval < 0:
             raise UsageError(f"switch_interval must be 0 (as it is) or more, not {switch_interval!r}")
         self.num_worker_threads = num_worker_threads
-        self.rpc_timeout = float(rpc_timeout)
+        self.rpc_timeout = rpc_timeout
         self.init_method = init_method
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         self.devices = [torch.device(device) for device in devices or ()]
@@ -114,7 +118,7 @@ class RpcBackendOptions:
         self.arena_bytes = _from_environment(arena_bytes, "arena_bytes")
         threshold = _from_environment(arena_threshold, "arena_threshold")
         self.arena_threshold = DEFAULT_ARENA_THRESHOLD if threshold is None else threshold
-        self.switch_interval = float(switch_interval)
+        self.switch_interval = switch_interval
         for to, device_map in (device_maps or {}).items():
             self.set_device_map(to, device_map)
 
@@ -130,6 +134,14 @@ class RpcBackendOptions:
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Name the local devices that calls use; kept for torch's programs, nothing here needs it."""
         self.devices = [torch.device(device) for device in devices]
+
+
+def time_limit(rpc_timeout: float) -> float:
+    """Return ``rpc_timeout``, the default time limit of calls in seconds, if it can be one; 0 is for none."""
+    found = durations.limit(rpc_timeout, "rpc_timeout")
+    if found < 0:
+        raise UsageError(f"rpc_timeout must be 0 (never) or more, not {found:g}")
+    return found
 
 
 def _from_environment(value: int | None, name: str) -> int | None:

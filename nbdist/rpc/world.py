@@ -20,7 +20,7 @@ from nbdist.ids import new_incarnation
 from nbdist.rpc import rendezvous, switching
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.roster import Roster, Store
 from nbdist.wire.messages import Record
 
@@ -44,7 +44,7 @@ def start_agent(
     ``store`` is used instead of opening one by ``options.init_method``; ``wrap`` puts something around the
     agent's channel, such as faults; its files are in ``directory`` rather than in the user's own.
     """
-    timeout = options.rpc_timeout or _NO_TIMEOUT
+    timeout = time_limit(options.rpc_timeout) or _NO_TIMEOUT
     deadline = time.monotonic() + timeout
     WorkerInfo(name, 0)  # raises for a bad name
     reach, rank = _store(options, store, rank, world_size, timeout)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist import durations
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, routing
 from nbdist.swarm.crew import Crew, Gone
@@ -61,6 +62,10 @@ def serve(
     a kind ("step", "forward", "backward") of so many tokens. All else is the servers': `nbdist.swarm.Options`.
     """
     servers = Options(**options)  # first: a name may be wrong
+    durations.positive(servers.session_timeout, "session_timeout")
+    step_timeout = durations.positive(step_timeout, "step_timeout")
+    cache_timeout = durations.bounded(cache_timeout, "cache_timeout")
+    route_timeout = durations.bounded(route_timeout, "route_timeout")
     folder = tempfile.TemporaryDirectory(prefix="nbdist-swarm-")
     if isinstance(model, str | Path):
         known = Path(model) if Path(model).is_dir() else folder_of(str(model))

@@ -34,7 +34,7 @@ from nbdist.compat.rpc.server_process_global_profiler import _server_process_glo
 from nbdist.errors import UsageError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.options import RpcBackendOptions, time_limit
 
 __all__ = [
     "BackendType",
@@ -123,7 +123,7 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    current_agent().rpc_timeout = float(seconds)
+    current_agent().rpc_timeout = time_limit(seconds)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
