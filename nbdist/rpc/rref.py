@@ -188,10 +188,19 @@ class RRef(Generic[T]):
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
     def __copy__(self) -> RRef[T]:
-        return self
+        """Make a second handle on the same value; the value is kept until both are released or gone.
+
+        Nothing is copied but the handle, and no message is sent: both share what keeps the value.
+        """
+        if self._hold is None:
+            raise RRefError(f"{self!r} was let go of by release(): there is nothing to copy")
+        copied: RRef[T] = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RRef[T]:
-        return self
+        """As `copy.copy`: the value itself stays where it is, and one."""
+        return self.__copy__()
 
 
 register_reference(RRef)

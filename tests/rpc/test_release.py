@@ -1,9 +1,12 @@
 """A reference that is let go of by hand: what is under way with it is not harmed, and nothing more can be asked."""
 
+import copy
+import gc
 import threading
 
 import pytest
 import torch
+from workers import eventually
 
 from nbdist import RRefError, rpc
 from nbdist.testing import Faults, World
@@ -86,3 +89,28 @@ def test_the_owner_lets_go_of_the_value(world):
         if not owner.owns(rref._id):
             break
     assert not owner.owns(rref._id)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda rref: copy.deepcopy([rref])[0]])
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+def test_a_copy_keeps_the_value_when_the_other_is_released(world, owner, copied):
+    def owned():
+        return len(world[int(owner[-1])].references.owned())
+
+    rref = rpc.remote(owner, int, args=(5,))
+    assert rref.to_here() == 5
+    second = copied(rref)
+    third = copied(second)
+    assert (second.owner(), second.confirmed_by_owner()) == (rref.owner(), rref.confirmed_by_owner())
+    rref.release()
+    with pytest.raises(RRefError, match="nothing to copy"):
+        copied(rref)
+    assert second.to_here() == 5
+    assert rpc.rpc_sync("worker2", value_of, args=(second,)) == 5
+    del second
+    gc.collect()
+    assert third.rpc_sync().conjugate() == 5
+    assert owned() == 1
+    del third
+    gc.collect()
+    eventually(lambda: owned() == 0)
