@@ -130,3 +130,26 @@ def test_a_tutorials_program_prints_the_same_on_torch_and_on_nbdist(program):
         printed.append(done.stdout)
     assert printed[0] == printed[1]
     assert len(printed[0].splitlines()) in (2, 3)
+
+
+FAILING = {
+    "batch_parameter_server": ["--trainers", "2", "--batches", "3", "--batch-size", "2", "--fail", "trainer2"],
+    "batch_cartpole": ["--observers", "2", "--mode", "batch", "--episodes", "1", "--steps", "20", "--fail", "2"],
+}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param([], id="torch", marks=pytest.mark.soak), pytest.param(["-m", "nbdist", "run"], id="nbdist")]
+)
+@pytest.mark.parametrize("program", FAILING)
+def test_where_one_fails_the_others_end_too(program, how):
+    """They would wait for ever for a batch that is never complete."""
+    path = Path(__file__).parent.parent / "notebooks" / "programs" / f"{program}.py"
+    command = [sys.executable, *how, str(path), *FAILING[program], "--port", str(free_port())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode != 0
+    ended = re.findall(r"(\w+\d) ended: (.*)", done.stderr)
+    assert len(ended) == 2, done.stderr
+    assert "asked to fail" in done.stderr

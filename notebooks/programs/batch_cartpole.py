@@ -5,7 +5,8 @@ Written for torch.distributed.rpc:
     python batch_cartpole.py                           # on torch
     python -m nbdist run batch_cartpole.py             # on nbdist, unchanged
 
-Rewards go to standard output, times to standard error.
+Rewards go to standard output, times to standard error. Where an observer fails, the agent fails the decision that
+the others wait for, so that they end, too.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 
 import gymnasium
 import torch
@@ -37,7 +39,8 @@ class Policy(nn.Module):
 class Observer:
     """Plays, and asks the agent at each step; where an episode ends early, it begins again."""
 
-    def __init__(self, batch, gamma, seed):
+    def __init__(self, batch, gamma, seed, fails=False):
+        self.fails = fails
         self.id = rpc.get_worker_info().id - 1
         self.env = gymnasium.make("CartPole-v1")
         self.seed = seed + self.id
@@ -54,6 +57,8 @@ class Observer:
         rewards = torch.zeros(steps)
         first = 0
         for step in range(steps):
+            if step == 1 and self.fails:
+                raise ValueError("asked to fail")
             state = torch.from_numpy(state).float().unsqueeze(0)
             action = rpc.rpc_sync(agent_rref.owner(), self.select_action, args=(agent_rref, self.id, state))
             state, reward, terminated, truncated, _ = self.env.step(action)
@@ -78,7 +83,7 @@ class Agent:
         self.batch = batch
         self.running_reward = 0.0
         self.ob_rrefs = [
-            rpc.remote(OBSERVER.format(rank), Observer, args=(batch, args.gamma, args.seed))
+            rpc.remote(OBSERVER.format(rank), Observer, args=(batch, args.gamma, args.seed, rank == args.fail))
             for rank in range(1, observers + 1)
         ]
         self.lock = threading.Lock()
@@ -90,6 +95,7 @@ class Agent:
         self.log_probs = [] if self.batch else [[] for _ in range(count)]
         self.future_actions = torch.futures.Future()
         self.pending = count
+        self.failed = None  # which observer did, and why
 
     @staticmethod
     def select_action(agent_rref, observer, state):
@@ -106,6 +112,8 @@ class Agent:
         """A decision when all have asked; the last one who asks makes it, and nobody's thread waits."""
         self = agent_rref.local_value()
         with self.lock:
+            if self.failed is not None:
+                raise RuntimeError(self.failed)
             self.states[observer].copy_(state[0])
             future_action = self.future_actions.then(lambda actions: actions.value()[observer].item())
             self.pending -= 1
@@ -118,11 +126,27 @@ class Agent:
                 decided.set_result(actions)
         return future_action
 
+    def observer_ended(self, observer, done):
+        """Fail the decision that the others wait for, if this observer failed: not all will ask."""
+        try:
+            done.value()
+        except Exception as error:
+            with self.lock:
+                if self.failed is None:
+                    self.failed = f"{observer} failed: {error}"
+                    self.future_actions.set_exception(RuntimeError(self.failed))
+
     def run_episode(self, steps):
         """All observers play so many steps; then the policy learns of it."""
         self.begin()
         futures = [rref.rpc_async(timeout=0).run_episode(self.agent_rref, steps) for rref in self.ob_rrefs]
-        returned = torch.futures.wait_all(futures)
+        for rank, future in enumerate(futures, 1):
+            future.add_done_callback(partial(self.observer_ended, OBSERVER.format(rank)))
+        try:
+            returned = torch.futures.wait_all(futures)
+        except Exception:
+            print_errors(futures)
+            raise
         rewards = torch.stack([rewards for rewards, _ in returned]).t()
         reward = sum(reward for _, reward in returned) / len(returned)
         probabilities = torch.stack(
@@ -133,6 +157,15 @@ class Agent:
         self.optimizer.zero_grad()
         self.running_reward = 0.5 * reward + 0.5 * self.running_reward
         return reward, self.running_reward
+
+
+def print_errors(futures):
+    """Wait for all observers, and say which error ended each of them."""
+    for rank, future in enumerate(futures, 1):
+        try:
+            future.wait()
+        except Exception as error:
+            print(f"{OBSERVER.format(rank)} ended: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
 
 
 def run(rank, observers, batch, port, args):
@@ -157,6 +190,7 @@ def main():
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--gamma", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=543)
+    parser.add_argument("--fail", type=int, metavar="RANK", help="have this observer fail in its second step")
     parser.add_argument("--port", default="29500")
     args = parser.parse_args()
     for observers in args.observers:

@@ -1,7 +1,7 @@
 """A parameter server that updates its model once for the gradients of all trainers, and answers them all at once.
 
-While it waits for the last of them, no thread of the server waits: each call's answer is a Future. Written for
-torch.distributed.rpc:
+While it waits for the last of them, no thread of the server waits: each call's answer is a Future. Where a trainer
+fails, the server fails that Future, so that the other trainers end, too. Written for torch.distributed.rpc:
 
     python batch_parameter_server.py                   # on torch
     python -m nbdist run batch_parameter_server.py     # on nbdist, unchanged
@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ class BatchUpdateParameterServer:
         self.future_model = torch.futures.Future()
         self.batch_update_size = batch_update_size
         self.arrived = {}
+        self.failed = None  # which trainer did, and why
         self.optimizer = optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
         self.blocked = self.most_blocked = 0
 
@@ -53,6 +55,8 @@ class BatchUpdateParameterServer:
     def take(self, trainer, gradients):
         """Note a trainer's gradients; the last one's update the model. The future of the model of this round."""
         with self.lock:
+            if self.failed is not None:
+                raise RuntimeError(self.failed)
             self.arrived[trainer] = gradients
             future = self.future_model
             if len(self.arrived) == self.batch_update_size:
@@ -65,6 +69,16 @@ class BatchUpdateParameterServer:
                 self.future_model = torch.futures.Future()
                 future.set_result(self.model)
         return future
+
+    def trainer_ended(self, trainer, done):
+        """Fail the round that the others wait in, if this trainer failed: it will never be complete."""
+        try:
+            done.value()
+        except Exception as error:
+            with self.lock:
+                if self.failed is None:
+                    self.failed = f"{trainer} failed: {error}"
+                    self.future_model.set_exception(RuntimeError(self.failed))
 
     @staticmethod
     @rpc.functions.async_execution
@@ -103,7 +117,9 @@ class Trainer:
         update = server.update_and_fetch_model_blocking if self.args.blocking else server.update_and_fetch_model
         losses = []
         model = self.ps_rref.rpc_sync().get_model()
-        for inputs, labels in self.batches():
+        for number, (inputs, labels) in enumerate(self.batches()):
+            if number == 1 and self.name == self.args.fail:
+                raise ValueError("asked to fail")
             model.zero_grad()
             loss = self.loss_fn(model(inputs), labels)
             loss.backward()
@@ -118,17 +134,34 @@ def run_trainer(ps_rref, args):
 
 
 def run_server(trainers, args):
-    ps_rref = rpc.RRef(BatchUpdateParameterServer(trainers, args.model, args.classes))
+    server = BatchUpdateParameterServer(trainers, args.model, args.classes)
+    ps_rref = rpc.RRef(server)
     start = time.perf_counter()
     futures = [
         rpc.rpc_async(f"trainer{rank}", run_trainer, args=(ps_rref, args), timeout=0) for rank in range(1, trainers + 1)
     ]
-    for rank, losses in enumerate(torch.futures.wait_all(futures), 1):
+    for rank, future in enumerate(futures, 1):
+        future.add_done_callback(partial(server.trainer_ended, f"trainer{rank}"))
+    try:
+        results = torch.futures.wait_all(futures)
+    except Exception:
+        print_errors(futures)
+        raise
+    for rank, losses in enumerate(results, 1):
         print(f"trainer{rank}: losses {' '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
     seconds = time.perf_counter() - start
     images = trainers * args.batches * args.batch_size
     blocked = ps_rref.local_value().most_threads_blocked()
     print(f"{trainers} trainers: {images / seconds:.0f} images/s, {blocked} threads blocked", file=sys.stderr)
+
+
+def print_errors(futures):
+    """Wait for all trainers, and say which error ended each of them."""
+    for rank, future in enumerate(futures, 1):
+        try:
+            future.wait()
+        except Exception as error:
+            print(f"trainer{rank} ended: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
 
 
 def run(rank, trainers, port, args):
@@ -153,6 +186,7 @@ def main():
     parser.add_argument("--image", type=int, default=64)
     parser.add_argument("--classes", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fail", metavar="TRAINER", help="have one fail in its second batch, such as trainer2")
     parser.add_argument("--port", default="29500")
     args = parser.parse_args()
     for trainers in args.trainers:
