@@ -1,9 +1,10 @@
 """Ctrl-C for waits that Python cannot end.
 
-``torch.futures.wait_all`` sleeps in C++, where no Python signal handler runs until it returns. A signal's
-arrival can still be seen from another thread, through the wakeup file of the `signal` module: if the main
-thread then stays inside ``torch/futures``, the calls that it made are failed, the wait returns, and the
-KeyboardInterrupt that has been pending meanwhile is raised.
+A wait for a future of torch's own sleeps in C++, where no Python signal handler runs until it returns. Such a future
+may be one that a callback of ours completes. (A list with a future of ours in it is waited for in Python, see
+`nbdist.rpc.collecting`.) A signal's arrival can still be seen from another thread, through the wakeup file of the
+`signal` module: if the main thread then stays inside ``torch/futures``, the watch fails the calls that the main
+thread made, the wait returns, and Python raises the KeyboardInterrupt that has been pending meanwhile.
 """
 
 from __future__ import annotations

@@ -237,6 +237,10 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
     [
         "rpc.rpc_sync('me', time.sleep, args=(30,))",
         "torch.futures.wait_all([f])",
+        "torch.futures.wait_all([f, t])",
+        "torch.futures.collect_all([f, t]).wait()",
+        "t.wait()",
+        "torch.futures.wait_all([t])",
         "f.wait()",
         "rpc.wait_all([f])",
         "r.to_here()",
@@ -250,6 +254,8 @@ options = rpc.RpcBackendOptions(init_method="file://" + tempfile.mktemp())
 rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
 f = rpc.rpc_async("me", time.sleep, args=(30,))
 r = rpc.remote("me", time.sleep, args=(30,))
+t = torch.futures.Future()
+f.add_done_callback(lambda _: t.set_result(1))
 def interrupt():
     global sent
     sent = time.monotonic()
