@@ -3,6 +3,9 @@
 The worker that makes a context is the one that ends it. Whoever is touched by way of a third worker tells the
 maker so (`Entered`); so the maker knows all, and the end of a context does not depend on any worker between.
 Calls that come too late, after the context's end, find that it has been there and is over.
+
+A worker that takes the place of a dead one counts its contexts from the same number as the dead one did. What tells
+two contexts with the same id apart is the incarnation of their maker.
 """
 
 from __future__ import annotations
@@ -156,9 +159,14 @@ class Contexts:
         self._numbers = itertools.count()
         self._messages = itertools.count()
         self._contexts: dict[int, Context] = {}
-        self._over: OrderedDict[int, None] = OrderedDict()
+        self._over: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """The contexts that have ended, as (id, incarnation of the maker)."""
         self._lock = threading.Lock()
         self._thread = _PerThread()
+        self.is_gone: Callable[[int], bool] = lambda maker: False
+        """Whether a maker was a member and is one no more; set by who knows the members."""
+        self.on_displaced: Callable[[Context], None] = lambda context: None
+        """Called with a dead maker's context that has given way; set by who runs its passes."""
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -214,7 +222,11 @@ class Contexts:
         if context is None:
             raise UsageError(
                 f"Could not find autograd context with id: {id}"
-                + (": it has ended" if id in self._over else "; contexts end with their `with` block")
+                + (
+                    ": it has ended"
+                    if any(over == id for over, _ in self._over)
+                    else "; contexts end with their `with` block"
+                )
             )
         return context
 
@@ -225,28 +237,42 @@ class Contexts:
     def enter(
         self, id: int, maker: int, entered: Callable[[], Any] = lambda: None, *, lines: bool = False
     ) -> Context | None:
-        """A message belongs to this context; None if it is over. ``entered()`` is called where it is new here."""
+        """Return the context to which a message belongs, or None if that context is over.
+
+        Calls ``entered()`` if the context is new on this worker. A dead maker's context is over, also where a third
+        worker's message comes late. So a context with the same id but another maker is that of a dead maker, whose
+        place ``maker`` has taken: it gives way.
+        """
         context = self._contexts.get(id)
-        if context is not None:
+        if context is not None and context.maker == maker:
             context.lines = context.lines or lines  # that it is watched may have been known before
             return context
         with self._lock:
-            if id in self._over:
+            before = self._contexts.get(id)
+            if before is not None and before.maker == maker:
+                return before
+            if (id, maker) in self._over or self.is_gone(maker):
                 return None
-            context = self._contexts.get(id)
-            if context is not None:
-                return context
+            if before is not None:
+                self._note_over(id, before.maker)
             context = self._contexts[id] = Context(id, maker, lines=lines)
+        if before is not None:
+            self.on_displaced(before)
         entered()
         return context
 
-    def release(self, id: int) -> Context | None:
-        """It is over, also for what may come later."""
+    def release(self, id: int, maker: int) -> Context | None:
+        """End ``maker``'s context of that id, also for messages that come later; return it if it was here."""
         with self._lock:
-            self._over[id] = None
-            if len(self._over) > _REMEMBERED:
-                self._over.popitem(last=False)
-            return self._contexts.pop(id, None)
+            self._note_over(id, maker)
+            context = self._contexts.get(id)
+            return self._contexts.pop(id) if context is not None and context.maker == maker else None
+
+    def _note_over(self, id: int, maker: int) -> None:
+        """With the lock held: remember that a context has ended, for messages that come too late."""
+        self._over[id, maker] = None
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
 
     def made_by(self, incarnation: int) -> Iterable[Context]:
         """Those whose maker it is."""

@@ -191,9 +191,10 @@ class Entered(msgspec.Struct, array_like=True, frozen=True, tag=7):
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
-    """From the maker of a context: it is over."""
+    """Says that ``maker``'s context is over. Whoever takes a dead maker's place has contexts with the same ids."""
 
     context: int
+    maker: int
 
 
 class Watch(msgspec.Struct, array_like=True, frozen=True, tag=9):

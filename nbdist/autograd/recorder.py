@@ -63,6 +63,8 @@ class Recorder:
 
     def __init__(self, agent: Agent) -> None:
         self.contexts = Contexts(agent.me.id, agent.me.incarnation)
+        self.contexts.is_gone = agent.membership.is_gone
+        self.contexts.on_displaced = lambda context: self.submit(partial(self._end, context))
         self.passes = Passes(self, self.contexts)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()
@@ -83,7 +85,9 @@ class Recorder:
         self._handle(messages.Failed, lambda message, sender, body: lambda: passes.on_failed(message, body()))
         self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
         self._handle(messages.Entered, lambda message, sender, body: self._on_entered(message, sender))
-        self._handle(messages.Release, lambda message, sender, body: partial(self._release, message.context))
+        self._handle(
+            messages.Release, lambda message, sender, body: partial(self._release, message.context, message.maker)
+        )
         self._handle(messages.Watch, lambda message, sender, body: observing.on_watch(message))
         self._handle(messages.Observed, lambda message, sender, body: observing.on_observed(message, sender))
         self._handle(messages.Over, lambda message, sender, body: observing.on_over(message))
@@ -139,24 +143,28 @@ class Recorder:
         if self.contexts.current is context:
             self.contexts.set_current(None)
         for worker in context.workers - {self._agent.me.incarnation}:
-            self.tell(worker, messages.Release(context.id))
-        self._release(context.id)
+            self.tell(worker, messages.Release(context.id, context.maker))
+        self._release(context.id, context.maker)
 
-    def _release(self, id: int) -> None:
-        context = self.contexts.release(id)
+    def _release(self, id: int, maker: int) -> None:
+        context = self.contexts.release(id, maker)
         if context is not None:
-            self.passes.release(context)
-            if context.noting is not None:
-                context.noting.__exit__(None, None, None)
-            if context.watch is not None:
-                context.watch.close()
+            self._end(context)
+
+    def _end(self, context: Context) -> None:
+        """End what belongs to a context that is here no more: its passes, its watch."""
+        self.passes.release(context)
+        if context.noting is not None:
+            context.noting.__exit__(None, None, None)
+        if context.watch is not None:
+            context.watch.close()
 
     def _on_entered(self, message: messages.Entered, sender: int) -> None:
         context = self.contexts.find(message.context)
         if context is not None:
             self._join(context, sender)
         if context is None or self.contexts.find(message.context) is None:  # it may have ended in between
-            self.tell(sender, messages.Release(message.context))
+            self.tell(sender, messages.Release(message.context, self.me))
 
     # -- what the agent asks ------------------------------------------------------------------
 
@@ -353,11 +361,11 @@ class Recorder:
         self.passes.observing.on_lost(record.incarnation)
         self.passes.on_lost(record.incarnation, record.name, why)
         for context in self.contexts.made_by(record.incarnation):
-            self._agent.pool.submit(partial(self._release, context.id))
+            self._agent.pool.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
         for context in self.contexts.all():
-            self._release(context.id)
+            self._release(context.id, context.maker)
 
 
 def _on_gradients(passes: Passes, message: messages.Gradients, body: Callable[[], Any]) -> None:

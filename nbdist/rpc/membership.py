@@ -105,6 +105,10 @@ class Membership:
         """The record of an incarnation that is or was a member."""
         return self._known.get(incarnation)
 
+    def is_gone(self, incarnation: int) -> bool:
+        """Return whether that incarnation was a member and is one no more; one that is not known yet is not gone."""
+        return incarnation in self._known and incarnation not in self._living
+
     def name_of(self, incarnation: int) -> str:
         """The name to print for an incarnation, dead or alive."""
         record = self._known.get(incarnation)
