@@ -4,6 +4,7 @@
 # make check    format, lint, types, layers, exported names
 # make bench    measure, beside the peers that are installed; writes benchmarks/README.md and the table in README.md
 # make soak     the long sweeps that `make test` leaves out
+# make chaos    kills, stops, full file tables, cut links and bad frames at random: make chaos SEED=7 MINUTES=30
 # make notebooks  run all notebooks, put their outputs into them
 # make clean    remove everything that the above made
 #
@@ -13,6 +14,8 @@
 #               make demo TORCH="torch==2.13.0 --index-url URL"
 #   ARGS        more arguments for the program that is run, e.g. make test ARGS="-k rref -x"
 #   PAGE        the page that `make demo` leaves
+#   SEED        the seed of `make chaos`
+#   MINUTES     how long `make chaos` runs
 #   BENCH       which of benchmarks/ `make bench` runs, e.g. make bench BENCH=rpc ARGS=--peers
 #
 # What runs is the built wheel, installed into .venv, never the checkout. Stamp files in .venv record
@@ -23,6 +26,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 PAGE ?= build/tour.html
 BENCH ?= report
+SEED ?= 0
+MINUTES ?= 30
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -40,7 +45,7 @@ PYTEST := XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m py
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
-.PHONY: demo lab notebooks test check bench soak clean always
+.PHONY: demo lab notebooks test check bench soak chaos clean always
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
 
@@ -71,6 +76,11 @@ soak: $(VENV)/.nbdist
 	NBDIST_CHANNEL=zeromq NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
 	NBDIST_ARENA_BYTES=0 $(PYTEST) tests/conformance
 	NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
+	$(MAKE) chaos ARGS=
+
+chaos: $(VENV)/.nbdist
+	PYTHONPATH=tests XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 \
+	  $(PY) -m chaos --seed $(SEED) --minutes $(MINUTES) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

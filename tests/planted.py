@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +97,7 @@ FAULTS = {
     ),
     "the end of a context is not told": Fault(
         "autograd/recorder.py",
-        "            self.tell(worker, messages.Release(context.id))\n        self._release",
+        "            self.tell(worker, messages.Release(context.id, context.maker))\n        self._release",
         "            pass\n        self._release",
         "autograd/test_passes.py::test_a_context_is_gone_everywhere_also_where_a_third_worker_brought_it",
     ),
@@ -118,18 +119,120 @@ FAULTS = {
         "            self.duplicates += 1\n            return True",
         "rpc/test_peer.py",
     ),
+    "a delete that overtakes the creation is forgotten": Fault(
+        "rpc/forks.py",
+        "            self._early[message.fork] = sender\n            return []",
+        "            return []",
+        "rpc/test_forks.py::test_a_delete_that_overtakes_the_creation_ends_it",
+    ),
+    "a ping makes what was sent after it go again": Fault(
+        "wire/peer.py",
+        "if kept.pings < pong.number]",
+        "if kept.pings <= pong.number]",
+        "rpc/test_peer.py::test_a_ping_that_went_before_a_message_says_nothing_about_it",
+    ),
+    "a block that a forked process reads goes back to its arena": Fault(
+        "channel/leases.py",
+        "self._ended.append(what if self._forks == _forks else what._replace(is_shared=True))",
+        "self._ended.append(what)",
+        "channel/test_arena.py::test_a_forked_process_keeps_what_it_reads",
+    ),
+    "a process that had ended before it was watched is not reported": Fault(
+        "channel/liveness.py",
+        "            except ProcessLookupError:\n                self._polled[pid] = -1\n",
+        "            except ProcessLookupError:\n                return\n",
+        "channel/test_liveness.py::test_a_process_that_has_ended_already_is_reported",
+    ),
+    "whoever watched signals before is forgotten": Fault(
+        "rpc/interrupts.py",
+        "        _put_back(self._before)",
+        "        _put_back(-1)",
+        "rpc/test_interrupts.py::test_what_was_there_is_put_back",
+    ),
+    "a forked worker does not die with its zygote": Fault(
+        "cluster/zygote.py",
+        "        os.setsid()\n        _die_with(parent)\n",
+        "        os.setsid()\n",
+        "cluster/test_processes.py::test_the_death_of_the_zygote_is_the_workers_death",
+    ),
+    "a recovered session lacks its first step": Fault(
+        "swarm/session.py",
+        "            for step in history.steps:\n                self._again(gone, parts, step)",
+        "            for step in history.steps[1:]:\n                self._again(gone, parts, step)",
+        "swarm/test_recovery.py::test_what_comes_out_different_at_once_is_done_step_by_step",
+    ),
+    "what is settled before it is announced stays open": Fault(
+        "autograd/ledger.py",
+        "self._early:\n                self._early.discard(token)\n            else:\n                self._open",
+        "():\n                self._open",
+        PROTOCOL,
+    ),
+    "a gate that takes no part goes on holding nodes back": Fault(
+        "autograd/part.py",
+        "                    self._release(slot)\n                    self._lines.leave(slot)",
+        "                    self._lines.leave(slot)",
+        PROTOCOL,
+    ),
+    "a small wish for room overtakes a large one": Fault(
+        "swarm/budget.py",
+        "                break\n            self._waiting.remove(ticket)",
+        "                continue\n            self._waiting.remove(ticket)",
+        "swarm/test_budget.py::test_in_the_order_of_asking",
+    ),
+    "a member that leaves a dynamic world stays listed": Fault(
+        "rpc/roster.py",
+        'for name in ("gathering", "formed", "dynamic"):',
+        'for name in ("gathering", "formed"):',
+        "rpc/test_roster.py::test_who_leaves_is_struck_off_whatever_the_others_do",
+    ),
+    "half a head at the end of what was read is lost": Fault(
+        "channel/framing.py",
+        "        if start < end:\n            self._rest = data[start:]",
+        "        if end - start >= _HEAD.size:\n            self._rest = data[start:]",
+        "channel/test_local.py::test_messages_are_cut_out_of_pieces_of_any_size",
+    ),
 }
+
+SABOTAGE = {
+    "resend twice": Fault(
+        "rpc/links.py",
+        "frames, kind(message))\n        except ChannelError:\n            if isin",
+        "frames, kind(message))\n"
+        "            if isinstance(message, Call) and outgoing.seq % 20 == 0:\n"
+        "                again = connection.peer.send(message, frames, now, holds)\n"
+        "                connection.link.send(again.frames, kind(message))\n"
+        "        except ChannelError:\n            if isin",
+        "chaos/test_chaos.py::test_a_storm_reports_exactly_what_was_broken_on_purpose",
+    ),
+    "drop a delete": Fault(
+        "rpc/forks.py",
+        "        return [Send(user.owner, UserDelete(user.rref, fork))]",
+        "        return []",
+        "chaos/test_chaos.py::test_a_storm_reports_exactly_what_was_broken_on_purpose",
+    ),
+}
+"""Faults for a chaos run, whose ledger must report exactly them: calls that run twice, objects that are never freed."""
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Put a copy of the package with the fault into ``folder``, which then belongs onto the import path."""
+    copy = folder / "nbdist"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    change(fault, copy)
+
+
+def change(fault: Fault, copy: Path) -> None:
+    """Change a copy of the package as the fault says."""
+    file = copy / fault.file
+    text = file.read_text()
+    assert text.count(fault.old) == 1, f"{fault.file} does not have once: {fault.old!r}"
+    file.write_text(text.replace(fault.old, fault.new))
 
 
 def found(fault: Fault) -> bool:
     """Whether the fault's test fails with it."""
     with tempfile.TemporaryDirectory(prefix="nbdist-planted-") as folder:
-        copy = Path(folder) / "nbdist"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        file = copy / fault.file
-        text = file.read_text()
-        assert text.count(fault.old) == 1, f"{fault.file} does not have once: {fault.old!r}"
-        file.write_text(text.replace(fault.old, fault.new))
+        plant(fault, Path(folder))
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         environment.pop("PYTHONSAFEPATH", None)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=60", "-p", "no:cacheprovider"]
@@ -144,6 +247,30 @@ def found(fault: Fault) -> bool:
         if "no tests ran" in done.stdout or done.returncode not in (0, 1):
             return "Timeout" in done.stdout + done.stderr  # a test that hangs is a test that fails
         return done.returncode == 1
+
+
+def type_errors(faults: Iterable[Fault]) -> list[str]:
+    """Return mypy's errors and failed imports over copies of the package with one fault each.
+
+    All copies lie in the same folder, one after the other, so that mypy reads again only what a fault changes.
+    """
+    errors = []
+    with tempfile.TemporaryDirectory(prefix="nbdist-planted-") as name:
+        folder = Path(name)
+        copy = folder / "nbdist"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        environment = {**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}
+        mypy = [sys.executable, "-m", "mypy", "--config-file", str(TESTS.parent / "pyproject.toml"), "nbdist"]
+        for fault in faults:
+            before = (copy / fault.file).read_text()
+            change(fault, copy)
+            module = "nbdist." + fault.file.removesuffix(".py").replace("/", ".")
+            for command in ([sys.executable, "-c", f"import {module}"], mypy):
+                done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+                if done.returncode:
+                    errors.append(f"{fault.file}, {fault.new!r}: {done.stdout}{done.stderr}")
+            (copy / fault.file).write_text(before)
+    return errors
 
 
 def main() -> int:

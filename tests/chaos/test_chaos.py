@@ -1,0 +1,42 @@
+"""Storms over the package as it is find nothing, and storms over a broken one exactly what was broken.
+
+`make soak` ends with half an hour of storms over every workload: `make chaos`.
+"""
+
+import pytest
+from planted import SABOTAGE, plant
+
+from chaos.recorder import digest
+from chaos.storm import Storm
+
+REPORTS = {"resend twice": {"ran twice"}, "drop a delete": {"left behind"}}
+
+
+def found(storm):
+    outcome = storm.run()
+    return [finding for finding in outcome.findings if storm.explained(finding) is None], outcome
+
+
+@pytest.mark.timeout(300)
+def test_a_short_storm_over_calls_finds_nothing():
+    findings, outcome = found(Storm("calls", seed=1, seconds=4, members=3))
+    assert findings == [], f"in {outcome.folder}"
+    assert outcome.counts["calls with a value"] > 20
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_a_storm_reports_exactly_what_was_broken_on_purpose(tmp_path, name):
+    plant(SABOTAGE[name], tmp_path)
+    storm = Storm("calls", 2, seconds=1, strikes=("cut links",), members=2, leaks_after=4, package=tmp_path)
+    findings, outcome = found(storm)
+    assert {finding.kind for finding in findings} == REPORTS[name], f"in {outcome.folder}"
+
+
+def test_the_same_seed_throws_the_same_dice():
+    one, other, third = (Storm("calls", seed, number)._dice.random() for seed, number in [(1, 2), (1, 2), (1, 3)])
+    assert one == other != third
+
+
+def test_equal_values_have_equal_digests():
+    assert digest({"a": [1, 2.0]}) == digest({"a": [1, 2.0]}) != digest({"a": [1, 3.0]})
