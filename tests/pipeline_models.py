@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import random
 import time
 
+import numpy
 import torch
 from torch import nn
 
@@ -123,3 +125,14 @@ def memory() -> int:
     ask.restype = _Heap
     heap = ask()
     return int(heap.used + heap.mapped)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def draw() -> list[object]:
+    """A number of each generator of this process."""
+    return [torch.rand(2).tolist(), random.random(), numpy.random.rand(2).tolist()]

@@ -6,14 +6,17 @@ import itertools
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from nbdist.errors import UsageError
 
-__all__ = ["balanced", "cut", "times_of"]
+__all__ = ["Maker", "balanced", "check_sharing", "cut", "parts_of", "times_of"]
+
+Maker = torch.nn.Module | Callable[[], torch.nn.Module]
+"""A stage, or a function that makes one where it is to live."""
 
 
 def cut(
@@ -143,3 +146,43 @@ def _leaf(value: Any) -> Any:
 
 def _wants_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def parts_of(
+    model: torch.nn.Sequential | Sequence[Maker],
+    stages: int | None,
+    workers: int,
+    at: Sequence[str],
+    balance: Any,
+    sample: Any,
+) -> tuple[list[Maker], list[str]]:
+    """Return the stages, and the names at which they begin: of the first layer of each, or the place in the list."""
+    if isinstance(model, torch.nn.Sequential):
+        count = workers if stages is None and not at else stages
+        found = cut(model, count, at=at, balance=balance, sample=sample)
+        return list(found), [next(iter(stage._modules)) for stage in found]
+    if isinstance(model, torch.nn.Module) or not isinstance(model, Sequence) or not model:
+        raise UsageError(
+            f"a pipeline is made of a Sequential, or of a list of stages, not of {type(model).__name__}"
+            if not isinstance(model, Sequence)
+            else "a pipeline has at least one stage"
+        )
+    for index, part in enumerate(model):
+        if not callable(part):
+            raise UsageError(f"stage {index} should be a module, or a function that makes one, not {part!r}")
+    if stages not in (None, len(model)) or at or balance != "count" or sample is not None:
+        raise UsageError("a list has its stages in it: stages, at, balance and sample are for a Sequential")
+    return list(model), [str(index) for index in range(len(model))]
+
+
+def check_sharing(parts: Sequence[Maker], workers: int) -> None:
+    """Refuse a parameter of two stages on different workers: sent to both, it would be two parameters."""
+    owners: dict[int, int] = {}
+    for stage, part in enumerate(parts):
+        for name, parameter in part.named_parameters() if isinstance(part, torch.nn.Module) else ():
+            other = owners.setdefault(id(parameter), stage)
+            if other % workers != stage % workers:
+                raise UsageError(
+                    f"{name} of stage {stage} is a parameter of stage {other}, too, which is on another worker: stages "
+                    "that share parameters have to be on one"
+                )

@@ -19,13 +19,15 @@ import torch
 from nbdist.autograd.api import recorder
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values, as_tuple, join, portions, rows_of, split
-from nbdist.nn.cutting import cut
+from nbdist.nn.cutting import Maker, check_sharing, parts_of
 from nbdist.nn.losses import Reduction, total
 from nbdist.nn.placement import place_of
+from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.reports import PipelineTimeline
 from nbdist.nn.schedules import SCHEDULES, Span, Table, forward_only
 from nbdist.nn.station import Done, Order, Station, abandon_step, build_stages, call_station, run_share
 from nbdist.optim.local import ask_all
+from nbdist.optim.saving import differing
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.clocks import offset
 from nbdist.rpc.futures import Future, Latch
@@ -33,8 +35,6 @@ from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.rref import RRef
 
 __all__ = ["Pipeline"]
-
-Maker = torch.nn.Module | Callable[[], torch.nn.Module]
 
 _TABLES = 16
 """Schedules that a pipeline remembers: one for each number of micro-batches; the last batch may have fewer."""
@@ -110,7 +110,7 @@ class Pipeline:
         places = [place_of(worker) for worker in workers]
         if not places:
             raise UsageError("a pipeline needs a worker")
-        parts, self._prefixed = _parts(model, stages, len(places), at, balance, sample)
+        parts, self._cut = parts_of(model, stages, len(places), at, balance, sample)
         if len(parts) % len(places):
             raise UsageError(f"{len(parts)} stages do not go evenly onto {len(places)} workers")
         if not isinstance(micro_batches, int) or micro_batches < 1:
@@ -124,7 +124,7 @@ class Pipeline:
         names = [agent.find(on).name for on, _ in places]
         if len(set(names)) < len(names):
             raise UsageError(f"a worker may have several stages, but is named once: {', '.join(names)}")
-        _check_sharing(parts, len(names))
+        check_sharing(parts, len(names))
         # For each number of micro-batches that a batch really has: it has no more than rows.
         self._table = functools.lru_cache(_TABLES)(partial(SCHEDULES[schedule], len(names), len(parts)))
         self._table(1)  # raises if the schedule does not fit the stages
@@ -135,19 +135,23 @@ class Pipeline:
         self.reduction: Reduction = reduction
         self.training = True
         self._agent = agent
+        self._seed = seed
+        self._orders = 0
         self._steps = 0
+        """How many steps have been counted; what is drawn in the next one follows from it, and it is saved."""
         self._counting = threading.Lock()
         self._last: tuple[int, list[list[Span]]] | None = None
         self._offsets: list[float] | None = None
         self._uid = secrets.token_hex(8)
         where = [names[stage % len(names)] for stage in range(len(parts))]
         options = {"seed": seed, "checkpoint": checkpoint}
+        prefixed = not isinstance(model, torch.nn.Sequential)
         self._stations: list[RRef[Station]] = ask_all(
             [
                 (
                     agent.membership.info_of(agent.find(name).incarnation),
                     build_stages,
-                    (self._uid, _every(parts, worker, len(names)), where, agent.me.name, device, options),
+                    (self._uid, _every(parts, worker, len(names)), where, agent.me.name, device, prefixed, options),
                 )
                 for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True))
             ]
@@ -211,7 +215,8 @@ class Pipeline:
         if agent.closed:
             raise NotInitialized("the RPC world in which this pipeline was made has ended")
         with self._counting:
-            step, self._steps = self._steps, self._steps + 1
+            step, self._orders = self._orders, self._orders + 1
+            number, self._steps = self._steps, self._steps + 1
         last = (self.stages - 1) % len(self.workers)
         loss_fn = options.pop("loss_fn", None)
         outcome = _Outcomes(len(self.workers))
@@ -224,6 +229,7 @@ class Pipeline:
             for worker, (name, rref) in enumerate(zip(self.workers, self._stations, strict=True)):
                 order = Order(
                     step,
+                    number,
                     table[worker],
                     sizes,
                     reduction=self.reduction,
@@ -242,7 +248,7 @@ class Pipeline:
             raise
         finally:
             outcome.all.on_interrupt = None
-        self._last = step, [part.spans for part in done]
+        self._last = number, [part.spans for part in done]
         return done
 
     def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
@@ -271,29 +277,76 @@ class Pipeline:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all stages, on the CPU, with the names of the model that was cut, or of the list."""
-        found = self._gather("state")
-        return {self._name(stage, name): value for stage in range(self.stages) for name, value in found[stage].items()}
+        """Return what a pipeline needs to go on from here with the same numbers, on whichever workers.
+
+        ``"model"`` has the state of all stages, on the CPU, with the names of the model that was cut, or of the list:
+        ``model.load_state_dict(pipe.state_dict()["model"])`` gives it to a model in one process. ``"steps"`` counts the
+        calls of `forward` and `train_step` so far; with ``"seed"`` it decides what stages draw. ``"cut"`` says at which
+        layer each stage begins. ``"random"`` has the random generators (torch's, Python's, numpy's) of the caller's
+        process and of each stage's.
+
+        `torch.save` writes all of it, and ``torch.load(weights_only=True)`` reads it.
+        """
+        found, generators = self._gather("state"), self._gather("random_states")
+        with self._counting:
+            steps = self._steps
+        return {
+            "model": {name: value for stage in range(self.stages) for name, value in found[stage].items()},
+            "steps": steps,
+            "seed": self._seed,
+            "cut": list(self._cut),
+            "random": {
+                "driver": random_state(),
+                "stages": [generators[stage] for stage in range(self.stages)],
+            },
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give all stages a state that `state_dict` returned, here or of the same model elsewhere."""
+        """Go on from a state that `state_dict` returned, here or of the same model on other workers.
+
+        The pipeline takes the seed and the count of steps from the state, and the caller's process and the workers
+        take the states of the random generators. A worker with several stages takes those of its first one. For the
+        weights alone there is `load_model`.
+
+        Raises:
+            UsageError: the state is of another model, of one that was cut elsewhere, or has no count of steps. Nothing
+                has been changed.
+        """
+        if not isinstance(state, Mapping) or not {"model", "steps", "seed", "cut", "random"} <= state.keys():
+            raise UsageError(
+                "this is not what a pipeline's state_dict() returns. If it is the state of a model alone, as pipelines "
+                "returned it formerly, it lacks the count of steps, which decides what the stages draw at random: give "
+                "weights alone with load_model(state)"
+            )
+        if list(state["cut"]) != self._cut:
+            raise UsageError(
+                f"the state is of a pipeline whose stages begin at {', '.join(state['cut'])}; those of this one begin "
+                f"at {', '.join(self._cut)}, and would draw other numbers. Cut the model in the same way (several "
+                'stages may be on one worker), or give the weights alone with load_model(state["model"])'
+            )
+        self.load_model(state["model"])
+        generators = dict(enumerate(state["random"]["stages"]))
+        self._give("restore_random", generators, state["seed"])
+        restore_random_state(state["random"]["driver"])
+        self._seed = state["seed"]
+        with self._counting:
+            self._steps = state["steps"]
+
+    def load_model(self, state: Mapping[str, Any]) -> None:
+        """Give all stages the weights and buffers of a model's ``state_dict()``; the count of steps stays.
+
+        Raises:
+            UsageError: a name is missing, or unknown. Nothing has been changed.
+        """
         names = self._gather("names")
-        known = {self._name(stage, name): (stage, name) for stage, own in names.items() for name in own}
-        missing, unexpected = known.keys() - state.keys(), state.keys() - known.keys()
+        stage_of = {name: stage for stage, own in names.items() for name in own}
+        missing, unexpected = stage_of.keys() - state.keys(), state.keys() - stage_of.keys()
         if missing or unexpected:
-            told = [f"{len(missing)} names are missing ({_some(missing)})"] if missing else []
-            told += [f"{len(unexpected)} are unknown ({_some(unexpected)})"] if unexpected else []
-            raise UsageError(f"this is not the state of these stages: {', '.join(told)}")
+            raise UsageError(f"this is not the state of these stages: {differing(missing, unexpected)}")
         by_stage: dict[int, dict[str, Any]] = {}
-        for full, value in state.items():
-            stage, name = known[full]
-            by_stage.setdefault(stage, {})[name] = value
-        ask_all(
-            [
-                (rref.owner(), call_station, (rref, "load", _every(by_stage, worker, len(self.workers))))
-                for worker, rref in enumerate(self._stations)
-            ]
-        )
+        for name, value in state.items():
+            by_stage.setdefault(stage_of[name], {})[name] = value
+        self._give("load", by_stage)
 
     def timeline(self) -> PipelineTimeline:
         """The last step as it ran, beside the ideal."""
@@ -309,11 +362,17 @@ class Pipeline:
         ]
         return PipelineTimeline(self.workers, self.stages, moved, step)
 
-    def _name(self, stage: int, name: str) -> str:
-        return f"{stage}.{name}" if self._prefixed else name
-
     def _all(self, method: str, *args: Any) -> list[Any]:
         return ask_all([(rref.owner(), call_station, (rref, method, *args)) for rref in self._stations])
+
+    def _give(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
+        """Call a method of all stations, each with the part for its stages."""
+        ask_all(
+            [
+                (rref.owner(), call_station, (rref, method, *args, _every(by_stage, worker, len(self.workers))))
+                for worker, rref in enumerate(self._stations)
+            ]
+        )
 
     def _gather(self, method: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -322,51 +381,7 @@ class Pipeline:
         return found
 
 
-def _parts(
-    model: torch.nn.Sequential | Sequence[Maker],
-    stages: int | None,
-    workers: int,
-    at: Sequence[str],
-    balance: Any,
-    sample: Any,
-) -> tuple[list[Maker], bool]:
-    """The stages, and whether their number belongs to the names in their state."""
-    if isinstance(model, torch.nn.Sequential):
-        count = workers if stages is None and not at else stages
-        return list(cut(model, count, at=at, balance=balance, sample=sample)), False
-    if isinstance(model, torch.nn.Module) or not isinstance(model, Sequence) or not model:
-        raise UsageError(
-            f"a pipeline is made of a Sequential, or of a list of stages, not of {type(model).__name__}"
-            if not isinstance(model, Sequence)
-            else "a pipeline has at least one stage"
-        )
-    for index, part in enumerate(model):
-        if not callable(part):
-            raise UsageError(f"stage {index} should be a module, or a function that makes one, not {part!r}")
-    if stages not in (None, len(model)) or at or balance != "count" or sample is not None:
-        raise UsageError("a list has its stages in it: stages, at, balance and sample are for a Sequential")
-    return list(model), True
-
-
-def _check_sharing(parts: Sequence[Maker], workers: int) -> None:
-    """A parameter that is sent to two workers would be two."""
-    owners: dict[int, int] = {}
-    for stage, part in enumerate(parts):
-        for name, parameter in part.named_parameters() if isinstance(part, torch.nn.Module) else ():
-            other = owners.setdefault(id(parameter), stage)
-            if other % workers != stage % workers:
-                raise UsageError(
-                    f"{name} of stage {stage} is a parameter of stage {other}, too, which is on another worker: stages "
-                    "that share parameters have to be on one"
-                )
-
-
 def _every(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
     """Those of the stages that are on a worker."""
     items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
     return {stage: part for stage, part in items if stage % workers == worker}
-
-
-def _some(names: Any) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")

@@ -1,19 +1,11 @@
-"""Where a module is to live, as users write it: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cuda:0"``.
-
-And its state, which has to travel from there.
-"""
+"""Where a module is to live, as users write it: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cuda:0"``."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-import torch
 
 from nbdist.errors import UsageError
 from nbdist.rpc.membership import WorkerInfo
 
-__all__ = ["on_cpu", "place_of"]
+__all__ = ["place_of"]
 
 
 def place_of(remote_device: str | int | WorkerInfo) -> tuple[str | int, str]:
@@ -33,8 +25,3 @@ def place_of(remote_device: str | int | WorkerInfo) -> tuple[str | int, str]:
             raise UsageError(f"{remote_device!r}: the rank must be a number")
         return int(rank), device or "cpu"
     return worker, device or "cpu"
-
-
-def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's state, ready to travel."""
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

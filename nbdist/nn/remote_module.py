@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.nn.placement import on_cpu, place_of
+from nbdist.nn.placement import place_of
+from nbdist.optim.local import on_cpu
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.rref import RRef
@@ -63,7 +64,11 @@ class RemoteModule(torch.nn.Module):
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
-        """References to the module's parameters, as `DistributedOptimizer` takes them."""
+        """Return references to the module's parameters, as `DistributedOptimizer` takes them.
+
+        The optimizer saves its state of them by their positions, because the module does not know its name in the
+        whole model. To save it by names, give the optimizer pairs: ``[("encoder.weight", rref), …]``.
+        """
         found: list[RRef[torch.nn.Parameter]] = self._on_owner(parameters, recurse)
         return found
 
@@ -160,7 +165,8 @@ def train(rref: RRef[torch.nn.Module], mode: bool) -> None:
 
 def state_of(rref: RRef[torch.nn.Module]) -> dict[str, Any]:
     """The module's state, ready to travel."""
-    return on_cpu(rref.local_value().state_dict())
+    found: dict[str, Any] = on_cpu(rref.local_value().state_dict())
+    return found
 
 
 def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:

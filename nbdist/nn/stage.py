@@ -1,77 +1,49 @@
 """One stage of a pipeline, as it computes: on its worker, or in the one process that is the reference.
 
-What a stage draws at random is derived from the step, the stage and the micro-batch, and from nothing else: neither
-where it runs, nor after what, nor whether it is run once more for a checkpoint. Nobody else's numbers are used up.
+What a stage draws at random does not depend on where the stage runs: `nbdist.nn.randomness`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from nbdist.nn.batches import Values, as_tuple
-from nbdist.rpc.futures import blocking_wait
+from nbdist.nn.randomness import seed_of, seeded
 
-__all__ = ["Stage", "seed_of", "shapes_of"]
-
-_drawing = threading.RLock()
-"""There is one generator for all threads of a process."""
-
-
-def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
-    """The seed of what one stage draws for one micro-batch."""
-    packed = struct.pack("<4q", seed, step, stage, micro_batch)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-@contextmanager
-def seeded(number: int, device: torch.device) -> Iterator[None]:
-    """Draw from a generator with this seed for the time of the block."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    if not _drawing.acquire(blocking=False):
-        with blocking_wait():
-            _drawing.acquire()
-    try:
-        states = [generator.get_state() for generator in generators]
-        try:
-            for generator in generators:
-                generator.manual_seed(number)
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-    finally:
-        _drawing.release()
+__all__ = ["Stage", "shapes_of"]
 
 
 class Stage:
     """A module, its place in the pipeline, and how it is called."""
 
     def __init__(
-        self, module: torch.nn.Module, index: int, *, device: str = "cpu", seed: int = 0, checkpoint: bool = False
+        self,
+        module: torch.nn.Module,
+        index: int,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        checkpoint: bool = False,
+        prefix: str = "",
     ) -> None:
         self.index = index
+        self.prefix = prefix
+        """What the full names in the model, of all that is in the module, begin with."""
+        self.seed = seed
         self.device = torch.device(device)
         self.module = module.to(self.device)
         self.checkpoint = checkpoint
-        self._seed = seed
         self._copies: dict[str, torch.Tensor] = {}
         self.parameters = list(module.parameters())
 
     def __call__(self, values: Values, step: int, micro_batch: int) -> Any:
         """Compute; an error says which stage it was, and what it had been given."""
         values = tuple(self._here(value) for value in values)
-        number = seed_of(self._seed, step, self.index, micro_batch)
+        number = seed_of(self.seed, step, self.index, micro_batch)
         try:
             if self.checkpoint and torch.is_grad_enabled():
                 run = _Repeatable(self, number)

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from nbdist import trace
 from nbdist.autograd.api import recorder
@@ -30,11 +29,14 @@ from nbdist.autograd.leaves import Gradients, lent
 from nbdist.autograd.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.nn.batches import Values, as_tuple
+from nbdist.nn.entry import enter
 from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.losses import Reduction, loss_of
-from nbdist.nn.placement import on_cpu
+from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.schedules import Op, Span
 from nbdist.nn.stage import Stage, shapes_of
+from nbdist.optim.local import on_cpu
+from nbdist.optim.parameters import name_parameter
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Latch
@@ -51,6 +53,9 @@ class Order:
     """What one worker is to do in one step."""
 
     step: int
+    """Never twice in the life of a pipeline: what is sent on the way, and what is abandoned, goes by it."""
+    number: int
+    """What the stages draw at random follows from it; a state that is loaded sets it back."""
     row: list[Op]
     sizes: list[int]
     train: bool
@@ -83,6 +88,9 @@ class Station:
         self._inboxes: dict[int, Inbox] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
         self._lock = threading.Lock()
+        for stage in reversed(list(stages.values())):  # what several stages here share has its name in the first one
+            for name, parameter in reversed(list(stage.module.named_parameters())):
+                name_parameter(parameter, stage.prefix + name)
         _stations(self._agent)[uid] = self
 
     # -- a step -------------------------------------------------------------------------------
@@ -163,17 +171,33 @@ class Station:
             stage.module.train(mode)
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """The state of each stage, ready to travel."""
-        return {index: on_cpu(stage.module.state_dict()) for index, stage in self.stages.items()}
+        """Return the state of each stage, by full names and ready to travel."""
+        return {
+            index: {stage.prefix + name: value for name, value in on_cpu(stage.module.state_dict()).items()}
+            for index, stage in self.stages.items()
+        }
 
     def names(self) -> dict[int, list[str]]:
-        """The names in the state of each stage."""
-        return {index: list(stage.module.state_dict()) for index, stage in self.stages.items()}
+        """Return the full names in the state of each stage."""
+        return {
+            index: [stage.prefix + name for name in stage.module.state_dict()] for index, stage in self.stages.items()
+        }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Give stages a state."""
+        """Give stages a state, by full names."""
         for index, state in states.items():
-            self.stages[index].module.load_state_dict(state)
+            stage = self.stages[index]
+            stage.module.load_state_dict({name.removeprefix(stage.prefix): value for name, value in state.items()})
+
+    def random_states(self) -> dict[int, dict[str, Any]]:
+        """Return the state of this process's random generators, once for each stage."""
+        return {index: random_state(stage.device) for index, stage in self.stages.items()}
+
+    def restore_random(self, seed: int, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Draw from now on by this seed; of the generators' states, the process has one: that of the first stage."""
+        for index in sorted(self.stages, reverse=True):
+            self.stages[index].seed = seed
+            restore_random_state(states[index], self.stages[index].device)
 
 
 class _Step:
@@ -259,9 +283,9 @@ class _Step:
         stage, order = self._station.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
         if order.train:
-            given, entry = _enter(given, wanted)
+            given, entry = enter(given, wanted)
         try:
-            value = stage(given, order.step, op.micro_batch)
+            value = stage(given, order.number, op.micro_batch)
             if op.stage < self._last:
                 _check_output(value)
             elif order.train:
@@ -349,43 +373,6 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu()
 
 
-class _Entry(Function):
-    """Where tensors enter a stage. They have a history, if only this: a module may change them in place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, gradients: list[torch.Tensor | None], index: int, tensor: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """The tensor, as it has come."""
-        ctx.gradients, ctx.index = gradients, index
-        return tensor[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        """Its gradient stays here, to be sent back."""
-        ctx.gradients[ctx.index] = gradient
-        return None, None, None, None
-
-
-_anchor = torch.zeros((), device="cpu", requires_grad=True)
-_entered: Any = _Entry.apply
-
-
-def _enter(values: Values, wanted: int) -> tuple[Values, list[torch.Tensor | None]]:
-    """What a stage is called with, and where the gradients will be of those that are wanted."""
-    gradients: list[torch.Tensor | None] = [None] * len(values)
-    entered: dict[Any, torch.Tensor] = {}
-    found = list(values)
-    for index, value in enumerate(values):
-        if wanted >> index & 1:
-            # One tensor that was returned twice is one: what changes it in place changes both.
-            place = value.data_ptr(), value.shape, value.stride(), value.dtype
-            if place not in entered or not value.numel():
-                entered[place] = _entered(_anchor, gradients, index, [value])
-            found[index] = entered[place]
-    return tuple(found), gradients
-
-
 def _has_history(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -433,15 +420,16 @@ def build_stages(
     places: Sequence[str],
     driver: str,
     device: str,
+    prefixed: bool,
     options: Mapping[str, Any],
 ) -> RRef[Station]:
-    """Make the stages of this worker."""
+    """Make the stages of this worker; ``prefixed`` says whether a stage's number belongs to the names in its state."""
     stages = {}
     for index, maker in makers.items():
         module = maker if isinstance(maker, torch.nn.Module) else maker()
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"stage {index} should be a module, or a function that makes one: {maker!r} is neither")
-        stages[index] = Stage(module, index, device=device, **options)
+        stages[index] = Stage(module, index, device=device, prefix=f"{index}." if prefixed else "", **options)
     return RRef(Station(uid, stages, places, driver))
 
 

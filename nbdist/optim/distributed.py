@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nbdist.errors import UsageError
 from nbdist.optim.local import ask_all, call_local
 from nbdist.rpc.rref import RRef
 
@@ -18,22 +17,11 @@ class Distributed:
     def __init__(self, parts: Sequence[RRef[Any]]) -> None:
         self._parts = {rref.owner_name(): rref for rref in parts}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every local one, by the name of its worker."""
-        return self.call_all("state_dict")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every local one what `state_dict` returned for its worker."""
-        if self._parts.keys() != state.keys():
-            raise UsageError(
-                f"the state is that of a {type(self).__name__} on {', '.join(sorted(state))}; this one is on "
-                f"{', '.join(sorted(self._parts))}"
-            )
-        ask_all(
-            [(rref.owner(), call_local, (rref, "load_state_dict", state[name])) for name, rref in self._parts.items()]
-        )
-
     def call_all(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of all local ones at the same time; the results by the names of the workers."""
         results = ask_all([(rref.owner(), call_local, (rref, method, *args)) for rref in self._parts.values()])
         return dict(zip(self._parts, results, strict=True))
+
+    def give_all(self, method: str, values: Mapping[str, Any]) -> None:
+        """Call a method of all local ones at the same time, each with the value for its worker."""
+        ask_all([(rref.owner(), call_local, (rref, method, values[name])) for name, rref in self._parts.items()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from nbdist import trace
 from nbdist.autograd.api import recorder
 from nbdist.autograd.leaves import lent
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, UsageError
+from nbdist.optim.parameters import name_of
 from nbdist.rpc import api
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.rref import RRef
 
-__all__ = ["LocalOptimizer", "StepFailed", "ask_all", "by_owner"]
+__all__ = ["LocalOptimizer", "StepFailed", "ask_all", "by_owner", "on_cpu", "refuse_closure"]
 
 
 class StepFailed(NbdistError):
@@ -33,6 +35,7 @@ class LocalOptimizer:
         plain = len(local) == 1 and set(local[0]) == {"params"}
         self.parameters: list[torch.Tensor] = [parameter for group in local for parameter in group["params"]]
         self.optimizer: torch.optim.Optimizer = cls(local[0]["params"] if plain else local, *args, **kwargs)
+        refuse_closure(type(self.optimizer))  # of a function that makes an optimizer it is only known now
 
     def step(self, context_id: int) -> None:
         """Update the parameters by what a context has for them; those that it has nothing for stay as they are."""
@@ -43,9 +46,14 @@ class LocalOptimizer:
         name = type(self.optimizer).__name__
         trace.emit("optimizer.stepped", agent=api.current_agent().me.name, start=start, optimizer=name)
 
+    def describe(self) -> list[tuple[str | None, list[int]]]:
+        """Return the name, if any is known here, and the shape of each parameter."""
+        return [(name_of(parameter), list(parameter.shape)) for parameter in self.parameters]
+
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own."""
-        return self.optimizer.state_dict()
+        """As the optimizer's own, with all tensors on the CPU."""
+        found: dict[str, Any] = on_cpu(self.optimizer.state_dict())
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As the optimizer's own."""
@@ -54,9 +62,40 @@ class LocalOptimizer:
 
 def new_local_optimizer(
     cls: Any, groups: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> RRef[LocalOptimizer]:
-    """Make one where the caller has it made."""
-    return RRef(LocalOptimizer(cls, groups, args, kwargs))
+) -> tuple[RRef[LocalOptimizer], list[tuple[str | None, list[int]]]]:
+    """Make an optimizer where the caller has it made; return it, and what `LocalOptimizer.describe` says."""
+    optimizer = LocalOptimizer(cls, groups, args, kwargs)
+    return RRef(optimizer), optimizer.describe()
+
+
+def refuse_closure(cls: type) -> None:
+    """Raise an error if an optimizer's ``step`` needs a closure, as that of LBFGS does.
+
+    Raises:
+        UsageError: it needs one. Such an optimizer evaluates the loss several times within one step, each time with
+            other parameters. A context has the gradients of one evaluation, and each worker would search by itself.
+    """
+    try:
+        closure = inspect.signature(cls.step).parameters.get("closure")  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        return  # no class of an optimizer, which the optimizer's first use says better
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{cls.__name__} computes the loss several times in a step, by a closure, but a context has the gradients "
+            "of one computation: a DistributedOptimizer cannot use it. Use an optimizer whose step() needs no closure, "
+            "such as torch.optim.SGD or Adam"
+        )
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a state, ready to travel: its tensors, those in lists and dicts too, on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {name: on_cpu(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(on_cpu, value))
+    return value
 
 
 def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:

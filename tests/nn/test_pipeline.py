@@ -58,14 +58,14 @@ def gradients_of(pipe, context_id):
     found = {}
     for rref in pipe._stations:
         found.update(rpc.rpc_sync(rref.owner(), gradients_there, args=(rref, context_id)))
-    return {pipe._name(stage, name): value for (stage, name), value in found.items()}
+    return found
 
 
 def gradients_there(rref, context_id):
     gradients = dist_autograd.get_gradients(context_id)
     return {
-        (index, name): gradients.get(parameter)
-        for index, stage in rref.local_value().stages.items()
+        stage.prefix + name: gradients.get(parameter)
+        for stage in rref.local_value().stages.values()
         for name, parameter in stage.module.named_parameters()
     }
 
@@ -116,7 +116,7 @@ def test_a_step_of_training_is_that_of_one_process(world, schedule, workers, cou
                 loss = pipe.train_step(x, y, torch.nn.functional.mse_loss)
                 assert torch.equal(loss, expected)
                 same(gradients_of(pipe, context_id), {name: p.grad for name, p in model.named_parameters()})
-        same(pipe.state_dict(), model.state_dict())  # the statistics of BatchNorm, too
+        same(pipe.state_dict()["model"], model.state_dict())  # the statistics of BatchNorm, too
 
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
@@ -136,7 +136,7 @@ def test_forward_is_recorded_and_its_gradients_are_those_of_one_process(world, w
             dist_autograd.backward(context_id, [out.square().mean()])
             same(gradients_of(pipe, context_id), {name: p.grad for name, p in model.named_parameters()})
             assert torch.equal(dist_autograd.get_gradients(context_id)[x], x.grad)
-        same(pipe.state_dict(), model.state_dict())
+        same(pipe.state_dict()["model"], model.state_dict())
 
 
 def test_a_batch_of_fewer_rows_has_fewer_micro_batches(world):
@@ -181,7 +181,7 @@ def test_steps_in_a_context_add_up_and_optimizers_clip_and_step(world):
             ours.step(context_id)
         theirs.step()
         theirs.zero_grad()
-    for name, value in pipe.state_dict().items():
+    for name, value in pipe.state_dict()["model"].items():
         assert torch.allclose(value, model.state_dict()[name], rtol=0, atol=1e-14)
 
 
@@ -237,7 +237,7 @@ def test_stages_may_be_made_where_they_live_and_be_the_driver_s(world):
     pipe = Pipeline([make_stage, make_stage], [4, "worker2"])
     assert repr(pipe) == "Pipeline(2 stages on worker4, worker2; 4 micro-batches, 1f1b)"
     assert pipe.eval()(torch.ones(3, WIDTH)).shape == (3, WIDTH)
-    assert sorted(pipe.state_dict()) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert sorted(pipe.state_dict()["model"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     assert [rref.owner().name for rref in pipe.parameter_rrefs()] == ["worker4"] * 2 + ["worker2"] * 2
 
 
@@ -248,14 +248,14 @@ def make_stage():
 def test_a_cut_model_keeps_its_names_and_its_state_comes_back(world):
     model = torch.nn.Sequential(*stages(3))
     pipe = Pipeline(model, ["worker0", "worker1"], at=["2"])
-    state = pipe.state_dict()
+    state = pipe.state_dict()["model"]
     same(state, model.state_dict())
     other = Pipeline([make_stage, make_stage], ["worker0", "worker1"])
     with pytest.raises(UsageError, match=r"not the state of these stages: 4 names are missing \(0.bias, 0.weight"):
-        other.load_state_dict(state)
+        other.load_model(state)
     again = Pipeline(torch.nn.Sequential(*stages(3)), ["worker3", "worker0"], stages=2)
-    again.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
-    assert not any(value.any() for value in again.state_dict().values())
+    again.load_model({name: torch.zeros_like(value) for name, value in state.items()})
+    assert not any(value.any() for value in again.state_dict()["model"].values())
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -567,7 +567,7 @@ def test_a_checkpoint_reads_the_buffers_of_its_time(world):
         with dist_autograd.context() as context_id:
             pipe.train_step(x, y, mean_loss)
             found.append(gradients_of(pipe, context_id))
-        assert pipe.state_dict()["0.scale"] == 4
+        assert pipe.state_dict()["model"]["0.scale"] == 4
     same(found[1], found[0])
 
 
@@ -588,7 +588,7 @@ def test_parameters_that_stages_share(world):
         ours.step(context_id)
     reference.train_step(x, y, mean_loss)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for name, value in pipe.state_dict().items():
+    for name, value in pipe.state_dict()["model"].items():
         assert torch.allclose(value, model.state_dict()[name], atol=1e-6)
 
 

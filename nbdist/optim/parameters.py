@@ -1,0 +1,147 @@
+"""Reads which parameters a `DistributedOptimizer` is given, and names them.
+
+What an optimizer keeps of a parameter is saved under the parameter's *key*:
+
+============================================ =====================================================
+the parameter                                its key
+============================================ =====================================================
+came as a pair, ``("decoder.weight", rref)`` that name
+is one of a `nbdist.nn.Pipeline`             its full name in the model, ``"0.weight"``
+is anything else: a bare RRef, a parameter   its position among all parameters of the optimizer, an
+of a `RemoteModule`, one of two pipelines    int, as in the state of torch's own optimizers
+that use the same name
+============================================ =====================================================
+
+No key depends on the worker on which the parameter lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.rpc.rref import RRef
+
+__all__ = ["Group", "Key", "keys_of", "name_of", "name_parameter", "read_groups"]
+
+Key = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One parameter group as the user gave it."""
+
+    rrefs: list[RRef[Any]]
+    names: list[str | None]
+    """The name that came with each reference, or None."""
+    options: dict[str, Any]
+
+
+def read_groups(given: Any) -> list[Group]:
+    """Return the parameter groups of ``params_rref``: references, ``(name, reference)`` pairs, or dicts of them.
+
+    Raises:
+        UsageError: there is no parameter, something else than a reference, or a name that is used twice.
+    """
+    if isinstance(given, RRef | torch.Tensor | str | Mapping):
+        raise UsageError(
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_shown(given)}: put it in a list"
+        )
+    try:
+        entries = list(given)
+    except TypeError:
+        raise UsageError(
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_shown(given)}"
+        ) from None
+    if entries and all(isinstance(entry, Mapping) for entry in entries):
+        groups = [_read_group(index, entry) for index, entry in enumerate(entries)]
+    else:
+        groups = [_group(entries, "params_rref", {})]
+    groups = [group for group in groups if group.rrefs]
+    if not groups:
+        raise UsageError("optimizer got an empty parameter list")
+    twice = [name for name, count in Counter(n for g in groups for n in g.names if n is not None).items() if count > 1]
+    if twice:
+        raise UsageError(f"two parameters have the name {twice[0]!r}, under which the state of one is to be saved")
+    return groups
+
+
+def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
+    if "params" not in entry:
+        raise UsageError(
+            f"group {index} of params_rref has no 'params'; it has {', '.join(map(str, entry)) or 'nothing'}"
+        )
+    params = entry["params"]
+    options = {name: value for name, value in entry.items() if name != "params"}
+    found = [params] if isinstance(params, RRef) else params
+    if isinstance(found, torch.Tensor | str | Mapping):
+        raise UsageError(f"'params' of group {index} should be a list of RRefs to parameters, not {_shown(found)}")
+    try:
+        return _group(list(found), f"'params' of group {index}", options)
+    except TypeError:
+        raise UsageError(
+            f"'params' of group {index} should be a list of RRefs to parameters, not {_shown(found)}"
+        ) from None
+
+
+def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group:
+    group = Group([], [], options)
+    for index, entry in enumerate(entries):
+        name, rref = entry if _is_pair(entry) else (None, entry)
+        if not isinstance(rref, RRef):
+            instead = (
+                "a group beside bare references: make all of them groups"
+                if isinstance(rref, Mapping)
+                else "not an RRef: a parameter that is here goes as rpc.RRef(parameter)"
+            )
+            raise UsageError(f"entry {index} of {where} is {_shown(rref)}, {instead}")
+        group.rrefs.append(rref)
+        group.names.append(name)
+    return group
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) < 60 else text[:57] + '...'} (of type {type(value).__name__})"
+
+
+def keys_of(given: Sequence[str | None], known: Sequence[str | None]) -> list[Key]:
+    """Return the key of each parameter, from the names that the user gave and those that the owners know."""
+    names = [own or other for own, other in zip(given, known, strict=True)]
+    counts = Counter(names)
+    return [name if name is not None and counts[name] == 1 else index for index, name in enumerate(names)]
+
+
+# --- on the owner ---------------------------------------------------------------------------------
+
+_names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+"""By id, because tensors compare element by element and cannot be keys of a weak dictionary."""
+
+
+def name_parameter(parameter: torch.Tensor, name: str) -> None:
+    """Remember the full name of a parameter that lives in this process, for as long as the parameter lives."""
+    key = id(parameter)
+
+    def forget(dead: weakref.ref[torch.Tensor]) -> None:
+        if (found := _names.get(key)) is not None and found[0] is dead:
+            del _names[key]
+
+    _names[key] = weakref.ref(parameter, forget), name
+
+
+def name_of(parameter: Any) -> str | None:
+    """Return the full name of a parameter that lives in this process, or None."""
+    found = _names.get(id(parameter))
+    return found[1] if found is not None and found[0]() is parameter else None

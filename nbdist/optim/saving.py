@@ -1,0 +1,178 @@
+"""Puts the states of local optimizers together into one, keyed by parameters, and takes one apart again: pure.
+
+A *part* is the local optimizer of one worker. All parts have all groups, in the user's order; in each part, a group has
+the parameters that the worker owns, perhaps none::
+
+    groups     group 0: a b c       group 1: d e
+    worker0    group 0: a c         group 1: -
+    worker1    group 0: b           group 1: d e
+
+The state of the whole is like that of one optimizer of torch, with keys (`nbdist.optim.parameters`) for positions::
+
+    {"state": {key: …}, "param_groups": [{"params": [key, …], "lr": …}, …], "shapes": {key: [size, …]}}
+
+It does not say which worker had what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.optim.parameters import Key
+
+__all__ = ["agreed", "gather", "refuse_old_form", "scatter", "some"]
+
+_OWN = ("params", "param_names")
+"""What a group has beside its options."""
+
+
+def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[Sequence[Key]], Any]]) -> dict[str, Any]:
+    """Return one state, from the keys of all groups, and each worker's share of them with its optimizer's state.
+
+    Where the workers' options of a group differ, because the optimizer adapts them to its gradients, the state has the
+    group in several pieces.
+
+    Raises:
+        UsageError: workers differ in something that belongs to no parameter.
+    """
+    state: dict[Any, Any] = {}
+    shared: dict[Any, dict[str, Any]] = {}
+    options: list[list[tuple[dict[str, Any], set[Key]]]] = [[] for _ in groups]
+    for worker, (keys, local) in parts.items():
+        flat = [key for group in keys for key in group]
+        for index, value in local["state"].items():
+            if isinstance(index, int) and 0 <= index < len(flat):
+                state[flat[index]] = value
+            else:
+                shared.setdefault(index, {})[worker] = value
+        for own, group, found in zip(keys, local["param_groups"], options, strict=True):
+            if own:
+                chosen = {name: value for name, value in group.items() if name not in _OWN}
+                known = next((members for other, members in found if same(other, chosen)), None)
+                if known is None:
+                    found.append((chosen, set(own)))
+                else:
+                    known.update(own)
+    state.update((name, agreed(values, f"{name!r} in the state of the optimizer")) for name, values in shared.items())
+    return {
+        "state": state,
+        "param_groups": [
+            {**chosen, "params": [key for key in group if key in members]}
+            for group, found in zip(groups, options, strict=True)
+            for chosen, members in found
+        ],
+    }
+
+
+def scatter(
+    saved: Mapping[str, Any],
+    groups: Sequence[Sequence[Key]],
+    shapes: Mapping[Key, Sequence[int]],
+    parts: Mapping[str, Sequence[Sequence[Key]]],
+) -> dict[str, dict[str, Any]]:
+    """Return for each worker the state that its local optimizer of torch loads.
+
+    Raises:
+        UsageError: the saved state is of other parameters, or of other groups.
+    """
+    refuse_old_form(saved, "optimizer", isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys())
+    options: dict[Key, dict[str, Any]] = {}
+    for group in saved["param_groups"]:
+        chosen = {name: value for name, value in group.items() if name not in _OWN}
+        options.update(dict.fromkeys(group["params"], chosen))
+    group_of = {key: number for number, group in enumerate(groups) for key in group}
+    missing, unexpected = group_of.keys() - options.keys(), options.keys() - group_of.keys()
+    if missing or unexpected:
+        raise UsageError(f"this is the state of other parameters: {differing(missing, unexpected)}")
+    for group in saved["param_groups"]:
+        if len(into := {group_of[key] for key in group["params"]}) > 1:
+            raise UsageError(
+                f"the saved state has {some(group['params'])} in one group; this optimizer has them in the groups "
+                f"{', '.join(map(str, sorted(into)))}"
+            )
+    for key, shape in saved.get("shapes", {}).items():
+        if key in shapes and list(shape) != list(shapes[key]):
+            raise UsageError(
+                f"the saved state is of a parameter {key!r} of shape {tuple(shape)}; here {key!r} has the shape "
+                f"{tuple(shapes[key])}"
+            )
+    shared = {name: value for name, value in saved["state"].items() if name not in options}
+    found = {}
+    for worker, keys in parts.items():
+        start = 0
+        state, local = dict(shared), []
+        for own, group in zip(keys, groups, strict=True):
+            chosen = options[(own or group)[0]]
+            if not all(same(options[key], chosen) for key in own):
+                raise UsageError(
+                    f"{some(own)} are in one group on {worker}; when they were saved they were on several workers, "
+                    "whose optimizers had different options for them. Put them on several workers again"
+                )
+            places = range(start, start := start + len(own))
+            state.update(
+                (place, saved["state"][key]) for place, key in zip(places, own, strict=True) if key in saved["state"]
+            )
+            local.append({**chosen, "params": list(places)})
+        found[worker] = {"state": state, "param_groups": local}
+    return found
+
+
+def agreed(values: Mapping[str, Any], what: str) -> Any:
+    """Return what all workers have alike.
+
+    Raises:
+        UsageError: two workers differ.
+    """
+    (first, value), *others = values.items()
+    for worker, other in others:
+        if not same(value, other):
+            raise UsageError(
+                f"{first} and {worker} differ in {what}, so that there is no one state to save: change it on all "
+                "workers, or on none"
+            )
+    return value
+
+
+def refuse_old_form(saved: Any, of: str, is_new: bool) -> None:
+    """Raise an error unless the state is of the form that is saved today.
+
+    Raises:
+        UsageError: the state is keyed by the names of workers, or is no state of this kind.
+    """
+    if is_new:
+        return
+    if isinstance(saved, Mapping) and saved and all(isinstance(value, Mapping) for value in saved.values()):
+        raise UsageError(
+            f"this state of the {of} is of an older form, keyed by workers ({some(saved)}): it does not say to which "
+            "parameters its values belong, and they may be on other workers now. Save it again with this version"
+        )
+    raise UsageError(f"this is not what the state_dict() of the {of} returns")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, tensors among them and parts of lists and dicts included."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)  # NaN, as a best loss may be
+
+
+def differing(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
+    """Say which names are missing and which are unknown."""
+    missing, unexpected = list(missing), list(unexpected)
+    told = [f"{len(missing)} names are missing ({some(missing)})"] if missing else []
+    told += [f"{len(unexpected)} are unknown ({some(unexpected)})"] if unexpected else []
+    return ", ".join(told)
+
+
+def some(names: Iterable[Any]) -> str:
+    """Name the first three."""
+    shown = sorted(map(str, names))
+    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")
