@@ -14,42 +14,89 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
 
-from nbdist.cluster.setup import WorkerSetup
+from nbdist.cluster.group_store import GroupStore
+from nbdist.cluster.setup import WorkerSetup, group_folder
+from nbdist.errors import RendezvousError
 
 __all__ = ["break_off", "initialise"]
 
 _LOOP = "gloo_tcp_loop"
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
 _TRIES = 100
+_LOOK_EVERY = 0.05
+"""Seconds between two looks of a process that forms a group whether the forming has failed elsewhere."""
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 dist: Any = torch.distributed  # which does not declare what it exports
+_store: GroupStore | None = None
+"""The store of the process group, which needs it as long as it lives."""
 _broken = False
 _breaking = threading.Lock()
 
 
 def initialise(told: WorkerSetup, generation: int) -> None:
-    """Form the process group of that generation; one from before is given up."""
-    global _broken
+    """Form the process group of this generation, after destroying the one before."""
+    global _broken, _store
     with _breaking:  # what shuts connections must not meet those of the new group
         if dist.is_initialized():
             if _broken:
                 shut_connections()  # so that nothing in it is still waited for
             dist.destroy_process_group()
         _broken = False
-    if "gloo" in told.backend and told.master_address == "127.0.0.1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
-        store = dist.TCPStore(told.master_address, told.store_port, is_master=False)
-        store = dist.PrefixStore(f"group {generation}", store)  # a generation must not find the keys of another
-        dist.init_process_group(told.backend, store=store, rank=told.rank, world_size=told.world_size)
+        # torch names a group by counting the groups before it, and an attempt that failed counts for the workers that
+        # made it, but not for a worker that was started since: they would look for each other under different keys.
+        dist.distributed_c10d._world.group_count = 0
+        _store = GroupStore(Path(told.folder, group_folder(generation)))
+        stack.enter_context(_leaving_with(_store, told.world_size))
+        dist.init_process_group(told.backend, store=_store, rank=told.rank, world_size=told.world_size)
+
+
+@contextlib.contextmanager
+def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
+    """Have this process's forming end, too, if the forming ends because another worker failed.
+
+    A wait in the store ends by itself. But a process whose part in the store is done waits in gloo for the connections
+    of its peers, without a limit and deaf to signals. A second thread makes these connections in the peers' place.
+    """
+    formed = threading.Event()
+
+    def watch() -> None:
+        while not formed.wait(_LOOK_EVERY):
+            if store.ended:
+                connect_for_peers(world_size)
+
+    thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
+    thread.start()
+    try:
+        yield
+        if store.ended:
+            raise RendezvousError(store.ended)  # the connections may be of `connect_for_peers`
+    finally:
+        formed.set()
+        thread.join()
+
+
+def connect_for_peers(world_size: int) -> None:
+    """Connect to every listener of gloo's in this process as each of its peers would, and hang up.
+
+    Whoever connects first says for which peer, in 8 bytes, and is believed; an answered wait finds a closed connection.
+    """
+    for number in _gloo_files():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as listener:
+            if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            for rank in range(world_size):
+                with socket.create_connection(listener.getsockname()[:2], timeout=1) as peer:
+                    peer.sendall(rank.to_bytes(8, sys.byteorder))
 
 
 def break_off() -> str:
@@ -76,17 +123,19 @@ def _main_thread_waits_in_torch() -> bool:
 
 
 def shut_connections() -> int:
-    """Shut down all connections of gloo; how many there were."""
-    shut = 0
+    """Shut down all connections of gloo; return how many there were."""
+    return sum(map(_shut, _gloo_files()))
+
+
+def _gloo_files() -> Iterator[int]:
+    """Yield the files that gloo's threads poll: its connections, and the sockets where it listens."""
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):
             if (task / "comm").read_text().strip() != _LOOP:
                 continue
             poller = _polled_by(int(task.name))
             watched = Path(f"/proc/self/fdinfo/{poller}").read_text()
-            for number in _WATCHED.findall(watched):
-                shut += _shut(int(number))
-    return shut
+            yield from map(int, _WATCHED.findall(watched))
 
 
 def _polled_by(task: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import time
@@ -12,17 +13,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch.distributed
-
+from nbdist.cluster import group_store
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.launchers import Launcher, find_launcher
-from nbdist.cluster.setup import WorkerSetup
+from nbdist.cluster.setup import WorkerSetup, group_folder
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
 
 __all__ = ["Lifecycle"]
-
-_dist: Any = torch.distributed
 
 _LAST_OUTPUT = 0.03
 """Seconds for what a worker said before its end to come."""
@@ -54,8 +52,6 @@ class Lifecycle:
         self.launcher: Launcher = find_launcher(spec.launcher)(spec.count, self._on_end)
         self.folder = self.launcher.folder
         self._preloading = self.launcher.preload(spec.preload, self._surroundings()) if spec.preload else None
-        # The store is here, and not in rank 0 as usual, so that any worker may die and come back.
-        self._store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._master_port = _free_port()
 
     @property
@@ -79,7 +75,6 @@ class Lifecycle:
             connection_file=str(worker.connection_file(self.folder)),
             folder=str(self.folder),
             meeting=self.meeting,
-            store_port=self._store.port,
             master_port=self._master_port,
             backend=self._backend,
             gpu=worker.gpu,
@@ -138,6 +133,8 @@ class Lifecycle:
         if self._backend == "none":
             return
         self._generation += 1
+        before, folder = (self.folder / group_folder(number) for number in (self._generation - 1, self._generation))
+        folder.mkdir(mode=0o700)
 
         async def form(worker: Worker) -> None:
             if not worker.alive:
@@ -146,7 +143,14 @@ class Lifecycle:
             if worker.step != "ready":
                 self._reached(worker, "process group")
 
-        await first_error([asyncio.create_task(form(worker)) for worker in self._workers])
+        try:
+            await first_error([asyncio.create_task(form(worker)) for worker in self._workers])
+        except BaseException as error:
+            # The other workers wait in the store for the one that failed, deaf to everything but this.
+            group_store.end(folder, f"the process group did not form: {error or type(error).__name__}")
+            raise
+        finally:
+            shutil.rmtree(before, ignore_errors=True)
 
     def _reached(self, worker: Worker, step: str) -> None:
         worker.step = step
@@ -213,7 +217,6 @@ class Lifecycle:
         for worker in self._workers:
             worker.step = "ended"
         self._thread.soon(self._lose_all)
-        self._store = None
 
     def _lose_all(self) -> None:
         for worker in self._workers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["WorkerSetup"]
+__all__ = ["WorkerSetup", "group_folder"]
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -22,10 +22,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """The run directory."""
     meeting: str
     """The ``init_method`` of the RPC world."""
-    store_port: int
-    """Where the notebook's store for process groups listens."""
     master_port: int
-    """Where nobody listens: for a process group that the user forms by ``env://``."""
+    """A free port, where nothing of ours listens: for a process group that the user's own code forms by ``env://``."""
     backend: str
     """Of the process group; ``none`` for no group."""
     gpu: int | None = None
@@ -43,3 +41,12 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     def decode(cls, text: str) -> WorkerSetup:
         """From JSON."""
         return msgspec.json.decode(text, type=cls)
+
+
+def group_folder(generation: int) -> str:
+    """Return the name, within the run directory, of the folder where the workers form their process group.
+
+    Each forming, the first and every later one, has a number (`generation`) and a folder of its own, so that it cannot
+    find what an earlier one wrote.
+    """
+    return f"group-{generation}"

@@ -94,6 +94,10 @@ def _set_environment(told: WorkerSetup) -> None:
         MASTER_ADDR=told.master_address,
         MASTER_PORT=str(told.master_port),
     )
+    if told.master_address == "127.0.0.1":
+        # All workers are on this host. Gloo's and NCCL's connections know no secret, so nobody beyond the host may
+        # reach them, whatever interface the environment names for programs that span hosts.
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
 
 
 def _write_where_asked(told: WorkerSetup) -> None:
