@@ -236,7 +236,7 @@ def _gradients(agent: Agent, victim: int, chance: random.Random) -> tuple[Messag
         passes.Marked(pass_id),
         passes.Cancel(pass_id, context),
         passes.Entered(context),
-        passes.Release(context),
+        passes.Release(context, chance.choice([me, victim])),
         passes.Turn(pass_id, False),
         passes.Granted(pass_id),
     ]
