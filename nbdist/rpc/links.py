@@ -179,8 +179,10 @@ class Links:
     def _no_connection(self, to: int) -> NbdistError:
         if self.closed:
             return WorkerLost(f"{self._agent.me.name} has ended")
-        name = self._agent.membership.name_of(to)
-        return WorkerLost(f"{name} {self._agent.membership.why_gone(name) or 'is not connected'}")
+        membership = self._agent.membership
+        name = membership.name_of(to)
+        otherwise = "is gone; a new worker has taken its name" if membership.is_gone(to) else "is not connected"
+        return WorkerLost(f"{name} {membership.why_gone(name) or otherwise}")
 
     def _transmit(self, connection: Connection, outgoing: Outgoing) -> None:
         """Send what the peer wants sent; if the channel refuses it, the peer will want it again."""

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd.contexts import Contexts
@@ -48,6 +49,17 @@ def test_the_end_of_a_dead_workers_context_comes_late_and_leaves_its_successors_
         while world[0].recorder.contexts.all():
             assert time.monotonic() < deadline, "a context is left"
             time.sleep(0.01)
+
+
+def test_a_pass_that_needs_the_dead_one_fails_although_its_name_is_taken_again():
+    with World(2, dynamic=True) as world, world[0].activate(), dist_autograd.context() as context_id:
+        x = torch.tensor(2.0, requires_grad=True)
+        lost = rpc.rpc_sync("worker1", torch.mul, args=(x, 5.0))
+        world.kill(1)
+        world.add("worker1", 1)
+        y = rpc.rpc_sync("worker1", torch.mul, args=(x, 3.0))  # its message has the same number as the dead one's
+        with pytest.raises(nbdist.WorkerLost, match="worker1 is gone; a new worker has taken its name"):
+            dist_autograd.backward(context_id, [lost + y])
 
 
 @pytest.mark.parametrize("known", [True, False])
