@@ -29,7 +29,17 @@ from nbdist.errors import DecodeError, EncodeError, MissingDefinition, NbdistErr
 from nbdist.wire import definitions, names, quick
 from nbdist.wire.messages import Fork, Hole, Payload, Place
 from nbdist.wire.quick import ATOMS
-from nbdist.wire.tensors import LARGE, Buffer, Slot, Space, TensorPacker, is_packable, pack_alone, unpack_tensors
+from nbdist.wire.tensors import (
+    LARGE,
+    Buffer,
+    Slot,
+    Space,
+    TensorPacker,
+    is_packable,
+    pack_alone,
+    refuse_uncarried,
+    unpack_tensors,
+)
 
 __all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reducer", "register_reference"]
 
@@ -245,6 +255,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                     return _recorded, (self._add_recorded(obj),)
             if is_packable(obj):
                 return _tensor, (self.packer.add(obj),)
+            refuse_uncarried(obj)
             return NotImplemented
         if obj is _tensor or obj is _recorded:
             return NotImplemented
@@ -297,7 +308,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def _refer(self, reference: Any) -> int:
         if self._forker is None:
-            raise EncodeError("a remote reference can only travel in a call")
+            raise EncodeError("cannot be sent: a remote reference can only travel in a call")
         index = self.references.get(id(reference))
         if index is None:
             self.kept.append(reference)
@@ -465,7 +476,7 @@ def _encode_quickly(
             continue
         if kind in _reference_types:
             if forker is None:
-                raise EncodeError("a remote reference can only travel in a call")
+                raise EncodeError("cannot be sent: a remote reference can only travel in a call")
             index = index_of.get(id(item))
             if index is None:
                 index = index_of[id(item)] = len(forks)

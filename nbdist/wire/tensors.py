@@ -42,10 +42,15 @@ _SPARSE_VIEW = 4
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
     *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
+    *("uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),
 )
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+_FIRST_NARROW = _DTYPE_NAMES.index("int1")
+"""From here on in the table: integers of fewer bits than a byte, each in a byte, which torch cannot copy."""
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
@@ -87,8 +92,32 @@ def is_packable(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.dtype in _DTYPE_CODES
+        and not tensor.is_nested
         and not tensor.__dict__
     )
+
+
+def refuse_uncarried(tensor: torch.Tensor) -> None:
+    """Raise EncodeError if torch's own pickling cannot carry ``tensor`` either, and say what to send instead."""
+    if tensor.is_mkldnn:
+        raise EncodeError(f"cannot be sent: a tensor of layout {tensor.layout} does not travel; send tensor.to_dense()")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in _DTYPE_CODES:
+        return
+    try:
+        tensor.qscheme()
+    except RuntimeError:
+        without = ", which has no scale," if "q" in str(tensor.dtype) else ""
+        raise EncodeError(
+            f"cannot be sent: a tensor of {tensor.dtype}{without} does not travel; send tensor.view(torch.uint8), and "
+            "view that as the dtype again"
+        ) from None
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as contiguous memory, also of dtypes that torch cannot copy."""
+    if _DTYPE_CODES[tensor.dtype] < _FIRST_NARROW:
+        return tensor.contiguous()
+    return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -115,7 +144,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor
     if tensor.nbytes >= LARGE or any(tensor.stride()):
         return None
-    return tensor.detach().contiguous()  # one value, expanded, as gradients of sums are
+    return _contiguous(tensor.detach())  # one value, expanded, as gradients of sums are
 
 
 def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
@@ -184,7 +213,7 @@ class TensorPacker:
             data, key = tensor, tensor.untyped_storage()._cdata
             start, end = _extent(data)
             if users[key] == 1 and end - start > max(LARGE, _SPARSE_VIEW * data.nbytes):
-                data = data.contiguous()
+                data = _contiguous(data)
                 key = data.untyped_storage()._cdata
                 start, end = _extent(data)
             elif users[key] > 1:
@@ -266,8 +295,8 @@ class TensorPacker:
         device = self._devices.get(str(plain.device))
         if device is None:
             raise EncodeError(
-                f"a tensor on {plain.device} cannot be sent to {self._receiver or 'another worker'}: no device "
-                f"map says where it should go. Give this worker's options "
+                f"cannot be sent: a tensor is on {plain.device}, and no device map says where it goes on "
+                f"{self._receiver or 'the other worker'}. Give this worker's options "
                 f"set_device_map({self._receiver!r}, {{{str(plain.device)!r}: 'cuda:0'}}) before init_rpc, "
                 f"or send tensor.cpu()"
             )
