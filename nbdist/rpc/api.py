@@ -23,6 +23,7 @@ from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageErr
 from nbdist.rpc import rref as rref_module
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.futures import Future, set_interrupt_hook
+from nbdist.rpc.hosted import take_on
 from nbdist.rpc.interrupts import InterruptWatch
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
@@ -89,14 +90,16 @@ def init_rpc(
 
     With ``world_size`` the world is fixed, and this returns when all its members are there. Without, members
     may join and leave at any time. ``rank`` is this worker's id. ``backend`` is accepted for torch's programs.
+
+    On a worker of a cluster RPC runs already. There this sets the time limit and the number of threads that
+    ``rpc_backend_options`` names, and raises UsageError for a name, a rank or an option that the worker cannot take on.
     """
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     if _agent is not None and _agent.hosted and not _agent.closed:
-        if name != _agent.me.name:
-            raise UsageError(f"this is {_agent.me.name} of a cluster, whose RPC runs; it cannot become {name!r}")
+        take_on(_agent, name, rank, world_size, rpc_backend_options)
         return  # a program that brings its own world finds it formed
     if rank <= 0:  # once for a world, not once for each of its members
         warn_of_untested()

@@ -90,6 +90,12 @@ class Pool:
         """How many jobs are running or queued."""
         return self._running + len(self._queue)
 
+    def resize(self, size: int) -> None:
+        """Let up to ``size`` threads run jobs from now on; jobs that run already end first."""
+        with self._condition:
+            self._size = max(1, size)
+            self._provide()
+
     def submit(self, job: Job) -> None:
         """Run ``job`` on a thread of the pool."""
         with self._condition:

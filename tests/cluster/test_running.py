@@ -46,6 +46,36 @@ def test_a_program_that_brings_its_own_world_finds_it_formed(two):
     assert two.run("rpc.rpc_sync('worker0', max, args=(1, 2))").result == "2"
 
 
+def test_a_program_that_brings_its_own_world_gets_its_options_or_is_told_that_it_does_not(two):
+    """`compat` does the same, where init_rpc in a worker used to say that RPC is initialized already."""
+    for module in ("nbdist.rpc", "nbdist.compat.rpc"):
+        two.run(
+            f"%%remote 0\nimport {module} as its, time\nfrom nbdist.rpc import api\n"
+            "was = api.current_agent().rpc_timeout"
+        )
+        two.run(
+            "%%remote 0\nits.init_rpc('worker0', rank=0, world_size=2, rpc_backend_options="
+            "its.TensorPipeRpcBackendOptions(init_method='env://', rpc_timeout=0.5, num_worker_threads=40))"
+        )
+        cell = two.run("%%remote 0\nits.rpc_sync('worker1', time.sleep, args=(5,))", check=False)
+        assert cell.error["ename"] == "RpcTimeout"
+        assert two.run("%remote 0 api.current_agent().pool._size").result == "40"
+        for asked, told in (
+            ("rank=1", "cannot get rank 1"),
+            ("rank=0, world_size=9", "a world_size of 9 would be waited for in vain"),
+            (
+                "rpc_backend_options=its.TensorPipeRpcBackendOptions("
+                "device_maps={'worker1': {'cpu': 'cpu'}}, rpc_timeout=7)",
+                "cannot take on device_maps now",
+            ),
+        ):
+            cell = two.run(f"%%remote 0\nits.init_rpc('worker0', {asked})", check=False)
+            assert cell.error["ename"] == "UsageError"
+            assert told in cell.error["evalue"]
+        assert two.run("%remote 0 api.current_agent().rpc_timeout").result == "0.5"
+        two.run("%%remote 0\napi.current_agent().rpc_timeout = was\napi.current_agent().pool.resize(16)")
+
+
 def test_the_process_group_can_be_left_and_formed_by_hand(two):
     # Once: torch itself cannot do it twice at one port for certain, as the first one's store may still be there.
     two.run("%%remote\ndist.destroy_process_group()\ndist.init_process_group('gloo')")

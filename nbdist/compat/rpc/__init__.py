@@ -33,6 +33,7 @@ from nbdist.compat.rpc.options import TensorPipeRpcBackendOptions
 from nbdist.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from nbdist.errors import UsageError
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.hosted import take_on
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 
@@ -101,6 +102,9 @@ def _init_rpc_backend(
     if not isinstance(name, str):
         raise UsageError(f"Argument name must be a str, not {name!r}")
     if _is_current_rpc_agent_set():
+        if current_agent().hosted:
+            take_on(current_agent(), name, rank, world_size, rpc_backend_options)
+            return
         raise UsageError("RPC is already initialized")
     chosen = backend or backend_registry.backend_of(rpc_backend_options)
     agent = init_backend(

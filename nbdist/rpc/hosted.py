@@ -1,0 +1,52 @@
+"""What a program's own `init_rpc` finds on a worker of a cluster, whose RPC runs already."""
+
+from __future__ import annotations
+
+from nbdist.errors import UsageError
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.options import RpcBackendOptions
+
+__all__ = ["take_on"]
+
+_SETTLED = frozenset({"init_method", "devices"})
+"""Options that have done their work: the members have met, and torch's list of devices changes nothing here."""
+
+
+def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options: RpcBackendOptions | None) -> None:
+    """Give the running agent of a cluster what ``init_rpc`` asks for: another time limit, other threads.
+
+    An option with the value that it has by itself asks for nothing.
+
+    Raises:
+        UsageError: the program asks for something that a running agent cannot become. Nothing has been changed.
+    """
+    me = agent.me
+    if name != me.name:
+        raise UsageError(f"this is {me.name} of a cluster, whose RPC runs; it cannot become {name!r}")
+    if rank >= 0 and rank != me.id:
+        raise UsageError(f"this is {me.name} of a cluster, whose RPC runs with rank {me.id}; it cannot get rank {rank}")
+    members = len(agent.membership.members())
+    if world_size and world_size > members:
+        raise UsageError(
+            f"this cluster's RPC has {members} members, the notebook included; a world_size of {world_size} would be "
+            "waited for in vain. Start more workers with %dist_init"
+        )
+    if options is None:
+        return
+    plain = vars(type(agent.options)())
+    asked = {option: value for option, value in vars(options).items() if value != plain.get(option)}
+    refused = [
+        option
+        for option, value in asked.items()
+        if option not in (*_SETTLED, "rpc_timeout", "num_worker_threads")
+        and value != getattr(agent.options, option, None)
+    ]
+    if refused:
+        raise UsageError(
+            f"{me.name} belongs to a cluster, whose RPC runs,, and cannot take on {', '.join(sorted(refused))} now. "
+            "Leave that out, or start the program with `python -m nbdist run`, where each process makes its own RPC"
+        )
+    if "rpc_timeout" in asked:
+        agent.rpc_timeout = options.rpc_timeout
+    if "num_worker_threads" in asked:
+        agent.pool.resize(options.num_worker_threads)
