@@ -303,7 +303,7 @@ class _Step:
         if op.stage < self._last:
             self._send(op._replace(stage=op.stage + 1), as_tuple(value))
         elif not order.train:
-            driver = self._agent.membership.find(self._station.driver)
+            driver = self._agent.find(self._station.driver)
             if not driver.device_maps.get(self._me):
                 value = _map(value, _on_cpu)
             self._outputs.append(value)

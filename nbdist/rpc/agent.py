@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nbdist import durations, trace
@@ -104,6 +105,8 @@ class Agent:
         """What to enter around a function that runs for a call with such an origin."""
         self.explain_end: Callable[[int], str] | None = None
         """How a process ended, by its pid, where somebody knows more than that it did; may take a moment."""
+        self.directory: Path | None = None
+        """Where files lie that must go with this process, however it ends; None for the temporary directory."""
         self.recorder: Recorder | None = None
         """Who records what autograd needs to know of its messages."""
         self._handlers: dict[type, Handler] = {}
@@ -315,14 +318,20 @@ class Agent:
     # -- looking ------------------------------------------------------------------------------
 
     def find(self, to: str | int | WorkerInfo) -> Record:
-        """The living member that ``to`` names; one that has gone is a WorkerLost that says why."""
+        """Return the living member that ``to`` names.
+
+        Raises:
+            WorkerLost: the member has gone; the text says why.
+            UnknownWorker: there has never been such a member.
+        """
         try:
             return self.membership.find(to)
         except UnknownWorker:
             why = self.membership.why_gone(to)
             if why is None:
                 raise
-            raise WorkerLost(f"{to.name if isinstance(to, WorkerInfo) else to} {why}") from None
+            name = to.name if isinstance(to, WorkerInfo) else to
+            raise WorkerLost(f"{name if isinstance(name, str) else f'the worker with id {name}'} {why}") from None
 
     def timeout_of(self, timeout: float) -> float:
         """Return a call's time limit in seconds: the default where ``timeout`` is negative; 0 for none."""

@@ -86,6 +86,7 @@ def start_agent(
             arena=arena.probe if arena is not None else None,
         )
         agent = Agent(me, channel, options, arena)
+        agent.directory = zeromq.directory
         undo.callback(agent.close, "could not join its world")
         agent.start()
         roster = Roster(reach, secret, me.host)

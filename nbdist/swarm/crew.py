@@ -167,7 +167,7 @@ class Crew:
         self._came(member, self.send(member, "load", begin, end, extra=_LOADING))
 
     def _made(self, worker: int | str) -> Member:
-        record = self._agent.membership.find(worker)
+        record = self._agent.find(worker)
         address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
         server: RRef[Server] = api.remote(record.name, Server, (self._folder, self.options, address.key))
         member = Member(record.name, record.incarnation, server, address, self._room)

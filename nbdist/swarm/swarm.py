@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import durations
 from nbdist.errors import UsageError
+from nbdist.rpc import api
 from nbdist.swarm import adapter, routing
 from nbdist.swarm.crew import Crew, Gone
 from nbdist.swarm.journal import Journal
@@ -66,7 +67,8 @@ def serve(
     step_timeout = durations.positive(step_timeout, "step_timeout")
     cache_timeout = durations.bounded(cache_timeout, "cache_timeout")
     route_timeout = durations.bounded(route_timeout, "route_timeout")
-    folder = tempfile.TemporaryDirectory(prefix="nbdist-swarm-")
+    # In the agent's directory: what removes that after a kill removes the weights, too.
+    folder = tempfile.TemporaryDirectory(prefix="swarm-", dir=api.current_agent().directory)
     if isinstance(model, str | Path):
         known = Path(model) if Path(model).is_dir() else folder_of(str(model))
         checkpoint = adapter.Checkpoint.opened(known, Path(folder.name))

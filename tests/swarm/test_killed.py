@@ -1,9 +1,15 @@
 """Workers killed with SIGKILL in the middle of what they are asked: the text goes on as if nothing had been."""
 
+import fcntl
 import gc
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import swarm_models
@@ -11,9 +17,9 @@ import torch
 import transformers
 
 import nbdist
-from nbdist.errors import UsageError
+from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc import api
-from nbdist.swarm import adapter, serve
+from nbdist.swarm import adapter, names, serve
 from nbdist.swarm.crew import Gone
 from nbdist.swarm.routing import NoRoute
 from nbdist.swarm.server import Options, Server
@@ -333,3 +339,76 @@ def test_every_position_and_every_span(three, mode):
             three.workers[victim].ended.wait(10)
             three.restart(str(victim))
     assert failed == []
+
+
+def test_a_worker_that_was_killed_a_moment_ago_is_lost_and_not_unknown(three):
+    model = swarm_models.make("llama")
+    os.kill(three.workers[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
+        serve(model, workers=[0, 1, 2])  # nobody may have noticed yet
+    deadline = time.monotonic() + 20
+    while not three.workers[1].lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for named in (1, "worker1"):
+        with pytest.raises(WorkerLost, match=r"worker.*1 was killed by SIGKILL"):
+            serve(model, workers=[0, named])
+
+
+_PROGRAM = """
+import nbdist, swarm_models, sys, time
+from nbdist.swarm import serve
+
+if __name__ == "__main__":
+    cluster = nbdist.Cluster(2, backend="none", preload=["nbdist.swarm"]).start()
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1])
+    print(swarm.checkpoint.folder, flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_weights_go_with_a_program_that_is_killed(tmp_path):
+    runtime = tempfile.mkdtemp(prefix="nbdist-", dir="/tmp")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {
+        **os.environ,
+        "NBDIST_RUNTIME_DIR": runtime,
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": os.path.dirname(swarm_models.__file__),
+    }
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    program = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py")], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert program.stdout is not None
+        folder = Path(program.stdout.readline().strip())
+        assert runtime in str(folder)
+        assert (folder / "model.safetensors").exists()
+        program.kill()
+        deadline = time.monotonic() + 60
+        while files := [*{*os.listdir(runtime)} - {"secret"}, *os.listdir(temporary)]:
+            assert time.monotonic() < deadline, files
+            time.sleep(0.05)
+    finally:
+        program.kill()
+        program.communicate()
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_unfinished_copy_of_a_named_model_goes_with_its_maker(tmp_path, monkeypatch, alive):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(names._MAKERS, "smollm2", lambda folder: (folder / "config.json").write_text("{}"))
+    unfinished = tmp_path / "nbdist" / "smollm2-before"
+    unfinished.mkdir(parents=True)
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
+    lock = os.open(unfinished, os.O_RDONLY)
+    if alive:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    assert (names.folder_of("smollm2") / "config.json").exists()
+    os.close(lock)
+    assert sorted(path.name for path in (tmp_path / "nbdist").iterdir()) == ["smollm2"] + ["smollm2-before"] * alive
