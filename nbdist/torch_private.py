@@ -24,6 +24,7 @@ __all__ = [
     "ATTRIBUTES",
     "FUNCTIONS",
     "NEWEST_TESTED",
+    "count_groups_from_zero",
     "engine",
     "function_modes",
     "is_in_a_mode",
@@ -66,6 +67,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._utils._sparse_tensors_to_validate": "until 2.14; where both are missing, torch keeps no such list",
     "torch._utils._validate_loaded_sparse_tensors": "sparse tensors that arrive are not validated",
     "torch.autograd.Variable._execution_engine": REQUIRED,
+    "torch.distributed.distributed_c10d._world": "a process group may not form again after a forming that failed",
     "torch.serialization._get_layout": "a sparse tensor that two threads rebuild first at once may fail",
 }
 """Where to find each function, class or list, and what happens where it is missing."""
@@ -180,6 +182,17 @@ def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -
 def torch_rpc() -> Any:
     """Return the C++ module of torch's own RPC; None where torch was built without it."""
     return getattr(torch._C, "_distributed_rpc", None)
+
+
+def count_groups_from_zero() -> None:
+    """Have torch name the next process group as in a fresh process; called where there is no process group.
+
+    torch names a group by counting the groups before it. An attempt that failed counts in the workers that made it, but
+    not in a worker that was started since: they would look for each other under different keys.
+    """
+    world = _find("torch.distributed.distributed_c10d._world", False)
+    if world:
+        world.group_count = 0
 
 
 # -- sparse tensors -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch.distributed
 from nbdist.cluster.group_store import GroupStore
 from nbdist.cluster.setup import WorkerSetup, group_folder
 from nbdist.errors import RendezvousError
+from nbdist.torch_private import count_groups_from_zero
 
 __all__ = ["break_off", "initialise"]
 
@@ -52,9 +53,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
-        # torch names a group by counting the groups before it, and an attempt that failed counts for the workers that
-        # made it, but not for a worker that was started since: they would look for each other under different keys.
-        dist.distributed_c10d._world.group_count = 0
+        count_groups_from_zero()
         _store = GroupStore(Path(told.folder, group_folder(generation)))
         stack.enter_context(_leaving_with(_store, told.world_size))
         dist.init_process_group(told.backend, store=_store, rank=told.rank, world_size=told.world_size)
