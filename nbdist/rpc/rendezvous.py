@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
 
 from nbdist.errors import SecurityError
+from nbdist.rpc import tcp_store
 from nbdist.rpc.meeting_file import MeetingFile
 from nbdist.rpc.roster import Store
 
-__all__ = ["Meeting", "parse", "prefixed", "require_shared_secret"]
+__all__ = ["Meeting", "parse", "prefixed", "settle"]
 
 dist: Any = torch.distributed  # which does not declare what it exports
+
+_EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
 class Meeting:
@@ -33,24 +35,30 @@ class Meeting:
         self.port = port
         self.rank = rank
 
+    @property
+    def is_torchruns(self) -> bool:
+        """Whether torchrun serves the store, so that no member has to."""
+        return self.scheme == "tcp" and tcp_store.is_torchruns(self.place, self.port)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this member serves the store."""
+        return self.scheme == "tcp" and self.rank == 0 and not self.is_torchruns
+
     def is_off_host(self) -> bool:
-        """Whether the store is on another machine."""
-        return self.scheme == "tcp" and not _is_local(self.place)
+        """Return whether the store is on another machine."""
+        return self.scheme == "tcp" and not tcp_store.is_own(self.place)
+
+    def is_open(self) -> bool:
+        """Return whether the store is still there. A member that leaves asks this before it writes to the store."""
+        return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
 
     def open(self, timeout: float) -> Store:
         """Open the store at which the members meet; its operations take at most ``timeout`` seconds."""
         if self.scheme == "file":
             return MeetingFile(self.place)
         if self.scheme == "tcp":
-            store: Any = dist.TCPStore(
-                self.place,
-                self.port,
-                None,
-                self.rank == 0,
-                datetime.timedelta(seconds=timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            store = tcp_store.open_store(self.place, self.port, timeout, serve=self.serves)
         else:
             store, _, _ = next(dist.rendezvous(self.place, rank=self.rank))
         store.set_timeout(datetime.timedelta(seconds=timeout))
@@ -99,25 +107,35 @@ def _environment(name: str, missing: Any) -> str:
     return value
 
 
-def _is_local(host: str) -> bool:
-    """Whether an address is one of this machine's: only such a one can be bound to."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return True
-    return False
+def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
+    """Refuse to meet where other machines reach the store without a secret, and choose the address of the store.
+
+    Args:
+        meeting: its ``place`` changes if it names every interface, or is a machine's name that stands for loopback on
+            this machine, as on Debian, while members on other machines reach this one at ``host``.
+        shared: whether the user gave the members a secret; without one they use the secret of this user on this host.
+        host: the address at which this member listens for members on other machines, if any.
+    """
+    _require_shared_secret(meeting, shared, host)
+    if meeting.scheme != "tcp" or meeting.is_torchruns or meeting.is_off_host():
+        return
+    off_host = host is not None and not tcp_store.is_loopback(host)
+    if meeting.place in _EVERY_INTERFACE:
+        meeting.place = host if off_host and host is not None else "127.0.0.1"
+    elif tcp_store.is_loopback(meeting.place):
+        if off_host and host is not None and not tcp_store.says_loopback(meeting.place):
+            meeting.place = host
+    elif not shared:
+        raise SecurityError(
+            f"the members meet at {meeting.place}, which other machines reach, and anybody could write to the store "
+            "there. On one machine, meet at 127.0.0.1 (MASTER_ADDR). Between machines, give all members a secret "
+            "(NBDIST_SECRET_FILE, or RpcBackendOptions(secret=...))"
+        )
 
 
-def require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Off this host, members must share a secret; say how to give them one."""
-    off_host = meeting.is_off_host() or (host is not None and not host.startswith(("127.", "::1", "localhost")))
+def _require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
+    """Refuse members on several hosts that do not share a secret, and say how to give them one."""
+    off_host = meeting.is_off_host() or (host is not None and not tcp_store.is_loopback(host))
     if off_host and not shared:
         raise SecurityError(
             "members on several hosts need a secret that all of them share. Put the same random text (at least 16 "

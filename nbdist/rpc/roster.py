@@ -9,6 +9,7 @@ and is found out by its process or by the handshake.
 from __future__ import annotations
 
 import base64
+import itertools
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -24,6 +25,8 @@ __all__ = ["Roster", "Store"]
 
 _KEY = "nbdist/roster"
 _POLL = 0.01
+_MISSING_NAMED = 20
+"""How many missing ranks an error names."""
 _MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
@@ -67,7 +70,7 @@ class Roster:
             gathering = [record for record in self._records(document.gathering) if self._seems_alive(record)]
             if not any(record.incarnation == me.incarnation for record in gathering):
                 gathering = [*self._without_twin(gathering, me), me]
-                if {record.id for record in gathering} == set(range(size)):
+                if len({record.id for record in gathering}) == size:  # each is from 0 to size - 1
                     document.formed, gathering = [self._sealed(record) for record in gathering], []
                     document.left = []
                 document.gathering = [self._sealed(record) for record in gathering]
@@ -76,7 +79,9 @@ class Roster:
             if time.monotonic() > deadline:
                 self.leave(me)
                 came = {record.id: record.name for record in gathering}
-                missing = ", ".join(str(rank) for rank in range(size) if rank not in came)
+                absent = list(itertools.islice((rank for rank in range(size) if rank not in came), _MISSING_NAMED))
+                more = size - len(came) - len(absent)
+                missing = ", ".join(map(str, absent)) + (f" and {more} more" if more else "")
                 raise RendezvousError(
                     f"{me.name}: the RPC world of {size} did not form; no sign of rank {missing}; "
                     f"there were {', '.join(f'{name} (rank {rank})' for rank, name in sorted(came.items()))}"
@@ -142,6 +147,23 @@ class Roster:
                     return
         except Exception:  # torch's stores raise what they like when their server has gone
             return
+
+    def close(self) -> None:
+        """Release the store, whose server ends with its last user in this process; call no other method afterwards."""
+        del self._store
+
+    def wait_for_others(self, me: Record, deadline: float) -> None:
+        """Wait until the other members of this fixed world have left, or died; at most until the deadline."""
+        while time.monotonic() < deadline:
+            try:
+                _, document = self._read(0.0)
+                formed = self._records(document.formed)
+            except Exception:  # as in `leave`
+                return
+            ours = any(record.incarnation == me.incarnation for record in formed)
+            if not ours or not any(r.incarnation != me.incarnation and self._seems_alive(r) for r in formed):
+                return
+            time.sleep(_POLL)
 
     # -- the store ----------------------------------------------------------------------------
 

@@ -28,6 +28,12 @@ __all__ = ["start_agent"]
 
 _NO_TIMEOUT = 24 * 3600.0
 
+_LARGEST_NUMBER = (1 << 63) - 1
+"""What a message can carry."""
+
+_OTHERS_LEAVE = 2.0
+"""Seconds that the member which serves the store stays, after an orderly end, for members that have yet to leave it."""
+
 
 def start_agent(
     name: str,
@@ -47,14 +53,17 @@ def start_agent(
     timeout = time_limit(options.rpc_timeout) or _NO_TIMEOUT
     deadline = time.monotonic() + timeout
     WorkerInfo(name, 0)  # raises for a bad name
-    reach, rank = _store(options, store, rank, world_size, timeout)
+    meeting = rendezvous.parse(options.init_method, rank, world_size) if store is None else None
+    rank = meeting.rank if meeting is not None else rank
+    for what, number in (("world_size", world_size or 0), ("rank", rank)):
+        if number > _LARGEST_NUMBER:
+            raise UsageError(f"{what} must not be larger than {_LARGEST_NUMBER}")
     if world_size is not None and not 0 <= rank < world_size:
         raise UsageError(f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}")
     host = options.host or os.environ.get("NBDIST_HOST")
     secret = Secret.find(options.secret)
-    if store is None:
-        meeting = rendezvous.parse(options.init_method, rank, world_size)
-        rendezvous.require_shared_secret(meeting, secret.shared_off_host, host)
+    if meeting is not None:
+        rendezvous.settle(meeting, secret.shared_off_host, host)
     incarnation = new_incarnation()
     with contextlib.ExitStack() as undo:
         zeromq = ZmqChannel(
@@ -89,7 +98,8 @@ def start_agent(
         agent.directory = zeromq.directory
         undo.callback(agent.close, "could not join its world")
         agent.start()
-        roster = Roster(reach, secret, me.host)
+        roster = Roster(lambda: _open(meeting, store, timeout), secret, me.host)
+        undo.callback(roster.close)
         undo.callback(roster.leave, me)
         if world_size is not None:
             agent.handshake.join_fixed(roster.form(me, deadline), deadline)
@@ -97,20 +107,24 @@ def start_agent(
             dead = agent.handshake.join_dynamic(roster.join(me, deadline), deadline)
             if dead:
                 roster.leave(*dead)
-        agent.at_close(lambda: roster.leave(me))
+        agent.at_close(lambda: _leave(agent, roster, meeting))
         agent.at_close(switching.shorten(options.switch_interval))
         agent.on_lost(lambda record, why: _clean_after(agent, record))
         undo.pop_all()
     return agent
 
 
-def _store(
-    options: RpcBackendOptions, store: Any, rank: int, world_size: int | None, timeout: float
-) -> tuple[Callable[[], Store], int]:
-    if store is not None:
-        return lambda: rendezvous.prefixed(store), rank
-    meeting = rendezvous.parse(options.init_method, rank, world_size)
-    return lambda: meeting.open(timeout), meeting.rank
+def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float) -> Store:
+    return meeting.open(timeout) if meeting is not None else rendezvous.prefixed(store)
+
+
+def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> None:
+    """Strike this member off the roster, while there is a store; the member that serves the store leaves last."""
+    if meeting is None or meeting.is_open():
+        if meeting is not None and meeting.serves and agent.ending.completed:
+            roster.wait_for_others(agent.me, time.monotonic() + _OTHERS_LEAVE)
+        roster.leave(agent.me)
+    roster.close()
 
 
 def _clean_after(agent: Agent, record: Record) -> None:

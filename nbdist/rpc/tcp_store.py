@@ -1,0 +1,134 @@
+"""Opens torch's TCPStore at one address: the one that ``tcp://`` or ``env://`` names, and no other.
+
+A TCPStore believes everybody who reaches it, and left to itself it listens on every interface of the machine. So the
+listener is made here, bound to the address, and handed over (``master_listen_fd``).
+
+One process may open a store twice at one port: `init_rpc` and `init_process_group` of a program with the same
+``MASTER_PORT``. torch keeps the servers of its process by port, and gives the second opener the first one's server
+(``multi_tenant``), so both orders work. The server of the first opener decides where it listens: torch's own, opened
+by `init_process_group`, listens everywhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import ipaddress
+import os
+import socket
+from typing import Any
+
+import torch.distributed
+
+from nbdist.errors import RendezvousError
+
+__all__ = ["is_loopback", "is_own", "is_served", "is_torchruns", "open_store", "says_loopback"]
+
+dist: Any = torch.distributed  # which does not declare what it exports
+
+_SERVER_OF_THIS_PROCESS = -1
+"""No file: torch uses its server at the port if there is one in this process, and fails if there is none."""
+
+_PROBE = 1.0
+"""Seconds for a connection to the store: it is made or refused at once unless the other machine is gone."""
+
+
+def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
+    """Open the store at an address, as its client; with ``serve``, serve it there first.
+
+    Operations of the store end after ``timeout`` seconds. Raises RendezvousError where another program listens at the
+    address already.
+    """
+    limit = datetime.timedelta(seconds=timeout)
+    if not serve:
+        return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    listener = _listen(host, port)
+    try:
+        return dist.TCPStore(
+            host, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
+        )
+    except dist.DistNetworkError as error:
+        if listener != _SERVER_OF_THIS_PROCESS:
+            raise
+        raise RendezvousError(
+            f"rank 0 cannot serve the store at {host}:{port}, where another program listens: choose another port"
+        ) from error
+
+
+def _listen(host: str, port: int) -> int:
+    """Return a listening socket's file; torch closes it with its server."""
+    failed = OSError(f"{host} has no address")
+    for family, address in _addresses(host, port):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a world before may linger
+            listener.bind(address)
+            listener.listen()
+            return listener.detach()
+        except OSError as error:
+            listener.close()
+            failed = error
+            if error.errno == errno.EADDRINUSE:
+                return _SERVER_OF_THIS_PROCESS
+    raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port}: {failed}") from failed
+
+
+def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:
+    """Return the families and addresses of a name, IPv4 first; none if nobody knows the name.
+
+    A store's client tries all of them, so one listener is enough. IPv4 comes first because programs that write
+    127.0.0.1 and localhost then meet.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted(((int(family), address) for family, _, _, _, address in found), key=lambda each: each[0])
+
+
+def is_own(host: str) -> bool:
+    """Return whether a name is one of this machine's: only then can a socket be bound to its address."""
+    for family, address in _addresses(host):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name stands for this machine alone, so that no other machine reaches what listens there."""
+    found = [address[0].partition("%")[0] for _, address in _addresses(host)]
+    return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def says_loopback(host: str) -> bool:
+    """Return whether a name means loopback on every machine, unlike a machine's own name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_torchruns(host: str, port: int) -> bool:
+    """Return whether torchrun's own process serves the store at an address, so that no rank has to."""
+    environment = os.environ
+    return (
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and environment.get("MASTER_ADDR") == host
+        and environment.get("MASTER_PORT") == str(port)
+    )
+
+
+def is_served(host: str, port: int) -> bool:
+    """Return whether somebody listens at an address.
+
+    torch's client prints a C++ backtrace when it writes to a store that has gone; so a member that leaves asks first.
+    """
+    try:
+        socket.create_connection((host, port), timeout=_PROBE).close()
+    except OSError:
+        return False
+    return True
