@@ -16,6 +16,7 @@
     ├── RendezvousError            the world did not form, or did not part
     │   └── NotUnique              ... because a name or rank is taken
     ├── SecurityError              without a shared secret this is refused
+    ├── ResourceError              (also an OSError) the system has no file, disk space or memory left
     ├── ProtocolError              a peer sent what no correct peer sends
     │   └── VersionMismatch        ... because it runs another version of nbdist
     └── Interrupted                the user's Ctrl-C ended the wait
@@ -35,6 +36,7 @@ __all__ = [
     "RRefError",
     "RemoteError",
     "RendezvousError",
+    "ResourceError",
     "RpcTimeout",
     "SecurityError",
     "UnknownWorker",
@@ -98,6 +100,10 @@ class NotUnique(RendezvousError):
 
 class SecurityError(NbdistError):
     """What was asked needs a secret that all members share, and there is none."""
+
+
+class ResourceError(NbdistError, OSError):
+    """The system has no open file, disk space or memory left to give; ``errno`` says which, the text in words."""
 
 
 class ProtocolError(NbdistError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.dispatch import Job
+from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Future, Surroundings, set_carrier
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.recording import Attach
@@ -77,12 +79,12 @@ class Recorder:
         agent.at_close(self._close)
         passes, observing = self.passes, self.passes.observing
         self._handle(messages.Mark, lambda message, sender, body: partial(passes.on_mark, message))
-        self._handle(messages.Gradients, lambda message, sender, body: partial(_on_gradients, passes, message, body))
+        self._handle(messages.Gradients, lambda message, sender, body: partial(self._on_gradients, message, body))
         self._handle(messages.Marked, lambda message, sender, body: partial(passes.on_marked, message))
         self._handle(messages.Turn, lambda message, sender, body: passes.turns.on_turn(message))
         self._handle(messages.Granted, lambda message, sender, body: partial(passes.on_granted, message, sender))
         self._handle(messages.Report, lambda message, sender, body: passes.on_report(message, sender))
-        self._handle(messages.Failed, lambda message, sender, body: lambda: passes.on_failed(message, body()))
+        self._handle(messages.Failed, lambda message, sender, body: partial(self._on_failed, message, body))
         self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
         self._handle(messages.Entered, lambda message, sender, body: self._on_entered(message, sender))
         self._handle(
@@ -347,11 +349,30 @@ class Recorder:
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job | None:
             # What is small is decoded before another thread is woken to read: making tensors lets go of the GIL.
             if frames and codec.decodes_quickly(cast.payload, frames):
-                decoded = codec.decode(cast.payload, frames)
-                return act(messages.decode(cast.data), sender, lambda: decoded)
+                with contextlib.suppress(NbdistError):  # the job decodes once more, and fails the pass with the error
+                    decoded = codec.decode(cast.payload, frames)
+                    return act(messages.decode(cast.data), sender, lambda: decoded)
             return act(messages.decode(cast.data), sender, lambda: codec.decode(cast.payload, frames))
 
         self._agent.handle_cast(_topic(kind), on_cast)
+
+    def _on_gradients(self, message: messages.Gradients, body: Callable[[], Any]) -> None:
+        """Hand gradients to their pass; where they cannot be read here, fail the pass at its root, which waits."""
+        try:
+            gradients = body()
+        except NbdistError as error:
+            doing = f"the backward pass of context {message.head.context}"
+            self.tell(message.head.id.root, messages.Failed(message.head.id), describe(error, self.name, doing))
+        else:
+            self.passes.on_gradients(message, gradients)
+
+    def _on_failed(self, message: messages.Failed, body: Callable[[], Any]) -> None:
+        """Fail a pass that began here; also where the error itself cannot be read here."""
+        try:
+            failure = body()
+        except NbdistError as error:
+            failure = describe(error, self.name, "the backward pass")
+        self.passes.on_failed(message, failure)
 
     def _on_lost(self, record: Record, why: str) -> None:
         for context in self.contexts.all():
@@ -366,10 +387,6 @@ class Recorder:
     def _close(self) -> None:
         for context in self.contexts.all():
             self._release(context.id, context.maker)
-
-
-def _on_gradients(passes: Passes, message: messages.Gradients, body: Callable[[], Any]) -> None:
-    passes.on_gradients(message, body())
 
 
 class _Running:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from nbdist.channel.arena import PROBE, PROBE_SIZE, file_name
 from nbdist.channel.memory import Mapping, MemoryFailure, open_of
 from nbdist.wire.messages import Place, Record
+from nbdist.wire.tensors import Buffer, Unreadable
 
 __all__ = ["Ended", "Leases"]
 
@@ -91,21 +92,25 @@ class Leases:
             return False
         return True
 
-    def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[memoryview]:
-        """The memory at those places, each until nothing refers to it; empty where it cannot be read."""
+    def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer]:
+        """Return the memory at those places, leased until nothing refers to it.
+
+        A place that this process cannot map is `Unreadable`, with the reason: whoever decodes the message answers
+        with that.
+        """
         return [self._begin(owner, place, now) for place in places]
 
-    def _begin(self, owner: Record, place: Place, now: float) -> memoryview:
+    def _begin(self, owner: Record, place: Place, now: float) -> Buffer:
         what = Ended(owner.incarnation, place.segment, place.offset, place.length, False)
         self.begun += 1
         if not 0 <= place.offset <= place.offset + place.length <= place.size:
             self.ended.append(what)
-            return memoryview(b"")
+            return Unreadable("the place is not in the sender's shared memory")
         try:
             mapping = self._segment(owner, place, now)
-        except MemoryFailure:
+        except MemoryFailure as error:
             self.ended.append(what)
-            return memoryview(b"")
+            return Unreadable(str(error))
         block = (ctypes.c_char * place.length).from_address(mapping.address + place.offset)
         block.lease = _Lease(self.ended, what, mapping)  # type: ignore[attr-defined]
         return memoryview(block).cast("B")

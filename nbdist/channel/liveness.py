@@ -1,7 +1,11 @@
-"""Knowing at once that a process of this host has ended.
+"""Report at once that a process of this host has ended.
 
-Linux tells through a pidfd, within a millisecond; elsewhere the process table is read every 50 ms. A pid
-alone says nothing (it is reused), so a process is named by its pid and the time it started.
+A process is named by its pid and the time it started, because the kernel reuses pids. Linux reports an end through a
+pidfd, within a millisecond; where there is none, the process table is read every 50 ms.
+
+Only these answers of the kernel mean that a process has ended: no such process (ENOENT, ESRCH), another start time,
+or state Z (zombie) or X (dead). Every other error, such as EMFILE when this process has too many files open, means
+that the kernel did not answer: the process counts as alive and is asked about again.
 """
 
 from __future__ import annotations
@@ -14,29 +18,41 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from nbdist.channel.resources import refusals_in_words
+
 __all__ = ["ProcessWatch", "is_alive", "started_at"]
 
 _POLL_MS = 50
+_ENDED = 0
 
 _log = logging.getLogger("nbdist.channel")
 
 
 def started_at(pid: int) -> int:
-    """When the process started, in the kernel's ticks; 0 where that cannot be known."""
+    """Return when the process started, in the kernel's ticks; 0 where it has ended or the kernel does not say."""
+    return _look_up(pid) or 0
+
+
+def _look_up(pid: int) -> int | None:
+    """Return when the process started; `_ENDED` where it has ended, None where the kernel does not say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
+    except (FileNotFoundError, ProcessLookupError):
+        return _ENDED
+    except OSError:  # above all EMFILE and ENFILE: the look-up itself needs a file
+        return None
     fields = stat.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    return _ENDED if fields[0] in "ZX" else int(fields[19])
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Whether that very process runs."""
+    """Return whether the process with this pid and start time runs; True where the kernel does not say."""
     if started:
-        return started_at(pid) == started
+        found = _look_up(pid)
+        if found is not None:
+            return found == started
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # needs no file, but cannot tell a zombie or a reused pid from the process
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -45,34 +61,26 @@ def is_alive(pid: int, started: int) -> bool:
 
 
 class ProcessWatch:
-    """Calls back when processes end."""
+    """Calls ``on_end(pid)`` once for each watched process that ends, in a thread of its own."""
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._files: dict[int, int] = {}
+        """The pid behind each open pidfd."""
         self._polled: dict[int, int] = {}
+        """The start time of each process that has no pidfd, or none yet, by pid."""
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with refusals_in_words("cannot watch other processes"):
+            self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def watch(self, pid: int, started: int) -> None:
-        """Tell when this process ends; at once, if it has."""
+        """Report the end of this process; at once, if it has ended. Does nothing for a pid that is watched."""
         with self._lock:
             if self._closed or pid in self._polled or pid in self._files.values():
                 return
-            try:
-                file = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._polled[pid] = -1
-            except (AttributeError, OSError):
-                self._polled[pid] = started
-            else:
-                if is_alive(pid, started):
-                    self._files[file] = pid
-                else:
-                    os.close(file)
-                    self._polled[pid] = -1
+            self._polled[pid] = started
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="nbdist-liveness", daemon=True)
                 self._thread.start()
@@ -87,13 +95,13 @@ class ProcessWatch:
             with self._lock:
                 if self._closed:
                     return
+                ended = [pid for pid, started in list(self._polled.items()) if self._has_ended(pid, started)]
                 poller = select.poll()
                 poller.register(self._wake_out, select.POLLIN)
                 for file in self._files:
                     poller.register(file, select.POLLIN)
-                polled = dict(self._polled)
-            ended = [pid for pid, started in polled.items() if started == -1 or not is_alive(pid, started)]
-            for file, _ in poller.poll(0 if ended else _POLL_MS if polled else None):
+                timeout = 0 if ended else _POLL_MS if self._polled else None
+            for file, _ in poller.poll(timeout):
                 if file == self._wake_out:
                     with contextlib.suppress(OSError):
                         os.read(file, 4096)
@@ -112,8 +120,28 @@ class ProcessWatch:
                 except Exception:
                     _log.exception("a listener failed to hear of the end of process %d", pid)
 
+    def _has_ended(self, pid: int, started: int) -> bool:
+        """With the lock held: look at a polled process, and watch it by a pidfd instead if there is one to be had."""
+        try:
+            file = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        except (AttributeError, OSError):
+            return not is_alive(pid, started)
+        # Looked up after the pidfd is open: so the pidfd is that process's, and not of one that has its pid now.
+        found = _look_up(pid) if started else None
+        if started and found is None:
+            os.close(file)  # the kernel does not say now; ask again
+            return False
+        if started and found != started:
+            os.close(file)
+            return True
+        del self._polled[pid]
+        self._files[file] = pid
+        return False
+
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 
+from nbdist.channel.resources import explain
 from nbdist.errors import NbdistError
 
 __all__ = ["Mapping", "MemoryFailure", "create", "is_available", "open_of"]
@@ -49,7 +50,7 @@ class Mapping:
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
         if address == _FAILED or address is None:
             error = ctypes.get_errno()
-            raise MemoryFailure(f"cannot map {size} bytes: {os.strerror(error)}")
+            raise MemoryFailure(f"cannot map {size} bytes: {explain(OSError(error, os.strerror(error)))}")
         self.address: int = address
         self.size = size
         self._unmap = _libc.munmap  # by the time that the last tensor dies, this module may be no more
@@ -68,13 +69,13 @@ def create(name: str, size: int) -> int:
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise MemoryFailure(f"cannot make shared memory: {error}") from error
+        raise MemoryFailure(f"cannot make shared memory: {explain(error)}") from error
     try:
         os.ftruncate(file, size)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _seals())
     except OSError as error:
         os.close(file)
-        raise MemoryFailure(f"cannot make shared memory of {size} bytes: {error}") from error
+        raise MemoryFailure(f"cannot make shared memory of {size} bytes: {explain(error)}") from error
     return file
 
 
@@ -95,7 +96,7 @@ def open_of(pid: int, file: int, name: str, size: int) -> Mapping:
             raise MemoryFailure(f"file {file} of process {pid} is not its {name}")
         return Mapping(opened, size)
     except OSError as error:
-        raise MemoryFailure(f"cannot open {name} of process {pid}: {error}") from error
+        raise MemoryFailure(f"cannot open {name} of process {pid}: {explain(error)}") from error
     finally:
         with contextlib.suppress(OSError):
             os.close(opened)

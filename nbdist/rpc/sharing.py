@@ -18,6 +18,7 @@ from nbdist.channel.leases import Leases
 from nbdist.channel.liveness import is_alive
 from nbdist.errors import NbdistError
 from nbdist.wire.messages import Call, Cast, GiveBack, Message, Place, Record, Reply
+from nbdist.wire.tensors import Buffer
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -90,8 +91,8 @@ class Sharing:
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def begin(self, owner: Record, places: Sequence[Place]) -> list[memoryview] | None:
-        """The memory that a message came with; None where its sender has died, and its memory with it."""
+    def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer] | None:
+        """Return the memory that a message came with; None where its sender has died, and its memory with it."""
         memory = self._leases.begin(owner, places, time.monotonic())
         if not all(memory) and not is_alive(owner.pid, owner.started):
             return None

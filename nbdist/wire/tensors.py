@@ -25,9 +25,22 @@ import torch
 from nbdist.errors import DecodeError, EncodeError, ProtocolError
 from nbdist.wire.messages import Place, TensorMeta
 
-__all__ = ["Buffer", "Slot", "Space", "TensorPacker", "pack_alone", "unpack_tensors"]
+__all__ = ["Buffer", "Slot", "Space", "TensorPacker", "Unreadable", "pack_alone", "unpack_tensors"]
 
 Buffer = bytes | memoryview
+
+
+class Unreadable(bytes):
+    """Stands, without bytes, for a sender's shared memory that this process cannot map."""
+
+    def __new__(cls, why: str) -> Unreadable:
+        """``why`` is for the error that the message is answered with."""
+        unreadable = super().__new__(cls)
+        unreadable.why = why
+        return unreadable
+
+    why: str
+
 
 LARGE = 256 * 1024
 """From here on a storage travels in a frame of its own, which ZeroMQ need not copy again."""
@@ -393,11 +406,12 @@ def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
     """A piece of shared memory that came with the message; what is made of it keeps the lease."""
     if not 0 <= index < len(leased):
         raise ProtocolError("a tensor refers to shared memory that the message does not have")
-    if not leased[index]:
-        raise DecodeError("the sender's shared memory cannot be read here")
-    if not 0 < length <= len(leased[index]):
+    memory = leased[index]
+    if isinstance(memory, Unreadable):
+        raise DecodeError(f"the sender's shared memory cannot be read here: {memory.why}")
+    if not 0 < length <= len(memory):
         raise ProtocolError("a tensor's bytes lie outside of the message")
-    return leased[index]
+    return memory
 
 
 def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

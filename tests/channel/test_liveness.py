@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 
+import file_table
 import pytest
 
 from nbdist.channel.liveness import ProcessWatch, is_alive, started_at
@@ -121,6 +122,22 @@ def test_watching_twice_is_watching_once(watch, start):
     last.kill()
     watch.ended.wait_for(last.pid)
     assert watch.ended.pids.count(process.pid) == 1
+
+
+def test_a_full_file_table_is_no_reason_to_take_a_process_for_dead(watch, start):
+    living, dead = start(), start()
+    begun = started_at(living.pid), started_at(dead.pid)
+    dead.kill()
+    dead.wait(SOON)
+    with file_table.full():
+        assert is_alive(living.pid, begun[0])
+        assert not is_alive(dead.pid, begun[1])  # the process table says so without a file
+        watch.watch(living.pid, begun[0])  # there is no pidfd to be had, nor can its state be read
+        watch.watch(dead.pid, begun[1])
+        watch.ended.wait_for(dead.pid)  # in the same look the living one was taken for alive
+    living.kill()
+    watch.ended.wait_for(living.pid)
+    assert watch.ended.pids == [dead.pid, living.pid]
 
 
 def test_many_processes_at_once(watch, start):

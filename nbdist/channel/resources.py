@@ -1,0 +1,70 @@
+"""Say in words which resource of the system is used up: open files, disk space, memory.
+
+The kernel's own words name neither the limit nor the remedy: "[Errno 24] Too many open files".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
+
+from nbdist.errors import ResourceError
+
+__all__ = ["USED_UP", "explain", "in_words", "refusals_in_words"]
+
+USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.ENOBUFS})
+"""The error numbers by which the kernel says that a resource is used up."""
+
+
+def in_words(number: int, path: str = "") -> str:
+    """Return which resource the error ``number`` says is used up, and what to do about it."""
+    where = f" ({path})" if path else ""
+    if number == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"this process has {limit} files open, its limit; close some, or raise the limit (ulimit -n)"
+    if number == errno.ENFILE:
+        return "all processes of this machine together have as many files open as it allows; close some"
+    if number == errno.EFBIG:
+        return f"a file{where} would become larger than this process may write; raise the limit (ulimit -f)"
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk{where} is full; free some space, or set NBDIST_RUNTIME_DIR to a directory on another disk"
+    return "this machine has no memory left; end something that uses much of it"
+
+
+def explain(error: BaseException) -> str:
+    """Return what failed, in words: of a used-up resource `in_words`, of anything else the error's own text."""
+    number = _number(error)
+    return in_words(number, _path(error)) if number else str(error)
+
+
+@contextlib.contextmanager
+def refusals_in_words(doing: str) -> Iterator[None]:
+    """Raise ResourceError where the block fails because a resource is used up; ``doing`` says what failed."""
+    try:
+        yield
+    except ResourceError:
+        raise
+    except Exception as error:
+        number = _number(error)
+        if not number:
+            raise
+        failure = ResourceError(f"{doing}: {in_words(number, _path(error))}")
+        failure.errno = number
+        raise failure from error
+
+
+def _number(error: BaseException) -> int:
+    """Return the number of the used-up resource that an error is about; 0 where it is about something else."""
+    number = getattr(error, "errno", None)
+    if number is None:  # torch's stores and ZeroMQ's wrappers give the kernel's words only
+        text = str(error)
+        number = next((each for each in USED_UP if os.strerror(each) in text), 0)
+    return number if number in USED_UP else 0
+
+
+def _path(error: BaseException) -> str:
+    path = getattr(error, "filename", None)
+    return path if isinstance(path, str) else ""
