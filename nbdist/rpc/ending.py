@@ -77,19 +77,19 @@ class Reminder:
     """Decides when a shutdown that waits tells what it waits for. Pure.
 
     Programs of torch have workers that call shutdown at once and serve calls until the others are done, so waiting
-    is what they are there for. A line comes after `QUIET` seconds in which this agent served no call, and once for
-    each reason.
+    is what they are there for. A line comes when this agent has served no call for `QUIET` seconds and waited for the
+    same reason all the time, and once for each reason.
     """
 
     def __init__(self, now: float) -> None:
         self._quiet_since = now
-        self._served = -1
+        self._before: tuple[int, str] | None = None
         self._told: set[str] = set()
 
     def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
         """Return whether to tell ``reason`` now, after ``served`` calls; ``running`` calls run at this moment."""
-        if running or served != self._served:
-            self._quiet_since, self._served = now, served
+        if running or (served, reason) != self._before:
+            self._quiet_since, self._before = now, (served, reason)
         if now - self._quiet_since <= QUIET or reason in self._told:
             return False
         self._told.add(reason)

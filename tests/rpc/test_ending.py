@@ -151,7 +151,7 @@ def test_in_any_order_of_answers_a_chain_of_calls_is_seen():
 def test_a_shutdown_that_waits_tells_each_reason_once():
     reminder = Reminder(0.0)
     told = [(at, reason) for at, reason in TICKS if reminder.is_due(at, 0, 0, reason)]
-    assert told == [(QUIET + 1, "members"), (3 * QUIET, "calls")]
+    assert told == [(QUIET + 1, "members"), (4 * QUIET + 1, "calls")]
 
 
 TICKS = [(float(at), "members" if at < 3 * QUIET else "calls") for at in range(int(6 * QUIET))]
