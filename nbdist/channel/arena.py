@@ -8,7 +8,6 @@ closed, so that the memory is whose who has it mapped.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -16,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 from nbdist.channel import memory
 from nbdist.channel.blocks import Block, Blocks, Close, Empty, Instruction, Open
@@ -36,11 +34,8 @@ def file_name(incarnation: int, segment: int) -> str:
 
 
 def default_bound() -> int:
-    """Bytes: a quarter of the memory that this process may have."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # the file is not there, or says "max"
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total // 4
+    """Return the bound of an arena, in bytes, that is not given one: a quarter of the memory this process may have."""
+    return memory.total() // 4
 
 
 def open_arena(incarnation: int, bound: int | None, threshold: int) -> Arena | None:

@@ -1,22 +1,37 @@
-"""Messages in a stream of bytes: what goes in front of their frames, and how they are cut out again. Pure.
+"""Cut the messages out of a stream of bytes, and write what goes in front of their frames.
 
-A message is its length and its number of frames, their sizes, and the frames. A small one is cut out of the bytes it
-came in; a large one gets memory of its size as soon as its length is known, for the socket to write to.
+A message is its length and its number of frames, their sizes, and the frames. `Cutter.feed` cuts a small message out of
+the bytes it came in. A large one gets memory of its size as soon as its length is known, for the socket to write to:
+
+    feed(beginning) -> room -> wrote(count) -> room -> wrote(count) -> [Large] -> frames()
+
+Nobody fills that memory with zeros, as `bytearray(length)` would, so a header that announces much takes none of it
+until the bytes come. `Large.frames` copies, which takes as long as the message is large, so it is called where no other
+thread waits.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from nbdist.channel import memory
 from nbdist.errors import ProtocolError
 
-__all__ = ["Cutter", "head"]
+__all__ = ["Cutter", "Large", "head"]
 
 _HEAD = struct.Struct("<QI")
 _SIZE = 8
+_WEIGHED = 64 * 1024 * 1024
+"""Bytes from which a message is compared with the memory that is left, which takes about 50 µs."""
 _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
 """By the number of frames: all that goes in front of a usual message."""
+
+_unfilled: Callable[[None, int], bytearray] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
+)
+"""A bytearray of so many bytes, whatever they are: the system maps large memory when it is first written to."""
 
 
 def head(sizes: Sequence[int]) -> bytes:
@@ -26,10 +41,22 @@ def head(sizes: Sequence[int]) -> bytes:
     return layout.pack(_SIZE * count + sum(sizes), count, *sizes)
 
 
+class Large:
+    """A message in the memory that it came into, not cut into frames yet."""
+
+    def __init__(self, whole: memoryview) -> None:
+        self._whole = whole
+
+    def frames(self) -> list[bytes]:
+        """Copy the frames out. Raises ProtocolError where their sizes are not those that the header announced."""
+        return _frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
+
+
 class Cutter:
-    """Cuts what comes over one connection into messages."""
+    """Cuts the bytes that come over one connection into messages."""
 
     def __init__(self, max_message: int) -> None:
+        """``max_message`` is the length, in bytes, of the longest message that is taken."""
         self._max_message = max_message
         self._rest = b""
         self._large: memoryview | None = None
@@ -46,17 +73,22 @@ class Cutter:
         assert self._large is not None
         return self._large[self._filled :]
 
-    def wrote(self, count: int) -> list[list[bytes]]:
-        """So many bytes are in `room`; the message, if it is whole."""
+    def wrote(self, count: int) -> list[Large]:
+        """Note that ``count`` bytes were written to `room`. Returns the message, if it is whole now."""
         assert self._large is not None
         self._filled += count
         if self._filled < len(self._large):
             return []
         whole, self._large = self._large, None
-        return [_frames(whole, 0, *_HEAD.unpack_from(whole))]
+        return [Large(whole)]
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Take bytes that have come; the messages that are whole. What no link of ours sends is a ProtocolError."""
+        """Take bytes that have come. Returns the messages that are whole now.
+
+        Raises:
+            ProtocolError: no link of nbdist sends such bytes, or the message is longer than ``max_message``.
+            OSError, MemoryError: there is not as much memory as the message announces.
+        """
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -64,7 +96,9 @@ class Cutter:
         start, end = 0, len(data)
         while end - start >= _HEAD.size:
             length, count = _HEAD.unpack_from(data, start)
-            if length > self._max_message or not 0 < _SIZE * count <= length:
+            if length > self._max_message:
+                raise ProtocolError(f"a message of {length} bytes, where no more than {self._max_message} are taken")
+            if not 0 < _SIZE * count <= length:
                 raise ProtocolError(f"a message of {length} bytes in {count} frames")
             if end - start < _HEAD.size + length:
                 self._begin_large(data, start, _HEAD.size + length)
@@ -76,14 +110,17 @@ class Cutter:
         return messages
 
     def _begin_large(self, data: bytes, start: int, length: int) -> None:
-        """A message of which only the beginning is there; be it ever so small, the rest needs no search for its end."""
+        """Get memory for a message of which only the beginning is there; the rest needs no search for its end."""
+        if length >= _WEIGHED and length > (left := memory.available()):
+            raise MemoryError(f"a message of {length} bytes, and the machine has {left} bytes of memory left")
+        large = memoryview(_unfilled(None, length))
         self._filled = len(data) - start
-        self._large = memoryview(bytearray(length))
-        self._large[: self._filled] = memoryview(data)[start:]
+        large[: self._filled] = memoryview(data)[start:]
+        self._large = large
 
 
 def _frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:
-    """The frames of the message that begins there."""
+    """Copy the frames of the message that begins at ``start``."""
     if count < len(_HEADS):
         _, _, *sizes = _HEADS[count].unpack_from(data, start)
     else:

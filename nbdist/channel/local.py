@@ -22,9 +22,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from nbdist.channel import memory
 from nbdist.channel.contract import ChannelError, Link, TooManyFiles
-from nbdist.channel.framing import Cutter
+from nbdist.channel.framing import Cutter, Large
 from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.errors import ProtocolError
@@ -65,12 +67,12 @@ class LocalChannel:
         if beside.directory is None:
             raise ChannelError("a channel that is not for this host has no directory for a unix socket")
         self._beside = beside
-        self._max_message = max_message
+        self._max_message = min(max_message, memory.total())
         self._closed = False
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._waiting: set[int] = set()
-        self._arrived: deque[list[bytes]] = deque()
+        self._arrived: deque[list[bytes] | _Uncut] = deque()
         self._more_beside = True  # its file tells of news, not of what was there before
         self._links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
         self._incoming: dict[int, _Incoming] = {}
@@ -146,8 +148,11 @@ class LocalChannel:
                             incoming.has_ended = True
                 if not self._arrived:
                     self._gather()
-                if self._arrived:
-                    return self._arrived.popleft()
+                message = self._arrived.popleft() if self._arrived else None
+            if message is not None:
+                frames = message if isinstance(message, list) else self._cut(message)
+                if frames is not None:
+                    return frames
             if woken or self._closed or not (events or has_some):
                 return None
             if timeout is not None:  # a part of a message has come
@@ -237,16 +242,31 @@ class LocalChannel:
         try:
             self._arrived += incoming.read()
         except (OSError, EOFError, ProtocolError, MemoryError) as error:
-            if not isinstance(error, EOFError):
-                _log.warning("a connection is given up: %s", error)
-            # Also by name where the number is not closed for good: a forked process may hold the same socket.
-            self._epoll.unregister(number)
-            del self._incoming[number]
-            self._ready.discard(number)
-            incoming.socket.close()
+            self._give_up(number, incoming, error)
         else:
             if incoming.is_empty:
                 self._ready.discard(number)
+
+    def _cut(self, message: _Uncut) -> list[bytes] | None:
+        """Cut a large message into frames, which no other thread waits for; None where it was no message."""
+        try:
+            return message.large.frames()
+        except (ProtocolError, MemoryError) as error:
+            with self._turn:
+                number = message.incoming.socket.fileno()
+                if self._incoming.get(number) is message.incoming:
+                    self._give_up(number, message.incoming, error)
+            return None
+
+    def _give_up(self, number: int, incoming: _Incoming, error: Exception) -> None:
+        """Close a connection that ended, or over which something came that no link of nbdist sends."""
+        if not isinstance(error, EOFError):
+            _log.warning("a connection is given up: %s", error)
+        # Also by name where the number is not closed for good: a forked process may hold the same socket.
+        self._epoll.unregister(number)
+        del self._incoming[number]
+        self._ready.discard(number)
+        incoming.socket.close()
 
     def call(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
@@ -311,8 +331,8 @@ class _Incoming:
         self.has_ended = False
         self._cutter = cutter
 
-    def read(self) -> list[list[bytes]]:
-        """Take a part of what has come; the messages that are whole. At the end, EOFError."""
+    def read(self) -> Sequence[list[bytes] | _Uncut]:
+        """Take a part of the bytes that have come. Returns the messages that are whole; raises EOFError at the end."""
         cutter = self._cutter
         try:
             if cutter.is_between:
@@ -326,7 +346,14 @@ class _Incoming:
             if not count:
                 raise EOFError
             self.is_empty = count < len(room) and not self.has_ended
-            return cutter.wrote(count)
+            return [_Uncut(self, large) for large in cutter.wrote(count)]
         except BlockingIOError:
             self.is_empty = True
             return []
+
+
+class _Uncut(NamedTuple):
+    """A large message that has come, and the connection that it came over."""
+
+    incoming: _Incoming
+    large: Large

@@ -13,11 +13,13 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
+from pathlib import Path
 
 from nbdist.channel.resources import explain
 from nbdist.errors import NbdistError
 
-__all__ = ["Mapping", "MemoryFailure", "create", "is_available", "open_of"]
+__all__ = ["Mapping", "MemoryFailure", "available", "create", "is_available", "open_of", "total"]
 
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 _MADV_REMOVE = 9
@@ -37,6 +39,29 @@ class MemoryFailure(NbdistError):
 def is_available() -> bool:
     """Whether this system has what is needed."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os.path.isdir("/proc/self/fd")
+
+
+def total() -> int:
+    """Return how much memory, in bytes, this process may have: all of the machine's or of its control group's."""
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_of_group("memory.max"), sys.maxsize)
+
+
+def available() -> int:
+    """Return how much more memory, in bytes, this process could have now, before the kernel has to kill somebody."""
+    found = [total()]
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # nor can it be read while the file table is full
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    for limit, used in zip(_of_group("memory.max"), _of_group("memory.current"), strict=False):
+        found.append(limit - used)
+    return max(0, min(found))
+
+
+def _of_group(name: str) -> list[int]:
+    """Return a number of this process's control group; none where there is no such file, or it says "max"."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(Path("/sys/fs/cgroup", name).read_text())]
+    return []
 
 
 class Mapping:

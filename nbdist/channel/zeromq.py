@@ -25,6 +25,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from nbdist.channel import memory
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.security import Secret, runtime_directory
 
@@ -127,7 +128,7 @@ class ZmqChannel:
         """``directory``: where the channel's own shall be, of which somebody takes care; else the user's own."""
         self._secret = secret
         self._local = local
-        self._max_message = max_message
+        self._max_message = min(max_message, memory.total())
         self._closed = False
         self._lock = threading.Lock()
         self._receiving = threading.Lock()

@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 
 import file_table
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.channel import local, outbox
+from nbdist.channel import local, memory, outbox
 from nbdist.channel.contract import ChannelError
-from nbdist.channel.framing import Cutter, head
+from nbdist.channel.framing import Cutter, Large, head
 from nbdist.channel.local import LocalChannel
 from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel, sweep
@@ -104,7 +105,7 @@ def test_messages_are_cut_out_of_pieces_of_any_size(messages, data):
             cut += cutter.feed(piece)
         else:
             room[:size] = piece
-            cut += cutter.wrote(size)
+            cut += [large.frames() for large in cutter.wrote(size)]
     assert cut == messages
 
 
@@ -135,6 +136,78 @@ def test_garbage_ends_its_connection_and_no_other(garbage):
         assert receive(door) == [b"still"]
         good.close()
         bad.close()
+
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+
+def test_headers_that_announce_large_messages_take_no_memory_and_hold_nobody_up():
+    with channels("door") as [door]:
+        door.receive(0)
+        before = resident()
+        large = [raw(door) for _ in range(20)]
+        for announced in large:
+            announced.sendall(struct.pack("<QIQ", (128 << 20) + 8, 1, 128 << 20) + b"x")
+        good = raw(door)
+        good.sendall(whole(b"fine"))
+        assert receive(door) == [b"fine"]
+        while sum(not incoming._cutter.is_between for incoming in door._incoming.values()) < len(large):
+            assert door.receive(SOON) is None
+        assert resident() - before < 100 << 20
+
+
+def test_more_than_there_is_memory_for_is_refused(monkeypatch, caplog):
+    for announced, told in (
+        (memory.total() + 1, f"a message of {memory.total() + 1} bytes, where no more than {memory.total()} are taken"),
+        (70 << 20, f"a message of {(70 << 20) + 12} bytes, and the machine has 1000 bytes of memory left"),
+    ):
+        with channels("door") as [door]:
+            good, bad = raw(door), raw(door)
+            bad.sendall(struct.pack("<QIQ", announced, 1, announced - 8) + b"x")
+            good.sendall(whole(b"fine"))
+            assert receive(door) == [b"fine"]
+            assert door.receive(0.01) is None
+            bad.settimeout(SOON)
+            assert bad.recv(1) == b""
+            assert told in caplog.text
+        monkeypatch.setattr(memory, "available", lambda: 1000)
+
+
+def test_a_large_message_is_cut_while_another_thread_reads(monkeypatch):
+    cutting, go_on, cut = threading.Event(), threading.Event(), Large.frames
+
+    def frames(large):
+        cutting.set()
+        assert go_on.wait(SOON)
+        return cut(large)
+
+    monkeypatch.setattr(Large, "frames", frames)
+    with channels("door") as [door]:
+        result = in_thread(lambda: receive(door))
+        large = bytes(1 << 20)
+        sender = threading.Thread(target=raw(door).sendall, args=(whole(large),))
+        sender.start()
+        assert cutting.wait(SOON)
+        raw(door).sendall(whole(b"small"))
+        assert receive(door) == [b"small"]
+        go_on.set()
+        assert result() == [large]
+        sender.join()
+
+
+def test_a_large_message_whose_frames_do_not_add_up_ends_its_connection_and_no_other():
+    with channels("door") as [door]:
+        good, bad = raw(door), raw(door)
+        in_thread(lambda: bad.sendall(struct.pack("<QIQ", 1 << 20, 1, 5) + bytes((1 << 20) - 8)))
+        good.sendall(whole(b"fine"))
+        assert receive(door) == [b"fine"]
+        while len(door._incoming) == 2:
+            assert door.receive(0.05) is None
+        bad.settimeout(SOON)
+        assert bad.recv(1) == b""
+        good.sendall(whole(b"still"))
+        assert receive(door) == [b"still"]
 
 
 def test_a_message_that_is_too_long_ends_its_connection_which_is_made_again():
