@@ -73,6 +73,9 @@ class RemoteError(NbdistError):
 class DecodeError(NbdistError):
     """A value arrived that this side cannot rebuild, mostly for want of its class."""
 
+    lacks: str = ""
+    """What Python says of the module or name that is missing: ``"ModuleNotFoundError: No module named 'm'"``."""
+
 
 class MissingDefinition(DecodeError):
     """The receiver's ``__main__`` lacks a definition that the sender referred to by name."""

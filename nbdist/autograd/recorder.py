@@ -38,6 +38,10 @@ from nbdist.wire.messages import Cast, Payload, Record, Recording
 __all__ = ["Recorder", "extend"]
 
 _OURS = str(Path(nbdist.__file__).parent)
+
+failure_words: Callable[[Exception, int], Exception] | None = None
+"""Returns what is raised for the error of a pass that worker ``root`` began; compat puts torch's words here."""
+
 _NO_EDGE = -1
 
 
@@ -259,8 +263,17 @@ class Recorder:
         return self.passes.begin(context, Roots(edges, gradients), outcome, **options)
 
     def wait(self, run: Run) -> None:
-        """Wait for the end of a pass."""
-        self.passes.wait(run, self._agent.read_as_guest)
+        """Wait for the end of a pass; its error is raised, in the words of `failure_words`."""
+        try:
+            self.passes.wait(run, self._agent.read_as_guest)
+        except Exception as error:
+            said = error if failure_words is None else failure_words(error, self._agent.me.id)
+            if said is error:
+                raise
+            try:
+                raise said from error
+            finally:
+                del said  # or the error, by its traceback and this frame, would hold itself
 
     # -- what passes ask ----------------------------------------------------------------------
 

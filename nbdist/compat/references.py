@@ -6,18 +6,21 @@ all of them must have these.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from nbdist import durations
-from nbdist.errors import RRefError
+from nbdist.compat import words
+from nbdist.errors import RRefError, UsageError
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.rref import Proxy, RRef
 from nbdist.wire import codec
 from nbdist.wire.messages import ChildAccept, Fork
 
@@ -35,7 +38,7 @@ _lock = threading.Lock()
 
 def extend() -> None:
     """Give every RRef torch's private methods."""
-    methods = {
+    methods: dict[str, Any] = {
         "_get_type": _get_type,
         "_get_future": _get_future,
         "_get_profiling_future": _get_future,
@@ -45,7 +48,44 @@ def extend() -> None:
     for name, method in methods.items():
         if name not in vars(RRef):
             setattr(RRef, name, method)
+    for name, way in {"rpc_sync": "method_sync", "rpc_async": "method_async", "remote": "method_remote"}.items():
+        setattr(RRef, name, _stand_in(getattr(RRef, name), way))
+    for name in ("to_here", "local_value", "backward"):
+        setattr(RRef, name, _in_torchs_words(getattr(RRef, name), name))
     codec.register_reducer(Serialized, in_a_message)
+
+
+Method = Callable[..., Any]
+
+
+def _stand_in(method: Method, way: str) -> Method:
+    """Return ``RRef.rpc_sync`` or the like, whose calls, by the caller's method ``way``, err in torch's words."""
+
+    @functools.wraps(method)
+    def stand_in(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        return Proxy(self, functools.partial(_call, getattr(self._agent.caller, way)), timeout)
+
+    return stand_in
+
+
+def _call(call: Method, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(rref, name, timeout, *args, **kwargs)
+    except (UsageError, RRefError) as error:
+        words.refuse_rref(error, "", rref)
+
+
+def _in_torchs_words(method: Method, name: str) -> Method:
+    """Return ``RRef.to_here`` and the like, which err in torch's words."""
+
+    @functools.wraps(method)
+    def use(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (UsageError, RRefError) as error:
+            words.refuse_rref(error, f"{name}()", self)
+
+    return use
 
 
 def _type_of(rref: RRef[Any]) -> type:
@@ -112,7 +152,10 @@ def _unchanged(rref: RRef[Any]) -> RRef[Any]:
 
 def _serialize(self: RRef[Any]) -> tuple[Serialized]:
     """Return what `_deserialize` makes a reference of, after a pickler or a call has carried it."""
-    self._agent.references.check_alive(self)
+    try:
+        self._agent.references.check_alive(self)
+    except RRefError as error:
+        words.refuse_rref(error, "fork", self)
     return (Serialized(self),)
 
 

@@ -8,16 +8,19 @@ the third when it is imported (``torch.nn.parallel.distributed`` looks for RRefs
 from __future__ import annotations
 
 import importlib
+import io
 import pkgutil
 import sys
 import threading
 import types
 from typing import Any
 
-from nbdist.autograd import edges
-from nbdist.compat import autograd, echo, optimizer, references, rpc
+from nbdist.autograd import edges, recorder
+from nbdist.compat import autograd, echo, optimizer, references, rpc, words
 from nbdist.errors import UsageError
+from nbdist.rpc import failures
 from nbdist.torch_private import torch_rpc
+from nbdist.wire import codec
 
 __all__ = ["install", "installed"]
 
@@ -41,6 +44,9 @@ def install() -> None:
             raise UsageError("torch's own RPC is running in this process; call nbdist.compat.install() before init_rpc")
         references.extend()
         edges.one_node_a_message = True
+        recorder.failure_words = words.of_backward
+        failures.on_error(words.of_lacking)
+        codec.register_reducer(io.TextIOWrapper, words.refuse_file)
         echo.start()
         _take_over_settings()
         _replace("torch.distributed.rpc", rpc)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nbdist.errors import NbdistError, RendezvousError, WorkerLost
@@ -109,9 +110,16 @@ class Ending:
         self._lost: list[str] = []
         self._survey: Survey | None = None
         self.completed = False
+        self.release: Callable[[], None] = agent.references.release_all
+        """Lets go of all references to other members' values; `end` calls it once, when no call runs any more."""
         agent.handle(AskShutdown, self._on_ask)
         agent.handle(ShutdownState, self._on_state)
         agent.on_lost(self._on_lost)
+
+    @property
+    def releases(self) -> bool:
+        """Whether this agent is past the end of calls, and lets go of its references, or has done so."""
+        return self._reached >= RELEASING
 
     # -- the one that ends --------------------------------------------------------------------
 
@@ -125,7 +133,7 @@ class Ending:
         for round_over in (RELEASING, CLOSING):
             self._until(round_over, deadline)
             if round_over == RELEASING:
-                self._agent.references.release_all()
+                self.release()
             with self._changed:
                 self._reached = round_over
         self.completed = True

@@ -21,7 +21,7 @@ from nbdist.errors import NbdistError, RemoteError
 from nbdist.wire import codec
 from nbdist.wire.messages import Payload
 
-__all__ = ["Failure", "describe", "on_text", "rebuild"]
+__all__ = ["Failure", "describe", "on_error", "on_text", "rebuild"]
 
 _OURS = str(Path(nbdist.__file__).parent)
 _TORCHS = tuple(str(Path(torch.__file__).parent / package) for package in ("futures", "autograd"))
@@ -34,6 +34,15 @@ def on_text(rewrite: Callable[[str, str], str]) -> None:
     """Have ``rewrite(text, worker)`` applied to every remote traceback that leaves or reaches this process."""
     if rewrite not in _rewriters:
         _rewriters.append(rewrite)
+
+
+_translators: list[Callable[[BaseException, str], BaseException]] = []
+
+
+def on_error(translate: Callable[[BaseException, str], BaseException]) -> None:
+    """Have ``translate(error, worker)`` return what is raised here for each error that arose on another worker."""
+    if translate not in _translators:
+        _translators.append(translate)
 
 
 def _rewrite(text: str, worker: str) -> str:
@@ -94,4 +103,6 @@ def rebuild(failure: Failure) -> BaseException:
                 error = found
     worker = note.removeprefix("raised on ").partition(",")[0]
     error.add_note(_rewrite(note, worker))
+    for translate in _translators:
+        error = translate(error, worker)
     return error

@@ -135,6 +135,15 @@ class Forks:
         owned = self._owned.get(rref)
         return set(owned.forks.values()) if owned is not None else set()
 
+    def handed_out(self, to: int | None = None) -> list[tuple[GlobalId, GlobalId]]:
+        """List the forks, each behind its value's id, that other agents hold of values owned here; all, or ``to``'s."""
+        return [
+            (rref, fork)
+            for rref, owned in self._owned.items()
+            for fork, holder in owned.forks.items()
+            if to is None or holder == to
+        ]
+
     def forks_of(self, rref: GlobalId) -> int:
         """How many forks of an owned value are out."""
         owned = self._owned.get(rref)

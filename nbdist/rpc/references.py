@@ -75,6 +75,7 @@ class References:
         self._parked: dict[GlobalId, list[tuple[int, Job]]] = {}
         self._waiting: dict[GlobalId, list[Callable[[], None]]] = {}
         self._watched: dict[GlobalId, list[Callable[[], None]]] = {}
+        self._leaked: list[tuple[GlobalId, GlobalId]] = []
         self.released: deque[tuple[GlobalId, GlobalId | None]] = deque()
         """What finalisers have noted, for `reap`."""
         agent.handle(ForkRequest, lambda m, sender, _: self._perform_locked(self.forks.on_fork_request, m, sender))
@@ -213,6 +214,8 @@ class References:
         if self._agent.closed:
             raise RRefError(f"{rref!r} cannot be used: RPC has been shut down on this worker")
         standing = self.forks.standing(rref._fork)
+        if standing is None:
+            raise RRefError(f"{rref!r} cannot be used: this worker has let go of all references, to end RPC")
         if standing is Standing.FAILED:
             why = rref._creation.exception() if rref._creation is not None and rref._creation.done() else "timed out"
             raise creation_error(why)
@@ -349,9 +352,16 @@ class References:
             instructions = [action for fork in self.forks.held() for action in self.forks.release(fork)]
         self.perform(instructions)
 
+    def leaked(self) -> list[tuple[GlobalId, GlobalId]]:
+        """List the forks of values here that others hold, or held when they left the world that was ending."""
+        with self._lock:
+            return [*self._leaked, *self.forks.handed_out()]
+
     def on_lost(self, incarnation: int) -> list[Job]:
         """An agent is gone; what waited for it and can now go on."""
         with self._lock:
+            if self._agent.ending.releases:
+                self._leaked += self.forks.handed_out(incarnation)
             instructions = self.forks.on_lost(incarnation)
             going_on: list[Job] = [
                 then

@@ -589,10 +589,12 @@ class _Unpickler(pickle.Unpickler):
         try:
             return super().find_class(module, name)
         except (AttributeError, ImportError) as error:
-            raise DecodeError(
+            failed = DecodeError(
                 f"this worker has no {name!r} in module {module!r}, which the value needs: it must be defined on "
                 f"both sides ({error})"
-            ) from error
+            )
+            failed.lacks = f"{type(error).__name__}: {error}"
+            raise failed from error
 
     def _own(self, qualname: str, digest: str) -> Any:
         found = definitions.find_own(qualname, digest)

@@ -107,17 +107,19 @@ def resolve(name: str) -> Any:
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
-        raise DecodeError(
-            f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}"
-        ) from error
+        failed = DecodeError(f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}")
+        failed.lacks = f"{type(error).__name__}: {error}"
+        raise failed from error
     for part in qualname.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise DecodeError(
+            failed = DecodeError(
                 f"this worker's module {module_name!r} has no {qualname!r}: the function or class must be "
                 "defined on both sides"
-            ) from None
+            )
+            failed.lacks = f"AttributeError: Can't get attribute {qualname!r} on {sys.modules[module_name]!r}"
+            raise failed from None
     return found
 
 

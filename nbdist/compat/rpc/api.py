@@ -1,7 +1,7 @@
 """Stands for torch.distributed.rpc.api: the calls, and what torch's suites reach for beneath them.
 
-The calls are nbdist's. They differ here in three things: two errors have torch's words, futures are collected
-inside a ``_wait_all``, and a pickler of the program's own is used where one is set.
+The calls are nbdist's. They differ here in three things: errors have torch's words (`nbdist.compat.words`), futures are
+collected inside a ``_wait_all``, and a pickler of the program's own is used where one is set.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from nbdist.compat import gathering, references
+from nbdist.compat import gathering, references, words
 from nbdist.compat.agents import RpcAgent, agent_of_torch
 from nbdist.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from nbdist.compat.rpc.functions import async_execution
 from nbdist.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, beside
-from nbdist.errors import NbdistError, NotInitialized, RRefError, UnknownWorker, UsageError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api as rpc
 from nbdist.rpc.executor import ASYNC_MARK
 from nbdist.rpc.futures import Future
@@ -33,6 +33,9 @@ logger = logging.getLogger("nbdist.compat")
 _ignore_rref_leak = True
 """Whether `shutdown` may find references that nobody has let go of; set by the program."""
 
+_NO_WAIT = 1e-9
+"""Seconds that an orderly shutdown waits for owners to hear of deletions: its last round does, within its timeout."""
+
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 
@@ -44,16 +47,6 @@ _is_current_rpc_agent_set = rpc.is_initialized
 # -- calls --------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _in_torchs_words() -> Iterator[None]:
-    try:
-        yield
-    except NotInitialized:
-        raise NotInitialized("RPC has not been initialized: call rpc.init_rpc first") from None
-    except UnknownWorker as error:
-        raise UnknownWorker(f"could not find destination: {error}") from None
-
-
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -62,8 +55,10 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`."""
-    with _in_torchs_words():
+    try:
         return rpc.rpc_sync(to, *_pickled(func, args, kwargs), timeout)
+    except UsageError as error:
+        words.refuse_call(error, to)
 
 
 def rpc_async(
@@ -74,8 +69,10 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`."""
-    with _in_torchs_words():
+    try:
         future = rpc.rpc_async(to, *_pickled(func, args, kwargs), timeout)
+    except UsageError as error:
+        words.refuse_call(error, to)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -89,14 +86,18 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`."""
-    with _in_torchs_words():
+    try:
         return rpc.remote(to, *_pickled(func, args, kwargs), timeout)
+    except UsageError as error:
+        words.refuse_call(error, to)
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Name and id of a worker; of the current one without a name."""
-    with _in_torchs_words():
+    try:
         return rpc.get_worker_info(worker_name)
+    except UsageError as error:
+        words.refuse_worker_info(error, worker_name)
 
 
 @contextlib.contextmanager
@@ -164,12 +165,22 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """End RPC in this process; see `nbdist.rpc.shutdown`."""
-    with _in_torchs_words():
+    try:
         agent = rpc.current_agent()
+    except UsageError as error:
+        words.refuse_call(error)
+    if graceful:
+        agent.ending.release = _delete_users
+    leaked = [] if graceful else agent.references.leaked()  # who leaves at once gives nobody time to let go
     rpc.shutdown(graceful, timeout)
-    leaked = agent.references.forks.forks
-    if graceful and leaked and not _ignore_rref_leak:
-        raise RRefError(f"Leaking RRefs: {leaked} references to values of {agent.me.name} were never let go")
+    leaked = leaked or agent.references.leaked()
+    if leaked and not _ignore_rref_leak:
+        raise words.of_leaks(leaked)
+
+
+def _delete_users() -> None:
+    """Let go of every reference, by the function that programs may replace in this module."""
+    _delete_all_user_and_unforked_owner_rrefs(_NO_WAIT)
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
@@ -183,8 +194,10 @@ def _all_gather(
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
     """What every worker, or every one of those, has given, by name; all of them must call this."""
-    with _in_torchs_words():
+    try:
         return gathering.all_gather(obj, worker_names, timeout)
+    except UsageError as error:
+        words.refuse_call(error)
 
 
 def _barrier(worker_names: Collection[str]) -> None:

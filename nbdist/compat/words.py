@@ -1,0 +1,168 @@
+"""Says errors as torch says them: torch's class and torch's text, raised from nbdist's own error.
+
+Programs match torch's errors by class and text. Only a process in which compat is installed hears these words;
+elsewhere an error keeps its own type (G8).
+
+========================================= ==========================================================================
+nbdist's error                            torch's
+========================================= ==========================================================================
+a destination that is no name or id       ValueError: Cannot get WorkerInfo from name 0.5
+Python's pickler refuses an argument      the pickler's own TypeError, AttributeError or PicklingError
+the callee lacks a function or class      RuntimeError: Error on Node 1: ModuleNotFoundError ...
+an error inside of a backward pass        RuntimeError: Error on Node 0: Error on Node 1: ...
+an RRef used after `shutdown`             RuntimeError: ... Cannot call to_here() on it after deletion.
+references that `shutdown` could not end  RuntimeError: Leaking RRef ... with fork Id ...
+========================================= ==========================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from nbdist.errors import (
+    DecodeError,
+    EncodeError,
+    NbdistError,
+    NotInitialized,
+    RemoteError,
+    RRefError,
+    UnknownWorker,
+    UsageError,
+)
+from nbdist.ids import GlobalId
+from nbdist.rpc import api
+from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.rref import RRef
+
+__all__ = [
+    "NO_AGENT",
+    "of_backward",
+    "of_lacking",
+    "of_leaks",
+    "refuse_call",
+    "refuse_file",
+    "refuse_rref",
+    "refuse_worker_info",
+]
+
+NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+
+_PICKLERS_OWN = TypeError, AttributeError, pickle.PicklingError
+_AFTER_DELETION = {"to_here()": "to_here() on it", "fork": "fork an UserRRef"}
+_ON_BOTH_SIDES = """Default RPC pickler does not serialize
+            function code. Ensure that UDFs are defined on both caller and
+            callee modules."""
+
+
+def refuse_call(error: NbdistError, to: Any = "") -> NoReturn:
+    """Raise what torch raises where a call to ``to`` cannot be made because of ``error``."""
+    _raise(_of_call(error, to), error)
+
+
+def refuse_worker_info(error: UsageError, name: Any) -> NoReturn:
+    """Raise what torch raises where ``get_worker_info(name)`` fails with ``error``."""
+    _raise(_of_worker_info(error, name), error)
+
+
+def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
+    """Raise what torch raises where ``what`` cannot be done with ``rref`` because of ``error``."""
+    _raise(_of_rref(error, what, rref), error)
+
+
+def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
+    deleted = rref._fork is not None and rref._agent.references.forks.standing(rref._fork) is None
+    if deleted and what in _AFTER_DELETION:
+        names = f"UserRRef(rref_id={rref._id}, fork_id={rref._fork})"
+        return RuntimeError(f"{names} has been deleted. Cannot call {_AFTER_DELETION[what]} after deletion.")
+    if rref._agent.closed and not (what == "local_value()" and rref._fork is not None):
+        return RuntimeError(NO_AGENT)
+    return _of_call(error, "") if isinstance(error, UsageError) else error
+
+
+def _raise(said: Exception, error: Exception) -> NoReturn:
+    try:
+        if said is error:
+            raise error
+        raise said from error
+    finally:
+        del said, error  # or an error, by its traceback and this frame, would hold itself
+
+
+def _of_call(error: NbdistError, to: Any) -> Exception:
+    if isinstance(error, NotInitialized):
+        return NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
+    if isinstance(error, UnknownWorker):
+        to = to.name if isinstance(to, WorkerInfo) else to
+        return UnknownWorker(f"could not find destination {'name' if isinstance(to, str) else 'id'} {to}: {error}")
+    if isinstance(error, EncodeError):
+        return _of_pickler(error)
+    if type(error) is UsageError and not isinstance(to, str | int | WorkerInfo):
+        return ValueError(f"Cannot get WorkerInfo from name {to}")
+    return error
+
+
+def _of_pickler(error: EncodeError) -> Exception:
+    """Return the pickler's error behind ``error`` once more, without its frames; ``error`` where it is nbdist's."""
+    cause: BaseException | None = error
+    while isinstance(cause, NbdistError):
+        cause = cause.__cause__
+    return type(cause)(*cause.args) if isinstance(cause, Exception) and type(cause) in _PICKLERS_OWN else error
+
+
+def _of_worker_info(error: UsageError, name: Any) -> Exception:
+    said = _of_call(error, name)
+    if isinstance(said, ValueError):
+        return TypeError(f"get_worker_info(): incompatible function arguments. Invoked with: {name!r}")
+    return said
+
+
+def refuse_file(file: io.TextIOWrapper) -> NoReturn:
+    """Refuse an open file in a message, as pickle does; cloudpickle would send the file's contents."""
+    raise TypeError(f"cannot pickle '_io.{type(file).__name__}' object")
+
+
+def of_lacking(error: BaseException, worker: str) -> BaseException:
+    """Return what torch raises where ``worker`` lacks what a call names; any other ``error`` as it is."""
+    if not isinstance(error, DecodeError) or not error.lacks:
+        return error
+    kind, _, text = error.lacks.partition(": ")
+    id = _id_of(worker)
+    if kind == AttributeError.__name__:
+        where = f"On WorkerInfo(id={id}, name={worker})"
+        said = RuntimeError(f'AttributeError: {where}:\nAttributeError("{text} {_ON_BOTH_SIDES}")')
+    else:
+        said = RuntimeError(f"Error on Node {id}: {error.lacks}")
+    said.__cause__ = error
+    return said
+
+
+def of_backward(error: Exception, root: int) -> Exception:
+    """Return what torch raises where a backward pass that worker ``root`` began ends with ``error``.
+
+    What ends a pass from outside, such as the loss of a worker, is nbdist's error as it is.
+    """
+    if isinstance(error, NbdistError) and not isinstance(error, RemoteError):
+        return error
+    text = f"Error on Node {root}: "
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised on ")]
+    if notes:
+        arose = _id_of(notes[-1].removeprefix("raised on ").partition(",")[0])
+        text += f"Error on Node {arose}: " if arose != root else ""
+    return RuntimeError(f"{text}{error}")
+
+
+def _id_of(worker: str) -> int | str:
+    with contextlib.suppress(NbdistError):
+        return api.get_worker_info(worker).id
+    return worker
+
+
+def of_leaks(forks: Sequence[tuple[GlobalId, GlobalId]]) -> RuntimeError:
+    """Return what torch raises where others still refer to values here when RPC has ended."""
+    said = RuntimeError("".join(f"Leaking RRef {rref} with fork Id {fork}\n" for rref, fork in forks))
+    said.__cause__ = RRefError(f"{len(forks)} references to values of this worker were never let go")
+    return said
