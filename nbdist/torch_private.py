@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,14 +25,15 @@ __all__ = [
     "ATTRIBUTES",
     "FUNCTIONS",
     "NEWEST_TESTED",
-    "count_groups_from_zero",
     "engine",
     "function_modes",
     "is_in_a_mode",
     "is_torch_future",
     "load_layouts",
     "pop_function_mode",
+    "process_groups",
     "push_function_mode",
+    "restart_group_numbers",
     "set_engine",
     "set_grad_enabled",
     "take_from_thread",
@@ -67,7 +69,9 @@ FUNCTIONS: dict[str, str] = {
     "torch._utils._sparse_tensors_to_validate": "until 2.14; where both are missing, torch keeps no such list",
     "torch._utils._validate_loaded_sparse_tensors": "sparse tensors that arrive are not validated",
     "torch.autograd.Variable._execution_engine": REQUIRED,
-    "torch.distributed.distributed_c10d._world": "a process group may not form again after a forming that failed",
+    "torch.distributed.distributed_c10d._world": (
+        "a worker's death ends the collectives of all process groups, and a group may not form after a failed forming"
+    ),
     "torch.serialization._get_layout": "a sparse tensor that two threads rebuild first at once may fail",
 }
 """Where to find each function, class or list, and what happens where it is missing."""
@@ -184,15 +188,20 @@ def torch_rpc() -> Any:
     return getattr(torch._C, "_distributed_rpc", None)
 
 
-def count_groups_from_zero() -> None:
-    """Have torch name the next process group as in a fresh process; called where there is no process group.
+# -- process groups -----------------------------------------------------------------------------------------
 
-    torch names a group by counting the groups before it. An attempt that failed counts in the workers that made it, but
-    not in a worker that was started since: they would look for each other under different keys.
-    """
-    world = _find("torch.distributed.distributed_c10d._world", False)
-    if world:
-        world.group_count = 0
+_no_world = SimpleNamespace(pg_names={}, group_count=0)
+
+
+def process_groups() -> dict[str, list[int]]:
+    """Return the global ranks of each process group of which this process is a member, by the group's name."""
+    groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
+    return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
+
+
+def restart_group_numbers() -> None:
+    """Have torch name the next process group as a fresh process would: it counts the groups that it has made."""
+    _find("torch.distributed.distributed_c10d._world", _no_world).group_count = 0
 
 
 # -- sparse tensors -----------------------------------------------------------------------------------------

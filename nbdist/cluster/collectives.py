@@ -1,8 +1,13 @@
-"""The process group of a worker: how it forms, forms again, and how a wait in it is broken off.
+"""The process group of a worker: how it forms, forms again, and how its collectives end when they cannot go on.
 
-A collective waits in C++, deaf to signals, until all others have come; Ctrl-C must end it all the same. Gloo has no
-way to cancel. But its connections can be shut down, which fails whatever waits for them: they are the sockets that
-gloo's own thread polls.
+A collective waits in C++, deaf to signals, until all other members have come. Two events end it all the same, by
+shutting the connections of its process group (see `nbdist.cluster.gloo`)::
+
+    a member dies      each survivor leaves all groups that contain the dead member; other groups go on
+    an interrupt       the worker leaves the group of the collective in which a thread of its own waits
+
+torch then raises a RuntimeError in every thread that waits. Outside of the user's own ``try`` that error becomes
+WorkerLost if a member died: `translate`. A group that was left stays unusable until all groups are formed anew.
 """
 
 from __future__ import annotations
@@ -10,53 +15,84 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
+from nbdist.cluster import gloo
 from nbdist.cluster.group_store import GroupStore
 from nbdist.cluster.setup import WorkerSetup, group_folder
-from nbdist.errors import RendezvousError
-from nbdist.torch_private import count_groups_from_zero
+from nbdist.errors import NbdistError, RendezvousError, WorkerLost
+from nbdist.torch_private import process_groups, restart_group_numbers
 
-__all__ = ["break_off", "initialise"]
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+    from nbdist.wire.messages import Record
 
-_LOOP = "gloo_tcp_loop"
-_EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
-_TRIES = 100
+__all__ = ["break_off", "follow", "initialise", "translate"]
+
 _LOOK_EVERY = 0.05
 """Seconds between two looks of a process that forms a group whether the forming has failed elsewhere."""
-_WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+
+_NEWS_WITHIN = 1.0
+"""Seconds within which a worker learns of a death, after a survivor that learned of it first has hung up."""
+
+_NEW_GROUP_WITHIN = 5.0
+"""Seconds for which a group that was just forming when a member died is kept from waiting for the dead member."""
+
+_POLL = 0.01
+_PROCESS = re.compile(r" \(process \d+ has ended\)")
 
 dist: Any = torch.distributed  # which does not declare what it exports
+_agent: Agent | None = None
 _store: GroupStore | None = None
 """The store of the process group, which needs it as long as it lives."""
+_formed = False
+_lost: dict[int, str] = {}
+"""What to say of each member that has died since the group formed, by rank."""
 _broken = False
 _breaking = threading.Lock()
+"""Held while connections are shut, and while the group changes: they must not meet those of the next group."""
+
+
+def follow(agent: Agent) -> None:
+    """Learn from this worker's agent which members of the process group die."""
+    global _agent
+    _agent = agent
+    agent.on_lost(_on_lost)
 
 
 def initialise(told: WorkerSetup, generation: int) -> None:
     """Form the process group of this generation, after destroying the one before."""
-    global _broken, _store
-    with _breaking:  # what shuts connections must not meet those of the new group
+    global _broken, _formed, _store
+    with _breaking:
         if dist.is_initialized():
-            if _broken:
-                shut_connections()  # so that nothing in it is still waited for
+            if _broken or _lost:
+                for loop in gloo.loops():
+                    gloo.shut(loop)  # so that nothing in it is still waited for
             dist.destroy_process_group()
-        _broken = False
+        _broken = _formed = False
+        _lost.clear()
+        _store = GroupStore(Path(told.folder, group_folder(generation)))
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
-        count_groups_from_zero()
-        _store = GroupStore(Path(told.folder, group_folder(generation)))
+        # An attempt that failed counts for the workers that made it, but not for a worker that was started since: they
+        # would look for each other under different keys.
+        restart_group_numbers()
         stack.enter_context(_leaving_with(_store, told.world_size))
+        if _agent is not None:
+            _store.enter(_agent.me.incarnation, told.rank)
         dist.init_process_group(told.backend, store=_store, rank=told.rank, world_size=told.world_size)
+    with _breaking:
+        _formed = True
+        for rank in list(_lost):  # died since
+            _leave_groups_of(rank)
 
 
 @contextlib.contextmanager
@@ -71,7 +107,8 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
     def watch() -> None:
         while not formed.wait(_LOOK_EVERY):
             if store.ended:
-                connect_for_peers(world_size)
+                for loop in gloo.loops():
+                    gloo.connect_for_peers(loop, world_size)
 
     thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
     thread.start()
@@ -84,18 +121,84 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
         thread.join()
 
 
-def connect_for_peers(world_size: int) -> None:
-    """Connect to every listener of gloo's in this process as each of its peers would, and hang up.
+# -- a member dies ----------------------------------------------------------------------------------------------
 
-    Whoever connects first says for which peer, in 8 bytes, and is believed; an answered wait finds a closed connection.
+
+def _on_lost(record: Record, why: str) -> None:
+    """Leave the groups of a worker that is lost; in a thread, as the agent's reader must not wait."""
+    threading.Thread(target=_lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
+
+
+def _lose(record: Record, why: str) -> None:
+    with _breaking:
+        rank = _store.rank_of(record.incarnation) if _store is not None else None
+        if rank is None:
+            return  # it was no member of this group: it has no process group, or one from before
+        _lost[rank] = f"{record.name} {_PROCESS.sub('', why)}"
+        if not _formed:
+            return  # the notebook, which learns of the death too, ends the forming
+        _leave_groups_of(rank)
+    _keep_new_groups_from_waiting()
+
+
+def _leave_groups_of(rank: int) -> None:
+    """Shut the connections of each group that contains a dead member."""
+    assert _store is not None
+    _store.lost = _say_lost()
+    groups = process_groups()
+    for loop in gloo.loops():
+        name = _store.group_at(loop.address)
+        # A group that is not known here was made with a store of the user's own, or forms just now.
+        if name not in groups or rank in groups[name]:
+            gloo.shut(loop)
+
+
+def _keep_new_groups_from_waiting() -> None:
+    """End the forming of a group by the user's ``new_group``, which may wait for connections of the dead member."""
+    deadline = time.monotonic() + _NEW_GROUP_WITHIN
+    while time.monotonic() < deadline:
+        with _breaking:
+            if not _lost or _store is None:
+                return  # the group has been formed anew
+            groups = process_groups()
+            forming = [loop for loop in gloo.loops() if _store.group_at(loop.address) not in groups]
+            for loop in forming:
+                gloo.connect_for_peers(loop, dist.get_world_size())
+        if not forming:
+            return
+        time.sleep(_LOOK_EVERY)
+
+
+def _say_lost() -> str:
+    who = "; ".join(_lost.values())
+    return (
+        f"{who}, and a process group with a dead member cannot go on\n"
+        "`%dist_restart -p` starts dead workers again and forms the process group anew"
+    )
+
+
+def translate(error: BaseException | None) -> WorkerLost | None:
+    """Return the error that names the dead worker, if that is why a collective of torch's failed; else None.
+
+    A worker may meet another survivor's hanging up before its own agent has learned of the death: the agent gets a
+    moment.
     """
-    for number in _gloo_files():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as listener:
-            if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                continue
-            for rank in range(world_size):
-                with socket.create_connection(listener.getsockname()[:2], timeout=1) as peer:
-                    peer.sendall(rank.to_bytes(8, sys.byteorder))
+    if not isinstance(error, RuntimeError) or isinstance(error, NbdistError) or _store is None:
+        return None
+    text = str(error)
+    if "/gloo/" not in text or "Timed out" in text:
+        return None
+    deadline = time.monotonic() + _NEWS_WITHIN
+    while not (_lost or _broken) and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    if not _lost:
+        return None
+    lost = WorkerLost(_say_lost())
+    lost.__cause__ = error
+    return lost
+
+
+# -- an interrupt -----------------------------------------------------------------------------------------------
 
 
 def break_off() -> str:
@@ -107,7 +210,7 @@ def break_off() -> str:
     with _breaking:
         if not (dist.is_available() and dist.is_initialized() and _main_thread_waits_in_torch()):
             return ""
-        if not shut_connections():
+        if not sum(map(gloo.shut, gloo.loops())):
             return ""
         _broken = True
     return "its process group was broken off; `%dist_restart --process-group` forms it anew"
@@ -118,54 +221,4 @@ def _main_thread_waits_in_torch() -> bool:
     frame = sys._current_frames().get(main.ident or 0)
     if frame is None or not frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__)):
         return False
-    return _system_call(main.native_id or 0)[:1] != ["running"]
-
-
-def shut_connections() -> int:
-    """Shut down all connections of gloo; return how many there were."""
-    return sum(map(_shut, _gloo_files()))
-
-
-def _gloo_files() -> Iterator[int]:
-    """Yield the files that gloo's threads poll: its connections, and the sockets where it listens."""
-    for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError, ValueError):
-            if (task / "comm").read_text().strip() != _LOOP:
-                continue
-            poller = _polled_by(int(task.name))
-            watched = Path(f"/proc/self/fdinfo/{poller}").read_text()
-            yield from map(int, _WATCHED.findall(watched))
-
-
-def _polled_by(task: int) -> int:
-    """The file with which a thread that polls does so; it is not in the call all the time."""
-    for _ in range(_TRIES):
-        call = _system_call(task)
-        if call[0] in _EPOLL_WAITS:
-            return int(call[1], 16)
-        time.sleep(0.001)
-    raise ValueError("the thread does not poll")
-
-
-def _system_call(task: int) -> list[str]:
-    """The system call in which a thread is, and its arguments; ``running`` if in none."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/self/task/{task}/syscall").read_text().split()
-    return ["unknown"]
-
-
-def _shut(number: int) -> int:
-    file = os.dup(number)
-    try:
-        copy = socket.socket(fileno=file)
-    except OSError:  # a pipe
-        os.close(file)
-        return 0
-    with copy:
-        try:
-            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return 0  # gloo ends the process if it cannot accept
-            copy.shutdown(socket.SHUT_RDWR)
-        except OSError:  # no socket, or not connected
-            return 0
-    return 1
+    return gloo.system_call(main.native_id or 0)[:1] != ["running"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch.distributed
 
-from nbdist.errors import RendezvousError
+from nbdist.errors import RendezvousError, WorkerLost
 
 __all__ = ["GroupStore", "end"]
 
@@ -37,6 +38,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.005
 """Seconds between two looks for a key: the pauses grow, so that a long wait costs little."""
 
 _REPLACED = "this process group's store has gone: the cluster has formed its process group anew, or ended"
+
+_OF_GLOO = re.compile(r"(?:^|//)([^/]+)//cpu//\d+/\d+$")
+"""The keys under which gloo tells the members of a group where this process listens; the group's name is in the key."""
 
 _changing = threading.Lock()
 """Excludes the other threads of this process: a `lockf` lock excludes other processes only.
@@ -56,6 +60,9 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self._places: dict[str, bytes] = {}
+        self.lost = ""
+        """Why no group can form any more: a member has died. Every later operation fails with this text."""
 
     @property
     def ended(self) -> str:
@@ -64,6 +71,22 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             return (self._folder / "ended").read_text()
         except FileNotFoundError:
             return "" if self._folder.exists() else _REPLACED
+
+    # -- members and groups -------------------------------------------------------------------
+
+    def enter(self, incarnation: int, rank: int) -> None:
+        """Note that this process, an agent of that incarnation, is a member of the process group."""
+        self.set(f"nbdist/{incarnation:x}", str(rank))
+
+    def rank_of(self, incarnation: int) -> int | None:
+        """Return the rank of an agent; None if that agent has not come to the forming of this group."""
+        value = self._read(f"nbdist/{incarnation:x}")
+        return None if value is None else int(value)
+
+    def group_at(self, address: bytes) -> str | None:
+        """Return torch's name of the group whose members connect to this process at an address; None if unknown."""
+        named = (name for name, place in self._places.items() if address and address in place)
+        return next(named, None)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -164,6 +187,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             return None
 
     def _write(self, key: str, value: bytes) -> None:
+        if of_gloo := _OF_GLOO.search(key):
+            self._places[of_gloo[1]] = value
         draft = self._folder / "draft"
         draft.write_bytes(value)
         draft.rename(self._file(key))
@@ -202,6 +227,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             raise RendezvousError(_REPLACED) from None
 
     def _raise_if_ended(self) -> None:
+        if self.lost:
+            raise WorkerLost(self.lost)
         if why := self.ended:
             raise RendezvousError(why)
 

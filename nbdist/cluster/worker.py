@@ -118,7 +118,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     import torch
 
     from nbdist import autograd, rpc
-    from nbdist.cluster import labels, worker_output
+    from nbdist.cluster import labels, translating, worker_output
     from nbdist.cluster.shell_channel import answer_through_stream
 
     answer_through_stream(getattr(shell, "kernel", None))
@@ -132,6 +132,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     _seed(told)
     labels.install(shell, told.name)
     labels.trim_tracebacks(shell)
+    translating.install(shell)
     given = {
         "rank": told.rank,
         "world_size": told.world_size,
@@ -181,6 +182,7 @@ def join() -> None:
     )
     agent.stopping.patience = _PATIENCE
     worker_output.follow(agent)
+    collectives.follow(agent)
     failures.on_text(labels.rename_frames)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nbdist.cluster.translating import raise_translated
 from nbdist.errors import RemoteError
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future
@@ -167,24 +169,32 @@ def _origin() -> str:
 
 @contextlib.contextmanager
 def _as_part_of(origin: str) -> Iterator[None]:
-    if not origin:
-        yield
-        return
+    """Run a call's function as part of the cell that caused it: the output goes there, and a dead member is named."""
     parent = {"header": {"msg_id": origin}}
-    if hasattr(_shell, "set_thread_parent"):
-        tokens = _shell.set_thread_parent(parent)
-        try:
-            yield
-        finally:
-            _shell.reset_thread_parent(tokens)
-        return
-    # Before ipykernel 7.4: the same by hand.
+    undo: Callable[[], object] | None = None
+    if origin and hasattr(_shell, "set_thread_parent"):
+        undo = partial(_shell.reset_thread_parent, _shell.set_thread_parent(parent))
+    elif origin:
+        undo = _set_parent_by_hand(parent)
+    try:
+        yield
+    except RuntimeError as error:
+        raise_translated(error)
+        raise
+    finally:
+        if undo is not None:
+            undo()
+
+
+def _set_parent_by_hand(parent: dict[str, Any]) -> Callable[[], None]:
+    """Do what `set_thread_parent` of ipykernel 7.4 does, in an older one; return what undoes that."""
     values: dict[Any, Any] = {_shell: parent}
     for source in (_shell.displayhook, _shell.display_pub, sys.stdout, sys.stderr):
         values[source] = parent["header"]
     resets = [(source._parent_header, source._parent_header.set(value)) for source, value in values.items()]
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for variable, token in resets:
             variable.reset(token)
+
+    return undo

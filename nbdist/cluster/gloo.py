@@ -1,0 +1,121 @@
+"""The connections of gloo in this process: found, told apart by listener, and shut.
+
+A collective of gloo waits in C++ until all members have come, deaf to signals, and gloo has no way to cancel it. But
+its connections can be shut down, which fails whatever waits for them. Each process group has a loop of its own: a
+thread that polls the group's connections and the socket where the group's members connect. Linux tells which files a
+thread polls::
+
+    /proc/self/task/<thread>/comm        gloo_tcp_loop
+    /proc/self/task/<thread>/syscall     the poller (epoll file) with which the thread waits
+    /proc/self/fdinfo/<poller>           the files that the poller watches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Loop", "connect_for_peers", "loops", "shut", "system_call"]
+
+_NAME = "gloo_tcp_loop"
+_EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
+_TRIES = 100
+_WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+
+
+@dataclass
+class Loop:
+    """The sockets of one process group, as numbers of files."""
+
+    address: bytes = b""
+    """Where the group's members connect to this process, as the start of a ``sockaddr``; gloo tells them so."""
+    listeners: list[int] = field(default_factory=list)
+    connections: list[int] = field(default_factory=list)
+
+
+def loops() -> list[Loop]:
+    """Return the loops of all process groups in this process."""
+    found = []
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError, ValueError):
+            if (task / "comm").read_text().strip() == _NAME:
+                watched = Path(f"/proc/self/fdinfo/{_poller(int(task.name))}").read_text()
+                found.append(_sorted(map(int, _WATCHED.findall(watched))))
+    return found
+
+
+def shut(loop: Loop) -> int:
+    """Shut all connections of a loop down; return how many there were."""
+    count = 0
+    for number in loop.connections:
+        # Not the listener: gloo ends the process if it cannot accept.
+        with contextlib.suppress(OSError), _copy(number) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def connect_for_peers(loop: Loop, world_size: int) -> None:
+    """Connect to a loop's listener as each of the group's members would, and hang up.
+
+    Whoever connects first says for which member, in 8 bytes, and is believed; an answered wait finds a closed
+    connection.
+    """
+    for number in loop.listeners:
+        with contextlib.suppress(OSError), _copy(number) as listener:
+            for rank in range(world_size):
+                with socket.create_connection(listener.getsockname()[:2], timeout=1) as peer:
+                    peer.sendall(rank.to_bytes(8, sys.byteorder))
+
+
+def system_call(task: int) -> list[str]:
+    """Return the system call in which a thread is, and the call's arguments; ``running`` if in none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/task/{task}/syscall").read_text().split()
+    return ["unknown"]
+
+
+def _sorted(numbers: Iterator[int]) -> Loop:
+    loop = Loop()
+    for number in numbers:
+        with contextlib.suppress(OSError), _copy(number) as file:  # OSError: a pipe
+            if file.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                loop.listeners.append(number)
+                loop.address = _start_of_sockaddr(file)
+            else:
+                loop.connections.append(number)
+    return loop
+
+
+def _start_of_sockaddr(listener: socket.socket) -> bytes:
+    """Return family and port, and the address where it is IPv4, as they lie in C's struct."""
+    host, port = listener.getsockname()[:2]
+    start = int(listener.family).to_bytes(2, sys.byteorder) + int(port).to_bytes(2, "big")
+    return start + (socket.inet_aton(host) if listener.family == socket.AF_INET else b"")
+
+
+def _poller(task: int) -> int:
+    """Return the file with which a thread polls; the thread is not in the call all the time."""
+    for _ in range(_TRIES):
+        call = system_call(task)
+        if call[0] in _EPOLL_WAITS:
+            return int(call[1], 16)
+        time.sleep(0.001)
+    raise ValueError("the thread does not poll")
+
+
+def _copy(number: int) -> socket.socket:
+    """Return a socket of Python's for a file of gloo's; closing it leaves gloo's open."""
+    file = os.dup(number)
+    try:
+        return socket.socket(fileno=file)
+    except OSError:
+        os.close(file)
+        raise
