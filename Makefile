@@ -16,6 +16,7 @@
 #   PAGE        the page that `make demo` leaves
 #   SEED        the seed of `make chaos`
 #   MINUTES     how long `make chaos` runs
+#   NBDIST_PROGRAMS  the folder of pytorch/examples' RPC programs, which `make soak` runs on torch and on nbdist
 #   BENCH       which of benchmarks/ `make bench` runs, e.g. make bench BENCH=rpc ARGS=--peers
 #
 # What runs is the built wheel, installed into .venv, never the checkout. Stamp files in .venv record
@@ -76,6 +77,7 @@ soak: $(VENV)/.nbdist
 	NBDIST_CHANNEL=zeromq NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
 	NBDIST_ARENA_BYTES=0 $(PYTEST) tests/conformance
 	NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
+	$(PY) tests/beside_torch.py
 	$(MAKE) chaos ARGS=
 
 chaos: $(VENV)/.nbdist

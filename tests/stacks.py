@@ -41,6 +41,14 @@ def session(leader: int) -> list[int]:
     return sorted(found)
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or is a zombie that nobody has reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def collect(pids: Iterable[int], *, python: bool = True) -> str:
     """Return what the kernel and gdb say of these processes, and ask each for its Python stacks.
 
