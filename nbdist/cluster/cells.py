@@ -131,7 +131,9 @@ class Cell:
             return None
         if self.interrupted and all(error.name == "KeyboardInterrupt" for error in errors):
             return self._interruption([])
-        return make_error(errors, len(self.parts))
+        made = make_error(errors, len(self.parts))
+        made.traceback = self._where_interrupted()
+        return made
 
     # -- waiting ------------------------------------------------------------------------------
 

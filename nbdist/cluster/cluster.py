@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import os
 import re
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -21,7 +20,7 @@ from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Straight
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.grouped import Grouped
-from nbdist.cluster.interrupting import interrupt_cell
+from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
 from nbdist.cluster.jupyter_wire import pack
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.lifecycle import Lifecycle
@@ -374,11 +373,12 @@ class Cluster:
     # -- stopping -------------------------------------------------------------------------------
 
     def interrupt(self, targets: Targets = None) -> None:
-        """Interrupt what runs on workers, as the stop button does for the cell that waits."""
+        """Interrupt all that workers do: cells, begun or not, and calls that they run for others.
+
+        Does not wait until they end. Each cell fails with KeyboardInterrupt. What is sent afterwards runs.
+        """
         self.start()
-        for worker in self.select(targets):
-            if worker.alive:
-                self._lives.launcher.signal(worker.name, signal.SIGINT)
+        interrupt_workers(self, [worker for worker in self.select(targets) if worker.alive])
 
     def _interrupt_cell(self, cell: Cell) -> Sequence[str]:
         if self._thread.is_current():

@@ -13,6 +13,7 @@ WorkerLost if a member died: `translate`. A group that was left stays unusable u
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
@@ -47,6 +49,11 @@ _NEW_GROUP_WITHIN = 5.0
 
 _POLL = 0.01
 _PROCESS = re.compile(r" \(process \d+ has ended\)")
+_GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pipe|not connected)", re.DOTALL)
+"""What gloo says where a connection has been shut, at either end."""
+
+_TORCHS = os.path.dirname(torch.__file__) + os.sep
+_BROKEN_OFF = "an interrupt ended a collective of this process group; `%dist_restart -p` forms it anew"
 
 dist: Any = torch.distributed  # which does not declare what it exports
 _agent: Agent | None = None
@@ -65,6 +72,7 @@ def follow(agent: Agent) -> None:
     global _agent
     _agent = agent
     agent.on_lost(_on_lost)
+    agent.stopping.break_off = break_off
 
 
 def initialise(told: WorkerSetup, generation: int) -> None:
@@ -181,17 +189,18 @@ def translate(error: BaseException | None) -> WorkerLost | None:
     """Return the error that names the dead worker, if that is why a collective of torch's failed; else None.
 
     A worker may meet another survivor's hanging up before its own agent has learned of the death: the agent gets a
-    moment.
+    moment. Where nobody has died, the other worker has left the group after an interrupt, and a note says so.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, NbdistError) or _store is None:
         return None
-    text = str(error)
-    if "/gloo/" not in text or "Timed out" in text:
+    if not _GLOO_LEFT.search(str(error)):
         return None
     deadline = time.monotonic() + _NEWS_WITHIN
     while not (_lost or _broken) and time.monotonic() < deadline:
         time.sleep(_POLL)
     if not _lost:
+        if _BROKEN_OFF not in getattr(error, "__notes__", ()):
+            error.add_note(_BROKEN_OFF)
         return None
     lost = WorkerLost(_say_lost())
     lost.__cause__ = error
@@ -201,24 +210,50 @@ def translate(error: BaseException | None) -> WorkerLost | None:
 # -- an interrupt -----------------------------------------------------------------------------------------------
 
 
-def break_off() -> str:
-    """Break off the collective in which the main thread waits, if it does; what was done, in words.
+def break_off(thread: int | None = None) -> str:
+    """End the collective in which a thread waits, if it does; return what was done, in words.
 
-    Called in another thread, when an interrupt has had no effect.
+    ``thread`` is the thread's ident; None for the main thread. Called in another thread, when an interrupt has had no
+    effect. Only the group of that collective is left, where the thread's frames tell which group that is; else all.
     """
     global _broken
+    ident = threading.main_thread().ident if thread is None else thread
     with _breaking:
-        if not (dist.is_available() and dist.is_initialized() and _main_thread_waits_in_torch()):
+        if not (dist.is_available() and dist.is_initialized()):
             return ""
-        if not sum(map(gloo.shut, gloo.loops())):
+        waits, group = _collective_of(ident or 0)
+        if not waits:
+            return ""
+        name_of = _store.group_at if _store is not None else lambda _: None
+        left = [loop for loop in gloo.loops() if group is None or name_of(loop.address) in (group, None)]
+        if not sum(map(gloo.shut, left)):
             return ""
         _broken = True
     return "its process group was broken off; `%dist_restart --process-group` forms it anew"
 
 
-def _main_thread_waits_in_torch() -> bool:
-    main = threading.main_thread()
-    frame = sys._current_frames().get(main.ident or 0)
-    if frame is None or not frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__)):
-        return False
-    return gloo.system_call(main.native_id or 0)[:1] != ["running"]
+def _collective_of(ident: int) -> tuple[bool, str | None]:
+    """Return whether a thread waits in torch's C++ code, and the name of the collective's group where it is known."""
+    frame = sys._current_frames().get(ident)
+    thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
+    if frame is None or thread is None or gloo.system_call(thread.native_id or 0)[:1] == ["running"]:
+        return False, None
+    if not frame.f_code.co_filename.startswith(_TORCHS):
+        return _method_called(frame) == "wait", None  # of the handle of an asynchronous collective
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCHS):
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
+            group = frame.f_locals["group"]
+            return True, getattr(dist.group.WORLD if group is None else group, "group_name", None)
+        frame = frame.f_back
+    return True, None
+
+
+def _method_called(frame: FrameType) -> str:
+    """Return the name of the attribute that a frame has loaded last: of the method that it calls."""
+    name = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = str(instruction.argval)
+    return name

@@ -1,8 +1,19 @@
-"""The stop button: interrupts the workers that a cell waits for, and names what does not give way.
+"""Interrupts work on the workers, and names what does not stop. Every interrupt goes through `interrupt`::
 
-SIGINT reaches Python code, sleeps and locks. A worker that has not begun the cell ignores it, so it is sent when the
-cell begins. A collective does not notice it: its connections are shut down. Who is still there after that is asked
-where it is by a signal whose handler needs no GIL.
+    Ctrl-C, the stop button, a time limit   the cell that the notebook waits for       `interrupt_cell`
+    `Cluster.interrupt`, the panel's button  everything that the chosen workers do      `interrupt_workers`
+
+===================================  ==============================================================================
+what a worker does                   how it ends
+===================================  ==============================================================================
+Python code, a sleep, a lock         SIGINT, once the cell has begun: before that, a kernel ignores it
+a call to another worker             SIGINT; the wait for the call ends, and the call is stopped where it runs
+a collective                         deaf to SIGINT; 0.4 s later the connections of its process group are shut
+a cell that has not begun            the worker is told not to run it
+a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `interrupt_workers` only)
+===================================  ==============================================================================
+
+A worker that has not stopped 2 s later is asked where it is, by a signal whose handler needs no GIL.
 """
 
 from __future__ import annotations
@@ -11,40 +22,80 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nbdist.cluster import collectives, where
 from nbdist.cluster.worker_output import call_off
 from nbdist.errors import NbdistError
-from nbdist.rpc.stopping import PATIENCE
+from nbdist.rpc.agent import active_agent
+from nbdist.rpc.stopping import BREAK_AFTER, PATIENCE
 
 if TYPE_CHECKING:
     from nbdist.cluster.cells import Cell, Part
     from nbdist.cluster.cluster import Cluster
+    from nbdist.cluster.workers import Worker
 
-__all__ = ["interrupt_cell"]
+__all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_calls"]
 
 _LISTENS_AFTER = 0.3
 _WAKE_AFTER = 0.02
-_BREAK_AFTER = 0.4
+_CALLS_STOP_WITHIN = 0.5
+"""Seconds for a worker to say that it has told its calls to stop; one that holds the GIL cannot say so."""
+
 _POLL = 0.005
 
 
 async def interrupt_cell(cluster: Cluster, cell: Cell) -> list[str]:
-    """Interrupt what runs of a cell; what is to be said of the workers that do not give way in time."""
+    """Interrupt a cell where it has not ended; return what to say of the workers that do not stop in time."""
+    return await interrupt(cluster, [(cell, part) for part in cell.parts.values()])
+
+
+def interrupt_workers(cluster: Cluster, workers: Sequence[Worker]) -> None:
+    """Interrupt all that workers do: their cells, begun or not, and the calls that they run for others.
+
+    Returns once that is on its way. What is sent to the workers afterwards runs.
+    """
+    cluster.kernel_thread.soon(_interrupt_cells_of, cluster, workers)
+    stopping = []
+    for worker in workers:
+        with contextlib.suppress(NbdistError):
+            stopping.append(
+                cluster.agent.caller.asynchronous(worker.name, stop_served_calls, (), None, _CALLS_STOP_WITHIN)
+            )
+    for stopped in stopping:
+        with contextlib.suppress(NbdistError):
+            stopped.wait()
+
+
+def _interrupt_cells_of(cluster: Cluster, workers: Sequence[Worker]) -> None:
+    work = [(cell, cell.parts[worker.name]) for worker in workers for cell in worker.cells]
+    cluster.kernel_thread.loop.create_task(interrupt(cluster, work))
+
+
+async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, Part]]) -> list[str]:
+    """Interrupt cells on workers; return what to say of those that do not stop in time."""
     began = time.monotonic()
-    parts = [part for part in cell.parts.values() if not part.done]
-    for part in parts:
+    work = [(cell, part) for cell, part in work if not part.done]
+    for cell, part in work:
         if _is_next(cluster, cell, part):
             _signal(cluster, part)
         else:
             _call_off(cluster, part)
-    await _gone(parts, began + _BREAK_AFTER)
-    for part in parts:
+    parts = [part for _, part in work]
+    await _gone(parts, began + BREAK_AFTER)
+    for cell, part in work:
         if not part.done and _is_next(cluster, cell, part):
             _break_collective(cluster, part)
     await _gone(parts, began + PATIENCE)
-    return [await _describe(cluster, cell, part) for part in parts if not part.done]
+    return [await _describe(cluster, cell, part) for cell, part in work if not part.done]
+
+
+def stop_served_calls() -> None:
+    """Stop the calls that this worker runs for others; called on the worker."""
+    agent = active_agent()
+    if agent is not None:
+        agent.stopping.stop_served()
 
 
 def _is_next(cluster: Cluster, cell: Cell, part: Part) -> bool:

@@ -189,7 +189,10 @@ def _where() -> str:
             file = frame.f_code.co_filename
             if _is_users(file):
                 name = "cell" if "ipykernel" in file else Path(file).name
-                return _told(name, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+                number = (
+                    frame.f_lineno or frame.f_code.co_firstlineno
+                )  # None where the code has no line, as while it unwinds
+                return _told(name, number, linecache.getline(file, number).strip())
             frame = frame.f_back
     return ""
 

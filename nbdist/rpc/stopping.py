@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +27,13 @@ from nbdist.wire.messages import Stop
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["PATIENCE", "Stopping"]
+__all__ = ["BREAK_AFTER", "PATIENCE", "Stopping"]
 
 PATIENCE = 2.0
 """Seconds after which what has not given way is named."""
+
+BREAK_AFTER = 0.4
+"""Seconds after which what has not given way may be in a collective, which only `Stopping.break_off` ends."""
 
 _POLL = 0.005
 _OURS = os.path.dirname(os.path.dirname(__file__))
@@ -53,6 +56,8 @@ class Stopping:
 
     def __init__(self, agent: Agent) -> None:
         self.patience = PATIENCE
+        self.break_off: Callable[[int], object] | None = None
+        """Ends the collective in which a thread waits, where somebody knows how; takes the thread's ident."""
         self._agent = agent
         self._lock = threading.Lock()
         self._threads: dict[_Key, int] = {}
@@ -92,8 +97,17 @@ class Stopping:
         self.stop(nested)
         if nested:
             self._agent.pool.submit(lambda: self._give_up(nested))
-        elif not self._try_to_raise(key):
-            threading.Thread(target=self._raise_soon, args=(key,), name="nbdist-stopping", daemon=True).start()
+            return
+        raised = self._try_to_raise(key)
+        if not raised or self.break_off is not None:
+            threading.Thread(target=self._insist, args=(key, raised), name="nbdist-stopping", daemon=True).start()
+
+    def stop_served(self) -> None:
+        """Stop every call that runs here for another member, but the one in the calling thread."""
+        with self._lock:
+            keys = [key for key, thread in self._threads.items() if thread != threading.get_ident()]
+        for caller, id in keys:
+            self._on_stop(Stop(id), caller, [])
 
     def _give_up(self, nested: Sequence[Pending]) -> None:
         """End the waits of a function that is to stop; it finds that it was interrupted."""
@@ -101,9 +115,17 @@ class Stopping:
             stopped = Interrupted("stopped: its caller was interrupted")
             self._agent.outcomes.interrupt([call], stopped if call.result is not None else KeyboardInterrupt())
 
-    def _raise_soon(self, key: _Key) -> None:
+    def _insist(self, key: _Key, raised: bool) -> None:
+        """Raise KeyboardInterrupt in a call's thread as soon as that may be; end a collective that is deaf to it."""
         deadline = time.monotonic() + PATIENCE
-        while not self._try_to_raise(key) and time.monotonic() < deadline:
+        while not raised and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            raised = self._try_to_raise(key)
+        deadline = time.monotonic() + BREAK_AFTER
+        while (thread := self._threads.get(key)) is not None and self.break_off is not None:
+            if time.monotonic() > deadline:
+                self.break_off(thread)
+                return
             time.sleep(_POLL)
 
     def _try_to_raise(self, key: _Key) -> bool:

@@ -1,0 +1,157 @@
+"""Every way to interrupt ends everything that a worker can be in (issue H, item 6).
+
+The stop button of a real front end is in `test_interrupting`: it is the same SIGINT as Ctrl-C.
+"""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import nbdist
+from nbdist.cluster import interrupting
+
+LIMIT = 20
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with nbdist.Cluster(2) as cluster:
+        cluster.execute("import time")
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    """Two idle workers in a process group that works."""
+    yield shared
+    shared.rebuild_process_group()
+    shared.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2", timeout=LIMIT)
+
+
+def by_interrupt(cluster):
+    cluster.interrupt("worker0")
+
+
+def by_panel(cluster):
+    widgets = pytest.importorskip("nbdist.views.widgets.panel")
+    from nbdist.views.panel import Panel
+
+    widgets.PanelView(Panel(cluster)).press({"press": "interrupt", "worker": "worker0"})
+
+
+def by_ctrl_c(cluster):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+WAYS = {"interrupt()": by_interrupt, "the panel's button": by_panel, "Ctrl-C": by_ctrl_c}
+
+NAP = "def nap(mark):\n    open(mark, 'w').close()\n    while True: time.sleep(0.01)\n"
+WORK = {
+    "a sleep": "open(mark, 'w').close(); time.sleep(600)",
+    "a loop": "open(mark, 'w').close()\nwhile True: pass",
+    "a call": NAP + "rpc.rpc_sync('worker1', nap, args=(mark,))",
+    "a collective": "open(mark, 'w').close(); dist.all_reduce(torch.ones(1))",
+    "an asynchronous collective": "open(mark, 'w').close(); dist.all_reduce(torch.ones(1), async_op=True).wait()",
+    "a collective in a call": (
+        "def join(mark):\n    open(mark, 'w').close()\n    dist.all_reduce(torch.ones(1))\n"
+        "rpc.rpc_sync('worker1', join, args=(mark,))"
+    ),
+}
+
+
+def press_when(way, cluster, ready):
+    """Interrupt in another thread as soon as ``ready()``; return that thread."""
+
+    def press():
+        deadline = time.monotonic() + LIMIT
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # from the mark into the wait: of that nothing tells
+        WAYS[way](cluster)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("way", WAYS)
+def test_work_ends(cluster, tmp_path, way, work):
+    cluster.push({"mark": str(tmp_path / "mark")}, "worker0")
+    pressing = press_when(way, cluster, (tmp_path / "mark").exists)
+    began = time.monotonic()
+    with pytest.raises(BaseException) as ended:  # noqa: PT011 (its type is made for it)
+        cluster.execute(WORK[work], "worker0")
+    pressing.join()
+    assert time.monotonic() - began < LIMIT / 2
+    assert type(ended.value).__name__ == "KeyboardInterrupt", ended.value
+    assert "has not given way" not in str(ended.value)
+    shown = "\n".join(ended.value.traceback)
+    assert ("%dist_restart" in shown) == ("collective" in work and "call" not in work), shown
+    cluster.execute("pass", timeout=LIMIT)  # neither worker is stuck in a cell
+
+
+@pytest.mark.parametrize("way", ["interrupt()", "the panel's button"])
+def test_a_cell_that_has_not_begun_does_not_run(cluster, way):
+    first = cluster.execute("time.sleep(600)", 0, block=False)
+    second = cluster.execute("second = True", 0, block=False)
+    deadline = time.monotonic() + LIMIT
+    while first.parts["worker0"].began is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    WAYS[way](cluster)
+    for cell in (first, second):
+        with pytest.raises(nbdist.NbdistError) as ended:
+            cell.wait(LIMIT)
+        assert type(ended.value).__name__ == "KeyboardInterrupt"
+    assert cluster.evaluate("'second' in globals()", 0) is False
+
+
+def test_ctrl_c_calls_off_the_cell_that_is_waited_for_and_no_other(cluster):
+    first = cluster.execute("time.sleep(3); first = True", 0, block=False)
+    pressing = press_when("Ctrl-C", cluster, lambda: first.parts["worker0"].began is not None)
+    with pytest.raises(KeyboardInterrupt, match="worker0 has not begun this cell"):
+        cluster.execute("second = True", 0)
+    pressing.join()
+    first.wait(LIMIT)
+    assert cluster.evaluate("first, 'second' in globals()", 0) == (True, False)
+
+
+def test_interrupt_ends_calls_that_a_worker_runs_for_others(cluster, tmp_path):
+    cluster.push({"mark": str(tmp_path / "mark")}, "worker0")
+    cell = cluster.execute(WORK["a call"], "worker0", block=False)
+    deadline = time.monotonic() + LIMIT
+    while not (tmp_path / "mark").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    cluster.interrupt("worker1")
+    with pytest.raises(nbdist.NbdistError, match="KeyboardInterrupt"):
+        cell.wait(LIMIT)
+
+
+def test_what_is_sent_after_an_interrupt_runs(cluster):
+    for number in range(10):
+        cluster.interrupt()
+        cluster.execute(f"number = {number}", timeout=LIMIT)
+        assert cluster.evaluate("number") == [number, number]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_goes_through_one_function(cluster, tmp_path, monkeypatch, way):
+    used = []
+    plain = interrupting.interrupt
+
+    async def interrupt(*arguments):
+        used.append(arguments)
+        return await plain(*arguments)
+
+    monkeypatch.setattr(interrupting, "interrupt", interrupt)
+    cluster.push({"mark": str(tmp_path / "mark")}, "worker0")
+    pressing = press_when(way, cluster, (tmp_path / "mark").exists)
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        cluster.execute(WORK["a sleep"], "worker0")
+    pressing.join()
+    assert len(used) == 1
