@@ -55,6 +55,8 @@ class Meeting:
 
     def open(self, timeout: float) -> Store:
         """Open the store at which the members meet; its operations take at most ``timeout`` seconds."""
+        if self.scheme != "tcp":
+            tcp_store.end_server()
         if self.scheme == "file":
             return MeetingFile(self.place)
         if self.scheme == "tcp":

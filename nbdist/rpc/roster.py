@@ -149,7 +149,7 @@ class Roster:
             return
 
     def close(self) -> None:
-        """Release the store, whose server ends with its last user in this process; call no other method afterwards."""
+        """Release the store; call no other method afterwards."""
         del self._store
 
     def wait_for_others(self, me: Record, deadline: float) -> None:

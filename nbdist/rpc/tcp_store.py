@@ -22,7 +22,7 @@ import torch.distributed
 
 from nbdist.errors import RendezvousError
 
-__all__ = ["is_loopback", "is_own", "is_served", "is_torchruns", "open_store", "says_loopback"]
+__all__ = ["end_server", "is_loopback", "is_own", "is_served", "is_torchruns", "open_store", "says_loopback"]
 
 dist: Any = torch.distributed  # which does not declare what it exports
 
@@ -33,18 +33,25 @@ _PROBE = 1.0
 """Seconds for a connection to the store: it is made or refused at once unless the other machine is gone."""
 
 
+_served: tuple[str, int, Any] | None = None
+"""The address and the store that this process has served last; the server lives as long as the store."""
+
+
 def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
     """Open the store at an address, as its client; with ``serve``, serve it there first.
 
-    Operations of the store end after ``timeout`` seconds. Raises RendezvousError where another program listens at the
-    address already.
+    The server runs until this process opens another store, calls `end_server`, or ends. Operations of the store end
+    after ``timeout`` seconds. Raises RendezvousError where another program listens at the address already.
     """
+    global _served
     limit = datetime.timedelta(seconds=timeout)
+    if _served is not None and (not serve or _served[:2] != (host, port)):
+        end_server()
     if not serve:
         return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
     listener = _listen(host, port)
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             host, port, None, True, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
         )
     except dist.DistNetworkError as error:
@@ -53,11 +60,19 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
         raise RendezvousError(
             f"rank 0 cannot serve the store at {host}:{port}, where another program listens: choose another port"
         ) from error
+    _served = (host, port, store)
+    return store
+
+
+def end_server() -> None:
+    """End the server that `open_store` has started, as soon as nobody else in this process uses its store."""
+    global _served
+    _served = None
 
 
 def _listen(host: str, port: int) -> int:
     """Return a listening socket's file; torch closes it with its server."""
-    failed = OSError(f"{host} has no address")
+    failed = f"{host} has no address"
     for family, address in _addresses(host, port):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -67,10 +82,10 @@ def _listen(host: str, port: int) -> int:
             return listener.detach()
         except OSError as error:
             listener.close()
-            failed = error
             if error.errno == errno.EADDRINUSE:
                 return _SERVER_OF_THIS_PROCESS
-    raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port}: {failed}") from failed
+            failed = str(error)  # the error itself would keep the frames of all callers, and the store with them
+    raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port}: {failed}")
 
 
 def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:

@@ -17,7 +17,7 @@ from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
 from nbdist.errors import NbdistError, UsageError
 from nbdist.ids import new_incarnation
-from nbdist.rpc import rendezvous, switching
+from nbdist.rpc import rendezvous, switching, tcp_store
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, time_limit
@@ -99,6 +99,7 @@ def start_agent(
         undo.callback(agent.close, "could not join its world")
         agent.start()
         roster = Roster(lambda: _open(meeting, store, timeout), secret, me.host)
+        undo.callback(tcp_store.end_server)  # what is in the store may be why
         undo.callback(roster.close)
         undo.callback(roster.leave, me)
         if world_size is not None:

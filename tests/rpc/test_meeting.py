@@ -61,7 +61,7 @@ def start(code: str, host: str = "127.0.0.1", port: int | None = None, **more: s
 def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
     """Wait until the processes end; return what each wrote, by rank. All have to succeed."""
     try:
-        said = [process.communicate(timeout=100) for process in processes]
+        said = [process.communicate(timeout=400) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -99,7 +99,14 @@ def test_the_store_listens_at_the_address_and_nowhere_else(alone, host):
     address = host if host.startswith("127") else "127.0.0.1"
     assert alone("env://", host, port) == {f"{address}:{port}"}
     assert alone(f"tcp://{host}:{port}") == {f"{address}:{port}"}
-    assert f"{address}:{port}" not in listening([os.getpid()])
+
+
+def test_a_world_that_could_not_form_leaves_no_listener():
+    port = free_port()
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=0.1)
+    with pytest.raises(nbdist.RendezvousError, match="no sign of rank 1"):
+        rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+    assert f"127.0.0.1:{port}" not in listening([os.getpid()])
 
 
 # -- one port for RPC and a process group ---------------------------------------------------------
@@ -205,6 +212,22 @@ def test_a_member_that_outlives_the_store_prints_no_backtrace():
         for process in (first, second):
             process.kill()
             process.communicate()
+
+
+def end_worlds(count: int) -> None:
+    """Form and end many worlds at one port, without a pause: a quick member meets the server of the world before."""
+    world = "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2); rpc.shutdown()"
+    said = finish(start(f"for _ in range({count}): {world}"))
+    assert [errors for _, errors in said] == ["", ""]
+
+
+def test_worlds_follow_each_other_at_one_port():
+    end_worlds(20)
+
+
+@pytest.mark.soak
+def test_a_thousand_worlds_follow_each_other_at_one_port():
+    end_worlds(1000)
 
 
 # -- absurd sizes ---------------------------------------------------------------------------------
