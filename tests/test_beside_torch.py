@@ -13,7 +13,9 @@ import torch.distributed.rpc as rpc
 from torchvision.models.resnet import Bottleneck
 
 on_nbdist = rpc.init_rpc.__module__.startswith("nbdist")
-assert torch.ones(1, device="cpu").to("cuda:1").cuda().to(0).device.type == "cpu"
+here = torch.ones(1)
+for there in (here.to("cuda:1"), here.cuda(), here.to(0), torch.nn.Linear(1, 1).to(1).cuda().bias):
+    assert there.device.type == "cpu" and there.data_ptr() != here.data_ptr()
 assert torchvision.models.resnet50(num_classes=3)(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
 assert next(iter(torchvision.datasets.MNIST(".", train=False)))[0].shape == (1, 28, 28)
 rpc.init_rpc("me", rank=0, world_size=1)

@@ -30,21 +30,43 @@ class _AfterTorch(MetaPathFinder):
 
 
 def _stay_on_the_cpu(torch):
-    def here(value):
-        named = isinstance(value, str) and value.startswith("cuda")
+    def is_gpu(value):
         index = isinstance(value, int) and not isinstance(value, bool)
-        return "cpu" if named or index or (isinstance(value, torch.device) and value.type == "cuda") else value
+        device = isinstance(value, torch.device) and value.type == "cuda"
+        return index or device or (isinstance(value, str) and value.startswith("cuda"))
 
-    def on_the_cpu(to):
-        return lambda self, *args, **kwargs: to(self, *map(here, args), **{key: here(kwargs[key]) for key in kwargs})
+    def on_the_cpu(to, result):
+        def stand_in(self, *args, **kwargs):
+            moves = any(map(is_gpu, [*args, *kwargs.values()]))
+            kwargs = {key: "cpu" if is_gpu(value) else value for key, value in kwargs.items()}
+            moved = to(self, *("cpu" if is_gpu(value) else value for value in args), **kwargs)
+            return result(moved) if moves else moved
 
-    for cls in (torch.Tensor, torch.nn.Module):
-        cls.to = on_the_cpu(cls.to)
-        cls.cuda = lambda self, *args, **kwargs: self
-    torch.accelerator.is_available = lambda: True
-    torch.accelerator.device_count = lambda: 2
-    torch.accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cpu")
-    torch.accelerator.device_index = lambda index: None
+        return stand_in
+
+    # A tensor is copied, as it would be to a GPU: programs go on to write into the tensor that they sent there.
+    torch.Tensor.to = on_the_cpu(torch.Tensor.to, torch.Tensor.clone)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self.clone()
+    torch.nn.Module.to = on_the_cpu(torch.nn.Module.to, lambda module: module)
+    torch.nn.Module.cuda = lambda self, device=None: self
+    answers = {
+        "is_available": True,
+        "device_count": 2,
+        "current_accelerator": torch.device("cpu"),
+        "device_index": None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.accelerator, name, _for_programs(getattr(torch.accelerator, name), answer))
+
+
+def _for_programs(function, answer):
+    """Return a function that answers a program so, and torch's own modules, such as its compiler, as it did before."""
+
+    def stand_in(*args, **kwargs):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return function(*args, **kwargs) if caller.partition(".")[0] == "torch" else answer
+
+    return stand_in
 
 
 sys.meta_path.insert(0, _AfterTorch())
