@@ -16,14 +16,16 @@ live grouped       as it comes; or held back to the end, by worker              
 screen items lines what of it has been shown, in which pieces, and how they are cut from what a worker says (pure)
 terminal           how a line looks after its carriage returns, and in its colours                          (pure)
 sinks outlet       the place, below a cell or a terminal; what shows messages there in time
-interrupting       the stop button
+interrupting       the one way of every interrupt
 comms              widgets of workers
 labels             ``In[3] on worker1``
 status             what each worker does
 in a worker
 worker             what is added to a stock ipykernel; `setup`, what it is told
 worker_output      where output goes; ``worker_values``, how values come
-collectives        the process group, and how a wait in it is broken off
+collectives        the process group, and how its collectives end when a member dies or the user interrupts
+gloo               gloo's connections, which are shut for that; `group_store`, where the group's members meet
+translating        torch's error of a collective becomes WorkerLost, where it leaves the user's code
 last_words         what is written just before a crash
 worker_imports     what the zygote imports for all of them
 ================== ==============================================================================================

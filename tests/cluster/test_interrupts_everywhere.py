@@ -120,6 +120,22 @@ def test_ctrl_c_calls_off_the_cell_that_is_waited_for_and_no_other(cluster):
     assert cluster.evaluate("first, 'second' in globals()", 0) == (True, False)
 
 
+def test_an_interrupt_leaves_one_group_which_says_so_and_others_work_on(cluster, tmp_path):
+    cluster.execute("pair = dist.new_group([0, 1])")
+    cluster.push({"mark": str(tmp_path / "mark")}, "worker0")
+    pressing = press_when("interrupt()", cluster, (tmp_path / "mark").exists)
+    with pytest.raises(nbdist.NbdistError, match=r"^$"):
+        cluster.execute("open(mark, 'w').close(); dist.all_reduce(torch.ones(1), group=pair)", 0)
+    pressing.join()
+    cluster.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2", timeout=LIMIT)
+    with pytest.raises(RuntimeError, match="Connection closed") as ended:
+        cluster.execute("dist.all_reduce(torch.ones(1), group=pair)", timeout=LIMIT)
+    assert {error.worker for error in ended.value.errors} == {"worker0", "worker1"}
+    for error in ended.value.errors:
+        assert "an interrupt ended a collective" in "\n".join(error.traceback)
+        assert "%dist_restart -p" in "\n".join(error.traceback)
+
+
 def test_interrupt_ends_calls_that_a_worker_runs_for_others(cluster, tmp_path):
     cluster.push({"mark": str(tmp_path / "mark")}, "worker0")
     cell = cluster.execute(WORK["a call"], "worker0", block=False)

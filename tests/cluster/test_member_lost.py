@@ -4,6 +4,7 @@ In each test worker2 is killed while the survivors are in a collective that cann
 """
 
 import os
+import random
 import signal
 import time
 
@@ -188,3 +189,31 @@ def test_after_forming_anew_collectives_work_in_old_and_new_workers(three):
     three.execute("t = torch.ones(1); dist.all_reduce(t)\npair = dist.new_group([0, 2])")
     three.execute("dist.all_reduce(t, group=pair)", [0, 2])
     assert three.evaluate("t.item()") == [6.0, 3.0, 6.0]
+
+
+LOOPS = [
+    "while True: dist.all_reduce(torch.ones(4))",
+    "while True: dist.all_reduce(torch.ones(300_000))",
+    "while True: dist.all_gather_object([None] * world_size, rank)",
+    "while True:\n    for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(100)]: work.wait()",
+    "whole = dist.new_group(list(range(world_size)))\nwhile True: dist.barrier(group=whole)",
+    "while True: dist.destroy_process_group(dist.new_group(list(range(world_size))))",
+]
+
+
+@pytest.mark.soak
+def test_fifty_kills_at_random_moments_of_collectives(cluster):
+    dice = random.Random(3)
+    for _ in range(50):
+        cell = cluster.execute(dice.choice(LOOPS), block=False)
+        time.sleep(dice.random())
+        victims = dice.sample(cluster.names, dice.choice([1, 2]))
+        for victim in victims:
+            kill(cluster, victim)
+        wait_for(cell)
+        for error in cell.errors:
+            assert error.name == "WorkerLost", error
+            assert any(victim in error.text for victim in victims)
+        assert len(cell.errors) == len(cluster.names)
+        cluster.restart(process_group=True)
+        cluster.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size", timeout=LIMIT)
