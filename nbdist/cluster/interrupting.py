@@ -40,6 +40,9 @@ __all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_call
 
 _LISTENS_AFTER = 0.3
 _WAKE_AFTER = 0.02
+_CALLED_OFF_WITHIN = 0.3
+"""Seconds within which a cell that was called off ends after it has begun."""
+
 _CALLS_STOP_WITHIN = 0.5
 """Seconds for a worker to say that it has told its calls to stop; one that holds the GIL cannot say so."""
 
@@ -138,8 +141,17 @@ def _signal(cluster: Cluster, part: Part) -> None:
 
 
 def _call_off(cluster: Cluster, part: Part) -> None:
-    """Have a cell that waits for its turn not run."""
-    part.when_begun.append(lambda: _signal(cluster, part))
+    """Have a cell that waits for its turn not run.
+
+    A worker that has heard of that ends the cell as soon as it begins. A signal at that moment would come too late, and
+    hit what the worker does next; so only a cell that goes on is signalled.
+    """
+    loop = asyncio.get_running_loop()
+
+    def begun() -> None:
+        loop.call_later(_CALLED_OFF_WITHIN, _signal, cluster, part)
+
+    part.when_begun.append(begun)
     with contextlib.suppress(NbdistError):
         cluster.agent.caller.asynchronous(part.worker, call_off, (part.id,), None, PATIENCE)
 
