@@ -11,9 +11,9 @@ import os
 import resource
 from collections.abc import Iterator
 
-from nbdist.errors import ResourceError
+from nbdist.errors import NbdistError, ResourceError
 
-__all__ = ["USED_UP", "explain", "in_words", "refusals_in_words"]
+__all__ = ["USED_UP", "explain", "in_words", "refusals_in_words", "require_files"]
 
 USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.ENOBUFS})
 """The error numbers by which the kernel says that a resource is used up."""
@@ -56,9 +56,25 @@ def refusals_in_words(doing: str) -> Iterator[None]:
         raise failure from error
 
 
+def require_files(count: int, doing: str) -> None:
+    """Raise ResourceError unless this process can open ``count`` more files; ``doing`` says what needs them.
+
+    It is for libraries that end the whole process where they get no file, such as ZeroMQ when it starts a thread.
+    """
+    opened: list[int] = []
+    try:
+        with refusals_in_words(doing):
+            opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+    finally:
+        for file in opened:
+            os.close(file)
+
+
 def _number(error: BaseException) -> int:
     """Return the number of the used-up resource that an error is about; 0 where it is about something else."""
     number = getattr(error, "errno", None)
+    if number is None and isinstance(error, NbdistError):  # it may be about another process: only its cause counts
+        return _number(error.__cause__) if error.__cause__ is not None else 0
     if number is None:  # torch's stores and ZeroMQ's wrappers give the kernel's words only
         text = str(error)
         number = next((each for each in USED_UP if os.strerror(each) in text), 0)

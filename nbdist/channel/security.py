@@ -8,6 +8,7 @@ to (G6).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -20,11 +21,16 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from nbdist.errors import SecurityError
+from nbdist.channel.resources import refusals_in_words
+from nbdist.errors import ResourceError, SecurityError, UsageError
 
 __all__ = ["CurveKeys", "Secret", "runtime_directory"]
 
 _SHORTEST = 16
+_LONGEST_SOCKET = 107
+"""Bytes that the path of a unix socket may have."""
+_ROOM_WITHIN = len("/agent-1234567-0123456789abcdef/in")
+"""Bytes of such a path behind the runtime directory, in a plain RPC world; a cluster needs more, and checks that."""
 
 
 class CurveKeys(NamedTuple):
@@ -82,15 +88,54 @@ class Secret:
 
 
 def runtime_directory() -> Path:
-    """This user's own directory (0700) for sockets and the secret; nobody else's will do."""
-    path = Path(os.environ.get("NBDIST_RUNTIME_DIR") or f"{tempfile.gettempdir()}/nbdist-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
+    """Return this user's own directory (0700) for sockets, run directories and the secret; make it if need be.
+
+    It is ``NBDIST_RUNTIME_DIR``, or ``nbdist-UID`` in the temporary directory.
+
+    Raises:
+        UsageError: it cannot be made or written to, or sockets in it would have paths that are too long.
+        SecurityError: it is another user's, or no directory.
+        ResourceError: the disk is full.
+    """
+    path = _named_directory()
+    if len(os.fsencode(path)) + _ROOM_WITHIN > _LONGEST_SOCKET:
+        raise UsageError(
+            f"the path {path} is too long: sockets in it may have {_LONGEST_SOCKET} bytes, and nbdist needs "
+            f"{_ROOM_WITHIN} of them; set NBDIST_RUNTIME_DIR to a shorter path"
+        )
+    try:
+        with refusals_in_words(f"{path} cannot be made"):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except ResourceError:
+        raise
+    except OSError as error:
+        why = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(
+            f"the runtime directory {path} cannot be made: {why}; set NBDIST_RUNTIME_DIR to a directory of this user"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise SecurityError(f"{path} is not a directory of this user; set NBDIST_RUNTIME_DIR to one that is")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"the runtime directory {path} cannot be written to; set NBDIST_RUNTIME_DIR to one that can")
     if stat.S_IMODE(found.st_mode) & 0o077:
         path.chmod(0o700)
     return path
+
+
+def _named_directory() -> Path:
+    named = os.environ.get("NBDIST_RUNTIME_DIR")
+    if not named:
+        try:
+            return Path(f"{tempfile.gettempdir()}/nbdist-{os.getuid()}")
+        except FileNotFoundError as error:  # Python tried to write a file to each
+            raise UsageError(
+                f"no temporary directory can be written to ({error.strerror}): free some space in one, or set "
+                "NBDIST_RUNTIME_DIR to a directory of this user"
+            ) from error
+    if not os.path.isabs(named):
+        raise UsageError(f"NBDIST_RUNTIME_DIR must be an absolute path, not {named!r}")
+    return Path(named)
 
 
 def _user_secret() -> bytes:
@@ -99,15 +144,15 @@ def _user_secret() -> bytes:
         return _read_private(path)
     except FileNotFoundError:
         pass
-    handle, draft = tempfile.mkstemp(dir=path.parent)  # 0600
-    with os.fdopen(handle, "wb") as file:
-        file.write(secrets.token_hex(32).encode())
-    try:
-        os.link(draft, path)  # the first of several processes wins, whole
-    except FileExistsError:
-        pass
-    finally:
-        os.unlink(draft)
+    with refusals_in_words(f"{path} cannot be written"):
+        handle, draft = tempfile.mkstemp(dir=path.parent)  # 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_hex(32).encode())
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)  # the first of several processes wins, whole
+        finally:
+            os.unlink(draft)
     return _read_private(path)
 
 

@@ -27,6 +27,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.channel import memory
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
+from nbdist.channel.resources import require_files
 from nbdist.channel.security import Secret, runtime_directory
 
 __all__ = ["ZmqChannel", "host_identity", "sweep"]
@@ -61,6 +62,10 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+_FILES_AT_START = 16
+"""Files that must be free before ZeroMQ starts its threads and opens the first sockets; it takes about ten."""
 
 
 class _Directory:
@@ -134,6 +139,7 @@ class ZmqChannel:
         self._receiving = threading.Lock()
         self._links: weakref.WeakSet[ZmqLink] = weakref.WeakSet()
         self._resources = contextlib.ExitStack()
+        require_files(_FILES_AT_START, "ZeroMQ cannot start")  # else it would end this process
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context(1)
             undo.callback(self._context.destroy, 0)

@@ -16,6 +16,7 @@ import torch
 
 from nbdist import durations
 from nbdist.channel.liveness import is_alive, started_at
+from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Straight
 from nbdist.cluster.cells import Cell
@@ -170,7 +171,8 @@ class Cluster:
         self._state = "starting"
         Cluster.current = self
         try:
-            self._start()
+            with refusals_in_words("the cluster cannot start"):
+                self._start()
         except BaseException:
             self.shutdown()
             raise
@@ -241,9 +243,10 @@ class Cluster:
             raise UsageError("no worker has died; name those to restart, or `all`")
         deadline = time.monotonic() + self.spec.timeout
         if chosen:
-            self._lives.kill(chosen, self._is_member, deadline)
-            self._lives.launch(chosen)
-            self._lives.bring_up(chosen, deadline)
+            with refusals_in_words("the workers cannot be restarted"):
+                self._lives.kill(chosen, self._is_member, deadline)
+                self._lives.launch(chosen)
+                self._lives.bring_up(chosen, deadline)
         if process_group and len(chosen) < len(self.workers):
             self._lives.form_group(deadline)
         return [worker.name for worker in chosen]

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from nbdist.channel.liveness import is_alive, started_at
+from nbdist.channel.resources import refusals_in_words
 from nbdist.channel.security import runtime_directory
 from nbdist.errors import UsageError
 
@@ -23,14 +24,24 @@ _SOCKET = "/agent-1234567-0123456789abcdef/in"
 
 
 def make_folder() -> Path:
-    """A fresh run directory."""
+    """Make a fresh run directory.
+
+    Raises:
+        UsageError: the paths of sockets in it would be too long.
+        ResourceError: the disk is full, or this process has too many files open. Nothing is left behind.
+    """
     base = runtime_directory()
     _sweep(base)
     folder = base / f"cluster-{secrets.token_hex(4)}"
     if len(os.fsencode(str(folder) + _SOCKET)) > _LONGEST:
         raise UsageError(f"the path {base} is too long for sockets in it; set NBDIST_RUNTIME_DIR to a shorter one")
-    folder.mkdir(mode=0o700)
-    (folder / "owner").write_text(f"{os.getpid()} {started_at(os.getpid())}")
+    with refusals_in_words(f"{folder} cannot be made"):
+        folder.mkdir(mode=0o700)
+        try:
+            (folder / "owner").write_text(f"{os.getpid()} {started_at(os.getpid())}")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     return folder
 
 

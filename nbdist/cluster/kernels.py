@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from jupyter_client.client import KernelClient
 
+from nbdist.channel.resources import require_files
 from nbdist.cluster.jupyter_wire import decode, encode, new_header, pack
 from nbdist.errors import WorkerLost
 
@@ -30,6 +31,8 @@ _ASK_AGAIN = 0.1
 _RECONNECT_MS = 10
 _AT_ONCE = 100
 _READABLE = 1
+_FILES_NEEDED = 24
+"""Files that must be free before ZeroMQ starts its threads and opens the sockets to one kernel: it takes about 20."""
 
 
 class KernelThread:
@@ -109,6 +112,7 @@ class Kernel:
         """Connect, and wait until the kernel answers and its output reaches us."""
         if self._closed is not None:
             raise WorkerLost(self._closed)
+        require_files(_FILES_NEEDED, "the notebook cannot talk to a worker's kernel")
         client: Any = KernelClient() if self._thread.context is None else KernelClient(context=self._thread.context)
         if self._thread.context is None:
             self._thread.context = client.context

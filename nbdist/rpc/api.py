@@ -19,6 +19,7 @@ from typing import Any
 
 from nbdist import durations
 from nbdist.channel.contract import Channel
+from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
 from nbdist.rpc import rref as rref_module
 from nbdist.rpc.agent import Agent, active_agent
@@ -125,7 +126,8 @@ def initialize(
     with _lock:
         if _agent is not None and not _agent.closed:
             raise UsageError(f"RPC is already initialized in this process, as {_agent.me.name!r}")
-        agent = start_agent(name, rank, world_size, options, store=store, wrap=wrap, directory=hosted)
+        with refusals_in_words("RPC cannot start"):
+            agent = start_agent(name, rank, world_size, options, store=store, wrap=wrap, directory=hosted)
         _agent = agent
         agent.hosted = hosted is not None
         if agent.hosted:

@@ -25,6 +25,10 @@ DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 UNSET_RPC_TIMEOUT = -1.0
+_LEAST_MESSAGE = 64 * 1024
+"""Bytes within which every message lies that nbdist sends of itself."""
+_MOST_MESSAGE = (1 << 63) - 1
+"""What ZeroMQ can be told; far more than any machine has memory for."""
 DEFAULT_ARENA_THRESHOLD = 128 * 1024
 DEFAULT_SWITCH_INTERVAL = 0.0001
 
@@ -52,7 +56,7 @@ class RpcBackendOptions:
     ``retries``
         how often a control message is sent again before it is given up.
     ``max_message``
-        bytes; a longer message from another member ends its connection.
+        bytes, from 64 KiB on; a longer message from another member ends its connection.
     ``channel``
         ``"auto"`` takes the shortest way to each member; ``"zeromq"`` takes ZeroMQ also where there is a shorter one.
         Else ``NBDIST_CHANNEL`` says it.
@@ -92,6 +96,10 @@ class RpcBackendOptions:
             raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
             raise UsageError(f"num_worker_threads must be a whole number from 1, not {num_worker_threads!r}")
+        if not isinstance(max_message, int) or not _LEAST_MESSAGE <= max_message <= _MOST_MESSAGE:
+            raise UsageError(f"max_message must be a number of bytes from {_LEAST_MESSAGE} on, not {max_message!r}")
+        if not isinstance(retries, int) or retries < 0:
+            raise UsageError(f"retries must be a whole number from 0, not {retries!r}")
         rpc_timeout = time_limit(rpc_timeout)
         suspect_after = durations.seconds(suspect_after, "suspect_after")
         lost_after = durations.seconds(lost_after, "lost_after")

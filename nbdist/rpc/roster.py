@@ -192,6 +192,8 @@ class Roster:
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode() if document != _Document() else ""
         try:
             return self._store.compare_set(_KEY, before, text).decode() == text
+        except OSError:  # of a file, on a full disk say; a server's errors are not of this class
+            raise
         except Exception:  # as in `_read`, which comes next and knows how long to be patient
             return False
 
