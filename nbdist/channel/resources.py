@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from nbdist.errors import NbdistError, ResourceError
 
-__all__ = ["USED_UP", "explain", "in_words", "refusals_in_words", "require_files"]
+__all__ = ["USED_UP", "explain", "full_disk_in_words", "in_words", "refusals_in_words", "require_files"]
 
 USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.ENOBUFS})
 """The error numbers by which the kernel says that a resource is used up."""
@@ -54,6 +54,30 @@ def refusals_in_words(doing: str) -> Iterator[None]:
         failure = ResourceError(f"{doing}: {in_words(number, _path(error))}")
         failure.errno = number
         raise failure from error
+
+
+@contextlib.contextmanager
+def full_disk_in_words(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
+    """Raise ResourceError where the block fails and the disk of ``path`` is full.
+
+    It is for the failures of other processes, which could not even write down why they ended.
+    """
+    try:
+        yield
+    except NbdistError as error:
+        if isinstance(error, ResourceError) or not _is_full(path):
+            raise
+        failure = ResourceError(f"{doing}: {in_words(errno.ENOSPC, os.fspath(path))}")
+        failure.errno = errno.ENOSPC
+        raise failure from error
+
+
+def _is_full(path: str | os.PathLike[str]) -> bool:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return False
+    return not found.f_bavail or (found.f_files > 0 and not found.f_favail)
 
 
 def require_files(count: int, doing: str) -> None:

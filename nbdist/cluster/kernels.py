@@ -31,6 +31,7 @@ _ASK_AGAIN = 0.1
 _RECONNECT_MS = 10
 _AT_ONCE = 100
 _READABLE = 1
+_FILES_OF_LOOP = 3
 _FILES_NEEDED = 24
 """Files that must be free before ZeroMQ starts its threads and opens the sockets to one kernel: it takes about 20."""
 
@@ -39,6 +40,7 @@ class KernelThread:
     """A daemon thread that runs an event loop."""
 
     def __init__(self) -> None:
+        require_files(_FILES_OF_LOOP, "the notebook cannot talk to workers' kernels")  # half a loop cannot be closed
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="nbdist-kernels", daemon=True)
         self._thread.start()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from nbdist.channel.resources import full_disk_in_words
 from nbdist.cluster import group_store
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.launchers import Launcher, find_launcher
@@ -167,7 +168,8 @@ class Lifecycle:
 
         running = self._thread.run(limited())
         try:
-            running.result()
+            with full_disk_in_words(self.folder, "a worker has ended"):
+                running.result()
         except KeyboardInterrupt:
             running.cancel()
             raise

@@ -55,7 +55,8 @@ class Processes:
         self._closing = False
         ours, theirs = socket.socketpair()
         setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork)
-        with theirs, (folder / "zygote.log").open("wb") as log:
+        with contextlib.ExitStack() as undo, theirs, (folder / "zygote.log").open("wb") as log:
+            undo.callback(ours.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {_BOOT}", msgspec.json.encode(setup)],
                 stdin=subprocess.DEVNULL,
@@ -65,6 +66,7 @@ class Processes:
                 start_new_session=True,
                 env=None if environment is None else dict(environment),
             )
+            undo.pop_all()
         self._line = Line(ours)
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
         self._thread.start()

@@ -7,10 +7,12 @@ soon as it is loaded, while the notebook itself imports torch.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from nbdist.channel.resources import require_files
 from nbdist.cluster.folder import make_folder
 from nbdist.cluster.processes import Processes
 from nbdist.cluster.setup import WorkerSetup
@@ -26,6 +28,8 @@ _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a warning of the debug
 _BEFORE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Where workers are forked from; each sets its own number of threads."""
 
+_FILES_NEEDED = 10
+"""Files that must be free to start a process and to talk to it; with fewer, its folder could not even be removed."""
 _prepared: Processes | None = None
 
 
@@ -56,7 +60,13 @@ def _take() -> Processes:
 
 def _start_zygote() -> Processes:
     environment = {**_ENVIRONMENT, **os.environ, **_BEFORE}
-    return Processes(make_folder(), _nobody, preload=_PRELOAD, fork=_may_fork(), environment=environment)
+    require_files(_FILES_NEEDED, "the process that starts workers cannot start")
+    folder = make_folder()
+    try:
+        return Processes(folder, _nobody, preload=_PRELOAD, fork=_may_fork(), environment=environment)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # there is no zygote to do it
+        raise
 
 
 def _may_fork() -> bool:
