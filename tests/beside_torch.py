@@ -178,13 +178,13 @@ def table(folder: Path, programs: list[Program], limit: float) -> tuple[list[str
             print(f"{program.path} is not in {folder}, the folder that {VARIABLE} names", flush=True)
             fine = False
             continue
-        commands = "; ".join(f"{program.path} {command}".strip() for command in program.commands)
+        command = f"{program.path} {'; '.join(program.commands)}".strip()
         stand_ins = ", ".join(stood_in(program)) or "none"
         runs = {}
         for name, how in HOW.items():
             runs[name] = done = run(folder, program, how, limit)
             last = done.last_line[:_LONGEST_LINE].replace("|", "\\|")
-            lines.append(f"| {commands} | {name} | {done.ended} | {done.seconds:.1f} | `{last}` | {stand_ins} |")
+            lines.append(f"| {command} | {name} | {done.ended} | {done.seconds:.1f} | `{last}` | {stand_ins} |")
             print(lines[-1], flush=True)
         fine = fine and (runs["nbdist"].good or not runs["torch"].good)
     return lines, fine
