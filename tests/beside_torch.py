@@ -184,7 +184,7 @@ def table(folder: Path, programs: list[Program], limit: float) -> tuple[list[str
         for name, how in HOW.items():
             runs[name] = done = run(folder, program, how, limit)
             last = done.last_line[:_LONGEST_LINE].replace("|", "\\|")
-            lines.append(f"| {command} | {name} | {done.ended} | {done.seconds:.1f} | `{last}` | {stand_ins} |")
+            lines.append(f"| `{command}` | {name} | {done.ended} | {done.seconds:.1f} | `{last}` | {stand_ins} |")
             print(lines[-1], flush=True)
         fine = fine and (runs["nbdist"].good or not runs["torch"].good)
     return lines, fine
@@ -194,8 +194,8 @@ _PAGE = """# Programs of pytorch/examples, on torch's RPC and on nbdist
 
 The programs in `distributed/rpc` of [pytorch/examples](https://github.com/pytorch/examples), unmodified: by `python`,
 which means torch's own RPC, and by `python -m nbdist run`. `tests/beside_torch.py` ran them and wrote this page, with
-torch {torch} and nbdist {nbdist}, on {cores} cores, one program at a time, {limit:.0f} s at most for each. Write it
-anew with:
+torch {torch} and nbdist {nbdist}, on {cores} cores, one program at a time, {limit:.0f} s at most for each. Write this
+page anew with:
 
     NBDIST_PROGRAMS=examples/distributed/rpc python tests/beside_torch.py --write docs/programs.md
 
@@ -203,7 +203,9 @@ A stand-in takes the place of what the machine lacked, or of time. `tests/stand_
 same: random pictures for MNIST and a ResNet with less arithmetic (torchvision), the CPU for two GPUs (two_gpus), a
 reward of 40 at which CartPole counts as solved, not 475 (low_threshold). The models learn little; processes, calls,
 references, passes and collectives are the program's.
-Seconds are of one run, on a machine that others used as well.
+
+Seconds are of one run, on a machine that others used as well: they show that a program ends, not which side is faster.
+torch runs first, and fills the compiler's cache from which pipeline/main.py gains on nbdist.
 
 {table}
 """

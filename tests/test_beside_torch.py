@@ -60,7 +60,7 @@ def test_a_program_runs_on_both_with_its_arguments_and_what_stands_in(shown, mon
     assert code == 0
     for row, on in zip(rows, ("torch", "nbdist"), strict=True):
         last = f"`beside ['--some', '1'] {on}`"
-        assert [*row[:3], *row[4:]] == ["program.py --some 1", on, "yes", last, "torchvision, two_gpus"]
+        assert [*row[:3], *row[4:]] == ["`program.py --some 1`", on, "yes", last, "torchvision, two_gpus"]
         assert 0 < float(row[3]) < 60
 
 
