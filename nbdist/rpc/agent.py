@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,17 @@ class _Active:
         _thread.agent = self._before
 
 
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for agent in list(_agents):
+        agent.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Agent:
     """One member of an RPC world."""
 
@@ -96,6 +108,8 @@ class Agent:
         self.rpc_timeout = time_limit(options.rpc_timeout)
         self.pending = PendingCalls()
         self.pid = os.getpid()
+        self.forked = False
+        """Whether this process was forked from the agent's own: the agent's threads and sockets are the parent's."""
         self.refused = 0
         self.hosted = False
         """Whether a cluster keeps it, so that the user's `shutdown` does not end it."""
@@ -138,6 +152,7 @@ class Agent:
         self.ending = Ending(self)
         self.stopping = Stopping(self)
         extend(self)
+        _agents.add(self)
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r} (id {self.me.id}){' closed' if self.closed else ''}>"
@@ -185,14 +200,13 @@ class Agent:
 
     def close(self, why: str) -> None:
         """End at once: tell the others, fail what is pending, stop all threads."""
-        forked = os.getpid() != self.pid
-        if not self.links.close(None if forked else Goodbye(why, self.ending.completed)):
+        if not self.links.close(None if self.forked else Goodbye(why, self.ending.completed)):
             return
         for call in self.pending.all():
             self.pending.pop(call.id)
             call.outcome.try_settle(None, WorkerLost(f"{self.me.name} {why} before {call.worker} had answered"))
         self.references.clear()
-        if forked:
+        if self.forked:
             return  # the sockets and threads are the parent's
         self.processes.close()
         self.pool.close(2.0)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -163,8 +166,12 @@ class Request:
         except MissingDefinition as error:
             self._answer_missing(error)
         except BaseException as error:
+            if self._agent.forked:
+                _leave_fork(error)
             self._fail(error)
         else:
+            if self._agent.forked:
+                _leave_fork(None)
             if is_async:
                 self._answer_later(result)
             else:
@@ -330,6 +337,23 @@ class Request:
             self._target = None
             agent.references.release(call.target)
         self._executor.end(self.number, self._sender)
+
+
+def _leave_fork(error: BaseException | None) -> None:
+    """End a process that the function forked, where the function is over: the call is answered in the parent.
+
+    This thread is the only one of the process, and would wait for messages of the parent's.
+    """
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def _ours(error: BaseException) -> bool:
