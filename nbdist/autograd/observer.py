@@ -53,6 +53,8 @@ class Observer:
         self._control = watching.control
         self._send = send
         self._seen: list[Happening] = []
+        self._start = time.time() - time.monotonic()
+        """Added to the monotonic clock: the time of day, which does not jump in the middle of a pass."""
         self._sent_at = time.monotonic()
         self._sending = threading.Lock()
         self._waiting_for = set[int]()
@@ -68,7 +70,7 @@ class Observer:
     def note(self, what: str, **known: Any) -> None:
         """Something happened."""
         with self._sending:
-            self._seen.append(Happening(time.time(), what, **known))
+            self._seen.append(Happening(self._start + time.monotonic(), what, **known))
             soon = len(self._seen) < _AT_ONCE and time.monotonic() - self._sent_at < _AT_LATEST
         if not soon:
             self.flush()

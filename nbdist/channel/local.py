@@ -15,6 +15,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import select
 import socket
 import threading
@@ -37,6 +38,8 @@ _SCHEME = "unix://"
 _AT_ONCE = 64 * 1024
 _LINGER = 0.5
 _PAUSE = 0.1
+_FEWEST = 16
+"""Connections that are let in however few files this process may have open."""
 _EVENTS = 16
 _NEWS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
 
@@ -76,6 +79,8 @@ class LocalChannel:
         self._more_beside = True  # its file tells of news, not of what was there before
         self._links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
         self._incoming: dict[int, _Incoming] = {}
+        # Half of the files that this process may have open stay free for what it is there for.
+        self._most_incoming = max(_FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._ready: set[int] = set()
         self._try_again_at = math.inf
         path = str(beside.directory / "un")
@@ -224,6 +229,10 @@ class LocalChannel:
                 sock, _ = self._listener.accept()
                 if not is_own_user(sock):
                     _log.warning("a process of another user was turned away")
+                    sock.close()
+                    continue
+                if len(self._incoming) >= self._most_incoming:
+                    _log.warning("a connection was turned away: there are %d already", len(self._incoming))
                     sock.close()
                     continue
                 sock.setblocking(False)

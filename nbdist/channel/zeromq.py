@@ -74,10 +74,13 @@ class _Directory:
     def __init__(self, base: Path, label: str) -> None:
         self.path = base / label
         draft = self.path.with_name(f"new-{label}")  # nobody may find it before it is locked
-        draft.mkdir(mode=0o700)
-        self._lock: IO[bytes] = (draft / "lock").open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        draft.rename(self.path)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, draft, ignore_errors=True)
+            draft.mkdir(mode=0o700)
+            self._lock: IO[bytes] = undo.enter_context((draft / "lock").open("wb"))
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.rename(self.path)
+            undo.pop_all()
         _directories.add(self)
 
     def forked(self) -> None:

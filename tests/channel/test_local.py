@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import secrets
 import select
 import shutil
@@ -380,6 +381,33 @@ def test_an_address_that_is_not_here_leads_to_the_next():
         assert receive(there) == [b"by zeromq"]
 
 
+def test_a_flood_of_connections_leaves_files_to_the_process_and_others_connected(caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    try:
+        with channels("door") as [door]:
+            good = raw(door)
+            good.sendall(whole(b"first"))
+            assert receive(door) == [b"first"]
+            with process(FLOOD.format(path=path_of(door), count=400)) as flood:
+                assert flood.stdout.readline() == "connected\n"
+                good.sendall(whole(b"fine"))
+                assert receive(door) == [b"fine"]
+                while door.receive(0.05) is not None:
+                    pass
+                assert len(door._incoming) == 300
+                with open(os.devnull):
+                    pass
+                assert "a connection was turned away: there are 300 already" in caplog.text
+            while len(door._incoming) > 1:
+                assert door.receive(0.05) is None
+            another = raw(door)
+            another.sendall(whole(b"another"))
+            assert receive(door) == [b"another"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_two_threads_wait_and_one_is_woken_for_a_message():
     with channels("here", "there") as [here, there]:
         link, heard, ended = here.connect(there.addresses), [], []
@@ -428,6 +456,17 @@ from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel
 secret = Secret(b"the secret of the tests", shared_off_host=True)
 channel = LocalChannel(ZmqChannel(str(os.getpid()), secret), max_message=1 << 40)
+"""
+
+
+FLOOD = """
+import socket
+held = []
+for _ in range({count}):
+    held.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    held[-1].connect({path!r})
+print("connected", flush=True)
+sys.stdin.read()
 """
 
 
