@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Observer", "Stopped"]
 
+_START = time.time() - time.monotonic()
+"""Added to the monotonic clock: the time of day, which does not jump while this process runs."""
 _AT_ONCE = 200
 _AT_LATEST = 0.05
 """Seconds after which what is seen next is sent, and what was kept back with it."""
@@ -53,8 +55,6 @@ class Observer:
         self._control = watching.control
         self._send = send
         self._seen: list[Happening] = []
-        self._start = time.time() - time.monotonic()
-        """Added to the monotonic clock: the time of day, which does not jump in the middle of a pass."""
         self._sent_at = time.monotonic()
         self._sending = threading.Lock()
         self._waiting_for = set[int]()
@@ -70,7 +70,7 @@ class Observer:
     def note(self, what: str, **known: Any) -> None:
         """Something happened."""
         with self._sending:
-            self._seen.append(Happening(self._start + time.monotonic(), what, **known))
+            self._seen.append(Happening(_START + time.monotonic(), what, **known))
             soon = len(self._seen) < _AT_ONCE and time.monotonic() - self._sent_at < _AT_LATEST
         if not soon:
             self.flush()

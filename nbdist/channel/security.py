@@ -109,10 +109,12 @@ def runtime_directory() -> Path:
         found = path.lstat()
     except ResourceError:
         raise
+    except FileExistsError as error:
+        raise SecurityError(f"{path} is not a directory of this user; set NBDIST_RUNTIME_DIR to one that is") from error
     except OSError as error:
-        why = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
         raise UsageError(
-            f"the runtime directory {path} cannot be made: {why}; set NBDIST_RUNTIME_DIR to a directory of this user"
+            f"the runtime directory {path} cannot be made: {error.strerror}; set NBDIST_RUNTIME_DIR to a directory of "
+            "this user"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise SecurityError(f"{path} is not a directory of this user; set NBDIST_RUNTIME_DIR to one that is")
