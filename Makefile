@@ -3,7 +3,7 @@
 # make test     install, run every test
 # make check    format, lint, types, layers, exported names
 # make bench    measure, beside the peers that are installed; writes benchmarks/README.md and the table in README.md
-# make soak     the long sweeps that `make test` leaves out
+# make soak     the long sweeps that `make test` leaves out, and `make test` on the newest torch, in build/newest
 # make chaos    kills, stops, full file tables, cut links and bad frames at random: make chaos SEED=7 MINUTES=30
 # make notebooks  run all notebooks, put their outputs into them
 # make clean    remove everything that the above made
@@ -79,6 +79,7 @@ soak: $(VENV)/.nbdist
 	NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
 	$(PY) tests/beside_torch.py
 	$(MAKE) chaos ARGS=
+	$(MAKE) test VENV=build/newest TORCH=torch ARGS=
 
 chaos: $(VENV)/.nbdist
 	PYTHONPATH=tests XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 \
