@@ -12,6 +12,7 @@ been tested with torch 2.11 to `NEWEST_TESTED`; a newer torch gives one warning 
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -55,7 +56,9 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._stash_obj_in_tls": REQUIRED,
     "torch._C._get_obj_in_tls": REQUIRED,
     "torch._C._is_key_in_tls": REQUIRED,
-    "torch._C._remove_obj_from_tls": REQUIRED,
+    "torch._C._remove_obj_from_tls": (
+        "since 2.13; before, threads of torch's engine for other devices do not know the pass that they execute"
+    ),
     "torch._C._set_grad_enabled": "torch.set_grad_enabled, which is slower, is used",
     "torch._C._len_torch_function_stack": "a thread is taken to be in no function mode; origins stay unknown",
     "torch._C._pop_torch_function_stack": "origins of nodes stay unknown",
@@ -125,7 +128,29 @@ keep_in_thread: Callable[[str, Any], None] = _find("torch._C._stash_obj_in_tls")
 
 thread_value: Callable[[str], Any] = _find("torch._C._get_obj_in_tls")
 thread_has: Callable[[str], bool] = _find("torch._C._is_key_in_tls")
-take_from_thread: Callable[[str], None] = _find("torch._C._remove_obj_from_tls")
+_take_from_thread: Callable[[str], None] | None = _find("torch._C._remove_obj_from_tls", None)
+if _take_from_thread is not None:
+    take_from_thread: Callable[[str], None] = _take_from_thread
+else:
+    # torch releases what is left there when the thread ends, without the GIL, which may end the process.
+    _values = threading.local()
+
+    def keep_in_thread(key: str, value: Any) -> None:
+        """Keep a value under a key in the calling thread alone."""
+        setattr(_values, key, value)
+
+    def thread_value(key: str) -> Any:
+        """Return what the calling thread keeps under a key."""
+        return getattr(_values, key)
+
+    def thread_has(key: str) -> bool:
+        """Return whether the calling thread keeps a value under a key."""
+        return hasattr(_values, key)
+
+    def take_from_thread(key: str) -> None:
+        """Keep no value under a key any more in the calling thread."""
+        delattr(_values, key)
+
 
 # -- modes of the calling thread ----------------------------------------------------------------------------
 

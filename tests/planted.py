@@ -139,8 +139,8 @@ FAULTS = {
     ),
     "a process that had ended before it was watched is not reported": Fault(
         "channel/liveness.py",
-        "            except ProcessLookupError:\n                self._polled[pid] = -1\n",
-        "            except ProcessLookupError:\n                return\n",
+        "        except ProcessLookupError:\n            return True\n",
+        "        except ProcessLookupError:\n            return False\n",
         "channel/test_liveness.py::test_a_process_that_has_ended_already_is_reported",
     ),
     "whoever watched signals before is forgotten": Fault(

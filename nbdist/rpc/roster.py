@@ -192,10 +192,10 @@ class Roster:
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode() if document != _Document() else ""
         try:
             return self._store.compare_set(_KEY, before, text).decode() == text
-        except OSError:  # of a file, on a full disk say; a server's errors are not of this class
-            raise
-        except Exception:  # as in `_read`, which comes next and knows how long to be patient
-            return False
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+                raise  # of a file, on a full disk say: to ask again does not help
+            return False  # as in `_read`, which comes next and knows how long to be patient
 
     def _sealed(self, record: Record) -> bytes:
         return self._secret.sign(msgspec.msgpack.encode((record.version, msgspec.msgpack.encode(record))))

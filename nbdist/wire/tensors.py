@@ -56,6 +56,7 @@ _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
     *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    "bcomplex32",
     *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
     *("uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),

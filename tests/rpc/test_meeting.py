@@ -74,7 +74,8 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Join a world of one by a URL, or by the environment; leave it; return where this process listened meanwhile."""
+    """Join a world of one by a URL, or by the environment; leave it; return where this process listened for it."""
+    before = listening([os.getpid()])  # of earlier tests
 
     def join(url: str, host: str = "", port: int = 0) -> set[str]:
         for name, value in environment(0, port, host).items():
@@ -83,7 +84,7 @@ def alone(monkeypatch):
         options = rpc.RpcBackendOptions(init_method=url)
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
         try:
-            found = listening([os.getpid()])
+            found = listening([os.getpid()]) - before
             assert not reachable(found)
             return {address for address in found if not address.startswith("/")}
         finally:
