@@ -11,6 +11,7 @@ been tested with torch 2.11 to `NEWEST_TESTED`; a newer torch gives one warning 
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import warnings
@@ -42,6 +43,7 @@ __all__ = [
     "thread_has",
     "thread_value",
     "torch_rpc",
+    "torch_version",
     "validate_sparse",
     "warn_of_untested",
     "keep_in_thread",
@@ -56,9 +58,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._stash_obj_in_tls": REQUIRED,
     "torch._C._get_obj_in_tls": REQUIRED,
     "torch._C._is_key_in_tls": REQUIRED,
-    "torch._C._remove_obj_from_tls": (
-        "since 2.13; before, threads of torch's engine for other devices do not know the pass that they execute"
-    ),
+    "torch._C._remove_obj_from_tls": "since 2.13; before, a value of a thread is replaced by None",
     "torch._C._set_grad_enabled": "torch.set_grad_enabled, which is slower, is used",
     "torch._C._len_torch_function_stack": "a thread is taken to be in no function mode; origins stay unknown",
     "torch._C._pop_torch_function_stack": "origins of nodes stay unknown",
@@ -97,6 +97,11 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
 """Private attributes of torch's objects: whose they are, and what happens where they are missing."""
 
 
+def torch_version() -> tuple[int, ...]:
+    """Return the version of the installed torch, as (major, minor)."""
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+
 def _find(name: str, otherwise: Any = None) -> Any:
     """Return what torch has under a name of `FUNCTIONS`.
 
@@ -123,34 +128,58 @@ def _raises(name: str) -> Callable[..., Any]:
 
 # -- values that go with torch's own threads ----------------------------------------------------------------
 
-keep_in_thread: Callable[[str, Any], None] = _find("torch._C._stash_obj_in_tls")
+_keep: Callable[[str, Any], None] = _find("torch._C._stash_obj_in_tls")
+_value: Callable[[str], Any] = _find("torch._C._get_obj_in_tls")
+_has: Callable[[str], bool] = _find("torch._C._is_key_in_tls")
+_take: Any = _find("torch._C._remove_obj_from_tls", False)
+
+
+class ValuesOfThreads:
+    """Keeps values of threads for a torch before 2.13, which cannot forget what it keeps for a thread.
+
+    A thread that ends with a value of torch's, None included, aborts a process that exits at that moment. So values lie
+    in Python's own thread locals, and in torch's only where the engine may have threads for a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._steals = torch_version() < (2, 12)
+        """Whether torch takes the reference that it is given, instead of one of its own."""
+
+    def keep(self, key: str, value: Any) -> None:
+        """Keep a value under a key in the calling thread."""
+        setattr(self._local, key, value)
+        if torch.cuda.is_initialized():
+            self._tell_torch(key, value)
+
+    def value(self, key: str) -> Any:
+        """Return the value under a key, in a thread for a GPU that of the thread that started the pass; else None."""
+        value = getattr(self._local, key, None)
+        return _value(key) if value is None and _has(key) else value
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a value under a key."""
+        return self.value(key) is not None
+
+    def take(self, key: str) -> None:
+        """Forget the value under a key."""
+        self._local.__dict__.pop(key, None)
+        if _has(key):
+            self._tell_torch(key, None)
+
+    def _tell_torch(self, key: str, value: Any) -> None:
+        if self._steals:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        _keep(key, value)
+
+
+_values = ValuesOfThreads()
+keep_in_thread: Callable[[str, Any], None] = _keep if _take else _values.keep
 """Keep a value under a key in the calling thread; torch's engine hands it on to the threads of other devices."""
 
-thread_value: Callable[[str], Any] = _find("torch._C._get_obj_in_tls")
-thread_has: Callable[[str], bool] = _find("torch._C._is_key_in_tls")
-_take_from_thread: Callable[[str], None] | None = _find("torch._C._remove_obj_from_tls", None)
-if _take_from_thread is not None:
-    take_from_thread: Callable[[str], None] = _take_from_thread
-else:
-    # torch releases what is left there when the thread ends, without the GIL, which may end the process.
-    _values = threading.local()
-
-    def keep_in_thread(key: str, value: Any) -> None:
-        """Keep a value under a key in the calling thread alone."""
-        setattr(_values, key, value)
-
-    def thread_value(key: str) -> Any:
-        """Return what the calling thread keeps under a key."""
-        return getattr(_values, key)
-
-    def thread_has(key: str) -> bool:
-        """Return whether the calling thread keeps a value under a key."""
-        return hasattr(_values, key)
-
-    def take_from_thread(key: str) -> None:
-        """Keep no value under a key any more in the calling thread."""
-        delattr(_values, key)
-
+thread_value: Callable[[str], Any] = _value if _take else _values.value
+thread_has: Callable[[str], bool] = _has if _take else _values.has
+take_from_thread: Callable[[str], None] = _take or _values.take
 
 # -- modes of the calling thread ----------------------------------------------------------------------------
 
@@ -264,8 +293,7 @@ _warned = False
 def warn_of_untested() -> None:
     """Warn, once in a process, if torch is newer than the newest with which nbdist was tested."""
     global _warned
-    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-    if version <= NEWEST_TESTED or _warned:
+    if torch_version() <= NEWEST_TESTED or _warned:
         return
     _warned = True
     newest = ".".join(map(str, NEWEST_TESTED))

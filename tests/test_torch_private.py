@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -125,10 +126,13 @@ def test_private_functions_are_listed_where_they_are_taken():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_this_torch_has_the_function(name):
-    since = {"torch._utils._get_sparse_tensors_to_validate": (2, 15)}.get(name, (0, 0))
+    since = {
+        "torch._utils._get_sparse_tensors_to_validate": (2, 15),
+        "torch._C._remove_obj_from_tls": (2, 13),
+    }.get(name, (0, 0))
     until = {"torch._utils._sparse_tensors_to_validate": (2, 14)}.get(name, (99, 0))
     if not since <= RELEASE <= until:
-        pytest.skip(f"torch {torch.__version__} has another name for it: {FUNCTIONS[name]}")
+        pytest.skip(f"torch {torch.__version__} does not have it: {FUNCTIONS[name]}")
     found = torch
     for part in name.split(".")[1:]:
         assert hasattr(found, part), f"torch {torch.__version__} has no {name}: {FUNCTIONS[name]}"
@@ -147,13 +151,15 @@ class Twice(Function):
 
 def objects():
     leaf = torch.ones(2, requires_grad=True)
-    custom = Twice.apply(leaf).grad_fn
+    made = Twice.apply(leaf)
+    custom = made.grad_fn
     return {
         "a node": [leaf.exp().grad_fn, custom, torch.autograd.graph.get_gradient_edge(leaf).node],
         "a node, as the beginning of a name": [leaf.exp().grad_fn],
         "a node of a user's Function": [custom],
         "a Function": [Twice],
         "a tensor": [leaf],
+        "": [made],  # before torch 2.13 a user's node lives as long as the tensor that it made
         "a storage": [leaf.untyped_storage()],
         "a module": [torch.nn.Linear(1, 1)],
         "a torch.futures.Future": [torch.futures.Future()],
@@ -164,7 +170,8 @@ def objects():
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_objects_of_this_torch_have_the_attribute(name):
     whose, otherwise = ATTRIBUTES[name]
-    for found in objects()[whose]:
+    all_objects = objects()
+    for found in all_objects[whose]:
         if whose.endswith("of a name"):
             has = any(attribute.startswith(name) for attribute in dir(found))
         else:
@@ -221,3 +228,27 @@ def test_sparse_tensors_arrive_and_torch_keeps_none_of_them():
             with torch.sparse.check_sparse_tensor_invariants():
                 rpc.rpc_sync("worker1", torch.add, args=(sparse, sparse))
     assert not torch_private._loaded_here()
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_values_of_threads_where_torch_cannot_forget_them(monkeypatch, cuda):
+    """Before torch 2.13; with CUDA torch knows them too, for the engine's threads."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
+    values = torch_private.ValuesOfThreads()
+    key = f"nbdist.test.{cuda}"
+    assert not values.has(key)
+    value = object()
+    references = sys.getrefcount(value)
+    values.keep(key, value)
+    assert values.value(key) is value
+    assert torch._C._is_key_in_tls(key) == cuda
+    assert torch_private.ValuesOfThreads().value(key) is (value if cuda else None)  # as a thread for a device sees it
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append(values.has(key)))
+    thread.start()
+    thread.join()
+    assert elsewhere == [False]
+    values.take(key)
+    assert not values.has(key)
+    assert values.value(key) is None
+    assert sys.getrefcount(value) == references

@@ -81,7 +81,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     with _breaking:
         if dist.is_initialized():
             if _broken or _lost:
-                for loop in gloo.loops():
+                for loop in _loops():
                     gloo.shut(loop)  # so that nothing in it is still waited for
             dist.destroy_process_group()
         _broken = _formed = False
@@ -115,7 +115,7 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
     def watch() -> None:
         while not formed.wait(_LOOK_EVERY):
             if store.ended:
-                for loop in gloo.loops():
+                for loop in _loops():
                     gloo.connect_for_peers(loop, world_size)
 
     thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
@@ -154,7 +154,7 @@ def _leave_groups_of(rank: int) -> None:
     assert _store is not None
     _store.lost = _say_lost()
     groups = process_groups()
-    for loop in gloo.loops():
+    for loop in _loops():
         name = _store.group_at(loop.address)
         # A group that is not known here was made with a store of the user's own, or forms just now.
         if name not in groups or rank in groups[name]:
@@ -169,12 +169,16 @@ def _keep_new_groups_from_waiting() -> None:
             if not _lost or _store is None:
                 return  # the group has been formed anew
             groups = process_groups()
-            forming = [loop for loop in gloo.loops() if _store.group_at(loop.address) not in groups]
+            forming = [loop for loop in _loops() if _store.group_at(loop.address) not in groups]
             for loop in forming:
                 gloo.connect_for_peers(loop, dist.get_world_size())
         if not forming:
             return
         time.sleep(_LOOK_EVERY)
+
+
+def _loops() -> list[gloo.Loop]:
+    return gloo.loops(lambda address: _store is not None and _store.group_at(address) is not None)
 
 
 def _say_lost() -> str:
@@ -225,7 +229,7 @@ def break_off(thread: int | None = None) -> str:
         if not waits:
             return ""
         name_of = _store.group_at if _store is not None else lambda _: None
-        left = [loop for loop in gloo.loops() if group is None or name_of(loop.address) in (group, None)]
+        left = [loop for loop in _loops() if group is None or name_of(loop.address) in (group, None)]
         if not sum(map(gloo.shut, left)):
             return ""
         _broken = True

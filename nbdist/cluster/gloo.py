@@ -5,9 +5,12 @@ its connections can be shut down, which fails whatever waits for them. Each proc
 thread that polls the group's connections and the socket where the group's members connect. Linux tells which files a
 thread polls::
 
-    /proc/self/task/<thread>/comm        gloo_tcp_loop
+    /proc/self/task/<thread>/comm        gloo_tcp_loop, since torch 2.13
     /proc/self/task/<thread>/syscall     the poller (epoll file) with which the thread waits
     /proc/self/fdinfo/<poller>           the files that the poller watches
+
+Before torch 2.13 the thread has no name of its own. There a thread that polls counts as a loop if it watches the
+listener of a group of which the caller knows.
 """
 
 from __future__ import annotations
@@ -18,15 +21,17 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nbdist.torch_private import torch_version
+
 __all__ = ["Loop", "connect_for_peers", "loops", "shut", "system_call"]
 
-_NAME = "gloo_tcp_loop"
+_NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
-_TRIES = 100
+_TRIES, _TRIES_FOR_ANY = 100, 3
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
@@ -40,14 +45,16 @@ class Loop:
     connections: list[int] = field(default_factory=list)
 
 
-def loops() -> list[Loop]:
-    """Return the loops of all process groups in this process."""
+def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
+    """Return the loops of all process groups in this process; before torch 2.13, of those at a known address only."""
     found = []
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):
-            if (task / "comm").read_text().strip() == _NAME:
+            if _NAME is None or (task / "comm").read_text().strip() == _NAME:
                 watched = Path(f"/proc/self/fdinfo/{_poller(int(task.name))}").read_text()
-                found.append(_sorted(map(int, _WATCHED.findall(watched))))
+                loop = _sorted(map(int, _WATCHED.findall(watched)))
+                if _NAME is not None or is_known(loop.address):
+                    found.append(loop)
     return found
 
 
@@ -103,10 +110,12 @@ def _start_of_sockaddr(listener: socket.socket) -> bytes:
 
 def _poller(task: int) -> int:
     """Return the file with which a thread polls; the thread is not in the call all the time."""
-    for _ in range(_TRIES):
+    for tried in range(_TRIES):
         call = system_call(task)
         if call[0] in _EPOLL_WAITS:
             return int(call[1], 16)
+        if _NAME is None and tried >= _TRIES_FOR_ANY and call[0] != "running":
+            break  # most likely not a loop at all
         time.sleep(0.001)
     raise ValueError("the thread does not poll")
 
