@@ -22,8 +22,8 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import collectives, where
 from nbdist.cluster.worker_output import call_off
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from nbdist.cluster.cells import Cell, Part
     from nbdist.cluster.cluster import Cluster
     from nbdist.cluster.workers import Worker
+    from nbdist.rpc.futures import Future
 
 __all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_calls"]
 
 _LISTENS_AFTER = 0.3
 _WAKE_AFTER = 0.02
 _CALLED_OFF_WITHIN = 0.3
-"""Seconds within which a cell that was called off ends after it has begun."""
+"""Seconds within which a worker hears that a cell was called off, and ends it after it has begun."""
 
 _CALLS_STOP_WITHIN = 0.5
 """Seconds for a worker to say that it has told its calls to stop; one that holds the GIL cannot say so."""
@@ -80,17 +81,18 @@ async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, Part]]) -> list
     """Interrupt cells on workers; return what to say of those that do not stop in time."""
     began = time.monotonic()
     work = [(cell, part) for cell, part in work if not part.done]
-    for cell, part in work:
-        if _is_next(cluster, cell, part):
-            _signal(cluster, part)
-        else:
-            _call_off(cluster, part)
+    running = [part for cell, part in work if _is_next(cluster, cell, part)]
+    called_off = [_call_off(cluster, part) for cell, part in work if not _is_next(cluster, cell, part)]
+    # First, lest a cell that is called off begins, because the one before it has ended, and the worker does not know.
+    await _until(lambda: all(future is None or future.done() for future in called_off), began + _CALLED_OFF_WITHIN)
+    for part in running:
+        _signal(cluster, part)
     parts = [part for _, part in work]
-    await _gone(parts, began + BREAK_AFTER)
+    await _until(lambda: all(part.done for part in parts), began + BREAK_AFTER)
     for cell, part in work:
         if not part.done and _is_next(cluster, cell, part):
             _break_collective(cluster, part)
-    await _gone(parts, began + PATIENCE)
+    await _until(lambda: all(part.done for part in parts), began + PATIENCE)
     return [await _describe(cluster, cell, part) for cell, part in work if not part.done]
 
 
@@ -107,8 +109,8 @@ def _is_next(cluster: Cluster, cell: Cell, part: Part) -> bool:
     return part.began is not None or (bool(cells) and cells[0] is cell)
 
 
-async def _gone(parts: list[Part], deadline: float) -> None:
-    while time.monotonic() < deadline and not all(part.done for part in parts):
+async def _until(happened: Callable[[], bool], deadline: float) -> None:
+    while not happened() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL)
 
 
@@ -140,8 +142,8 @@ def _signal(cluster: Cluster, part: Part) -> None:
     part.when_begun.append(begun)
 
 
-def _call_off(cluster: Cluster, part: Part) -> None:
-    """Have a cell that waits for its turn not run.
+def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:
+    """Have a cell that waits for its turn not run; return what is done once the worker knows, None if it is gone.
 
     A worker that has heard of that ends the cell as soon as it begins. A signal at that moment would come too late, and
     hit what the worker does next; so only a cell that goes on is signalled.
@@ -153,7 +155,8 @@ def _call_off(cluster: Cluster, part: Part) -> None:
 
     part.when_begun.append(begun)
     with contextlib.suppress(NbdistError):
-        cluster.agent.caller.asynchronous(part.worker, call_off, (part.id,), None, PATIENCE)
+        return cluster.agent.caller.asynchronous(part.worker, call_off, (part.id,), None, PATIENCE)
+    return None
 
 
 def _break_collective(cluster: Cluster, part: Part) -> None:
