@@ -86,8 +86,11 @@ def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
     if not all(isinstance(part, dict) for part in (header, parent, metadata, content)):
         raise ProtocolError("not a message of a kernel: its header, parent, metadata and content must be objects")
     id, kind = header.get("msg_id"), header.get("msg_type")
-    if not (isinstance(id, str) and isinstance(kind, str)):
-        raise ProtocolError(f"not a message of a kernel: its id is {id!r}, and its type {kind!r}")
+    answers = parent.get("msg_id", "")
+    if not (isinstance(id, str) and isinstance(kind, str) and isinstance(answers, str)):
+        raise ProtocolError(
+            f"not a message of a kernel: its id is {id!r}, its type {kind!r}, its parent's id {answers!r}"
+        )
     return {
         "header": header,
         "msg_id": id,

@@ -39,10 +39,11 @@ REQUESTS = {
 def mutated(key: bytes | None, chance: random.Random, port: str = "shell") -> list[bytes]:
     """Return a request of Jupyter's, mutated: before it is signed with the key, or after that, or signed wrongly.
 
-    None of them executes code at the control port: a kernel runs that beside the cell of the moment, by design, and
-    whoever holds the key may have it run anything. The cell would then find the value of the other code as its own.
+    None of them executes code or interrupts at the control port: whoever holds the key may have a kernel do so beside
+    the cell of the moment, by design. That cell would then find the value of the other code as its own, or end.
     """
-    kind = chance.choice([kind for kind in REQUESTS if (kind, port) != ("execute_request", "control")])
+    kinds = [kind for kind in REQUESTS if port != "control" or kind not in ("execute_request", "interrupt_request")]
+    kind = chance.choice(kinds)
     content = dict(REQUESTS[kind])
     header = new_header(kind, "stranger")
     if key is not None and chance.random() < 0.7:
@@ -52,7 +53,7 @@ def mutated(key: bytes | None, chance: random.Random, port: str = "shell") -> li
                 fields[name] = chance.choice([None, -1, 1 << 70, "x" * 300, [], {}, [[]], True, 1e308])
                 if chance.random() < 0.3:
                     del fields[name]
-        return encode(key, header, pack(content))
+        return encode(key, header, pack(content), parent=header)
     frames = encode(key or b"a guess", header, pack(content))
     at = chance.randrange(len(frames))
     frames[at] = mad.scramble(frames[at], chance)
@@ -102,6 +103,7 @@ def test_mutated_messages_of_a_kernel_are_refused_in_words():
             continue
         assert isinstance(message["msg_id"], str)
         assert isinstance(message["parent_header"], dict)
+        assert isinstance(message["parent_header"].get("msg_id", ""), str)
         assert isinstance(message["content"], dict)
 
 
