@@ -64,9 +64,15 @@ class Stranger:
         return "written"
 
     def forge(self) -> str:
-        text, document = self._document()
-        theirs = (document.gathering or document.formed)[0]
-        _, inner = msgspec.msgpack.decode(theirs[32:], type=tuple[int, bytes])
+        while True:
+            text, document = self._document()
+            theirs = (document.gathering or document.formed)[0]
+            if self._put(text, _Document(formed=[theirs, self._like(theirs)])):  # else it has changed meanwhile
+                return "forged"
+
+    def _like(self, record: bytes) -> bytes:
+        """Return a sealed record of a worker1 at the stranger's address, which is otherwise like another's."""
+        _, inner = msgspec.msgpack.decode(record[32:], type=tuple[int, bytes])
         member = msgspec.msgpack.decode(inner, type=Record)
         own = msgspec.structs.replace(
             member,
@@ -77,9 +83,7 @@ class Stranger:
             pid=os.getpid(),
             started=started_at(os.getpid()),
         )
-        sealed = self._secret.sign(msgspec.msgpack.encode((VERSION, msgspec.msgpack.encode(own))))
-        self._put(text, _Document(formed=[theirs, sealed]))
-        return "forged"
+        return self._secret.sign(msgspec.msgpack.encode((VERSION, msgspec.msgpack.encode(own))))
 
     def keep(self) -> str:
         self._kept, _ = self._document()
@@ -100,9 +104,10 @@ class Stranger:
             return "nobody called"
         return "somebody called"
 
-    def _put(self, before: str, document: _Document) -> None:
+    def _put(self, before: str, document: _Document) -> bool:
+        """Put a list of members in place of the one from before; return whether that was still there."""
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode()
-        rendezvous.prefixed(self._store()).compare_set(_KEY, before, text)
+        return rendezvous.prefixed(self._store()).compare_set(_KEY, before, text).decode() == text
 
     def _document(self) -> tuple[str, _Document]:
         """Wait for a list of members, and return it, as text and decoded."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from frontend import Notebook
 
 BINDER = 1024
@@ -100,6 +101,7 @@ class Watch:
 
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="the kernel does not say")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="Binder gets torch's build for CPUs, which needs less")
 @pytest.mark.parametrize("what", ["the tour", "training"])
 def test_a_notebook_with_three_workers_fits_into_binder(what, capsys):
     cells = cells_of_the_tour() if what == "the tour" else TRAINING

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -334,9 +335,13 @@ def not_a_future() -> int:
 async_not_a_future = rpc.functions.async_execution(not_a_future)
 
 
-@torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return x * 3
+
+
+with warnings.catch_warnings():  # torch 2.15 says, where all see it, that this will go
+    warnings.simplefilter("ignore")
+    scripted = torch.jit.script(scripted)
 
 
 def repr_kept() -> str:

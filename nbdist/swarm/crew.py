@@ -188,6 +188,8 @@ class Crew:
                 self._release(member)
             if isinstance(error, Exception):
                 self.check_open()  # else that is why
+            if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
+                raise error.__cause__ from None  # Gone is for those who ask another server instead
             raise
         with self._changed:
             if member.state == "joining":

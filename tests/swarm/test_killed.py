@@ -20,7 +20,7 @@ import nbdist
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.swarm import adapter, names, serve
-from nbdist.swarm.crew import Gone
+from nbdist.swarm.crew import Crew, Gone
 from nbdist.swarm.routing import NoRoute
 from nbdist.swarm.server import Options, Server
 
@@ -353,6 +353,20 @@ def test_a_worker_that_was_killed_a_moment_ago_is_lost_and_not_unknown(three):
     for named in (1, "worker1"):
         with pytest.raises(WorkerLost, match=r"worker.*1 was killed by SIGKILL"):
             serve(model, workers=[0, named])
+
+
+def test_a_worker_that_is_killed_while_it_loads_is_lost(three, monkeypatch):
+    send, pid = Crew.send, three.workers[1].pid
+
+    def sending(crew, member, *args, **options):
+        sent = send(crew, member, *args, **options)
+        if member.name == "worker1":
+            os.kill(pid, signal.SIGKILL)
+        return sent
+
+    monkeypatch.setattr(Crew, "send", sending)
+    with pytest.raises(WorkerLost, match="worker1 was killed by SIGKILL"):
+        serve(swarm_models.make("llama"), workers=[0, 1, 2])
 
 
 _PROGRAM = """
