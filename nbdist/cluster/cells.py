@@ -21,6 +21,7 @@ from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
 from nbdist.cluster.jupyter_wire import new_id
 from nbdist.cluster.kernels import KernelThread, Message
+from nbdist.cluster.notices import say_failed
 from nbdist.cluster.outlet import Outlet
 from nbdist.cluster.sinks import Sink
 
@@ -35,6 +36,9 @@ _REPLY_LOST = 1.0
 
 _ERROR_STANDS = 3.0
 """Seconds after which an error that a cell has shown is not the one with which it ends."""
+
+_TELL_AFTER = 0.3
+"""Seconds after a worker has failed within which the others may fail as well, and the cell ends without a notice."""
 
 _OUTPUTS = ("stream", "display_data", "execute_result", "error")
 
@@ -77,6 +81,7 @@ class Cell:
         number: int,
         foreground: bool,
         quiet: bool = False,
+        fail_fast: bool = False,
     ) -> None:
         self.code = code
         self.sink = sink
@@ -88,12 +93,17 @@ class Cell:
         self.number = number
         self._foreground = foreground
         self._quiet = quiet
+        self._fail_fast = fail_fast
         self._events: queue.SimpleQueue[tuple[str, Message] | None] = queue.SimpleQueue()
         self._when_done: list[Callable[[], object]] = []
         self._finished = False
         self.interrupted = False
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
         self._error_shown = False
+        self.last_output = time.monotonic()
+        """When a worker of it last put something out, or asked for input; at first, when it was sent."""
+        self._told: set[str] = set()
+        """The workers of whose errors a notice has told."""
 
     def __repr__(self) -> str:
         state = "done" if self.done else f"running on {say_names(self.running) or 'nothing'}"
@@ -131,9 +141,16 @@ class Cell:
             return None
         if self.interrupted and all(error.name == "KeyboardInterrupt" for error in errors):
             return self._interruption([])
-        made = make_error(errors, len(self.parts))
+        made = make_error(self._causes(), len(self.parts))
+        made.errors = tuple(errors)
         made.traceback = self._where_interrupted()
         return made
+
+    def _causes(self) -> list[WorkerError]:
+        """The errors, without those of workers that were interrupted because another had failed."""
+        errors = self.errors
+        causes = [error for error in errors if error.name != "KeyboardInterrupt"]
+        return causes if self._fail_fast and causes else errors
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -218,7 +235,7 @@ class Cell:
         return error
 
     def _where_interrupted(self) -> list[str]:
-        errors = self.errors
+        errors = self._causes()
         notes = [f"{part.worker}: {part.note}" for part in self.parts.values() if part.note]
         return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
 
@@ -255,6 +272,7 @@ class Cell:
         elif kind == "execute_input":
             self._on_begin(part)
         elif kind != "iopub_welcome" and not (self._quiet and kind == "execute_result"):
+            self.last_output = time.monotonic()
             if kind.startswith("comm_"):
                 content = own_request(content, part.id, self.sink.id)
             published = Published(kind, content, message.get("metadata") or {}, message.get("buffers") or ())
@@ -276,6 +294,7 @@ class Cell:
 
     def on_input(self, worker: str, request: Message) -> None:
         """A worker asks for input."""
+        self.last_output = time.monotonic()
         self._events.put((worker, request))
 
     def on_lost(self, worker: str, why: str) -> None:
@@ -336,9 +355,24 @@ class Cell:
             self._outlet.ended(part.worker)
             if not self.running:
                 self._outlet.finish()
+            elif part.error is not None and not self.interrupted:
+                self._thread.loop.call_later(_TELL_AFTER, self._tell_failed)
+                if self._fail_fast:
+                    self._stop()
         finally:  # whatever cannot be shown, who waits must learn of the end
             if not self.running:
                 self._tell_end()
+
+    def _tell_failed(self) -> None:
+        """Say which workers have failed, if others still run."""
+        if self._finished or self.interrupted or self._quiet or not self.sink.interactive:
+            return
+        errors = [error for error in self.errors if error.worker not in self._told]
+        self._told.update(error.worker for error in errors)
+        if errors:
+            ends = self.sink.stop_says if self._foreground else "its cancel() ends"
+            text = say_failed(errors, self.running, ends)
+            self.sink.publish("stream", {"name": "stderr", "text": text})
 
     def _tell_end(self) -> None:
         self._finished = True

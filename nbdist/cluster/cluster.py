@@ -29,6 +29,7 @@ from nbdist.cluster.live import Live
 from nbdist.cluster.routing import Router
 from nbdist.cluster.sinks import Sink, current_sink
 from nbdist.cluster.spec import Spec
+from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
 from nbdist.cluster.worker_output import METADATA, fence, take_last_value
 from nbdist.cluster.workers import Worker, lost_error
@@ -292,11 +293,15 @@ class Cluster:
         keep: bool = False,
         sink: Sink | None = None,
         quiet: bool = False,
+        fail_fast: bool = False,
+        progress_after: float = 10.0,
     ) -> Cell:
         """Run a cell on workers; with ``block`` wait for it, which raises its errors.
 
-        What it puts out appears here while it runs. ``timeout`` (seconds, more than 0) interrupts it; None is for no
-        limit, and so is more than 1e8.
+        What it puts out appears here while it runs, and so does the error or death of a worker. ``fail_fast``
+        interrupts the other workers then. ``progress_after`` seconds without output, a line says where workers stand
+        that wait; 0 for never. ``timeout`` (seconds, more than 0) interrupts all; None is for no limit, and so is more
+        than 1e8.
         """
         if timeout is not None:
             timeout = durations.positive(timeout)
@@ -316,6 +321,7 @@ class Cluster:
             number=number,
             foreground=block,
             quiet=quiet,
+            fail_fast=fail_fast,
         )
         allow_stdin = block and sink.interactive
         request = {
@@ -332,6 +338,8 @@ class Cluster:
         def send() -> None:
             if not self._thread.soon(self._send, cell, workers, *packed):
                 raise UsageError("the cluster has been shut down")
+            if progress_after > 0 and sink.interactive and not quiet:
+                self._thread.soon(Lookout(self, cell, progress_after).start)
 
         if block:
             cell.wait(timeout, begin=send)

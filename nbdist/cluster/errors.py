@@ -16,7 +16,7 @@ import nbdist.errors
 from nbdist.cluster.arrange import say_names
 from nbdist.errors import NbdistError
 
-__all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "make_error"]
+__all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error"]
 
 _SHOWN = 4
 _NOT_AS_THEMSELVES = (
@@ -91,7 +91,7 @@ class CellTimeout(CellError, TimeoutError):
 def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     """The error with which a cell fails whose workers failed like this."""
     traceback: list[str] = []
-    alike = _grouped(errors, lambda error: error.key)
+    alike = grouped(errors, lambda error: error.key)
     for group in alike[:_SHOWN]:
         whose = _whose(group)
         if targets > 1:
@@ -100,7 +100,7 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     if left := [error for group in alike[_SHOWN:] for error in group]:
         traceback.append(f"... and other errors on {_whose(left)}")
     names = {error.name for error in errors}
-    texts = _grouped(errors, lambda error: (error.name, error.text))
+    texts = grouped(errors, lambda error: (error.name, error.text))
     name = names.pop() if len(names) == 1 else "CellError"
     if len(texts) == 1:
         text = errors[0].text
@@ -115,7 +115,8 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     return made
 
 
-def _grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable]) -> list[list[WorkerError]]:
+def grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable]) -> list[list[WorkerError]]:
+    """Return errors that have the same key together, in the order of the first ones."""
     groups: dict[Hashable, list[WorkerError]] = {}
     for error in errors:
         groups.setdefault(key(error), []).append(error)

@@ -18,6 +18,9 @@ class Sink(Protocol):
     interactive: bool
     """Whether somebody may be watching, and could be asked for input."""
 
+    stop_says: str
+    """How to tell somebody what ends a cell, such as ``Stop ends``."""
+
     @property
     def id(self) -> str:
         """What tells it from others."""
@@ -40,6 +43,8 @@ class Sink(Protocol):
 
 class KernelSink:
     """A cell of a notebook, also after it has ended: its request is the parent of what is published."""
+
+    stop_says = "Stop ends"
 
     def __init__(self, kernel: Any, parent: Mapping[str, Any]) -> None:
         self._kernel = kernel
@@ -77,6 +82,7 @@ class KernelSink:
 class PlainSink:
     """Standard output and error of a script or a terminal."""
 
+    stop_says = "Ctrl-C ends"
     interactive = True
     id = "terminal"
 

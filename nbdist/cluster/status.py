@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
     from nbdist.cluster.workers import Worker
 
-__all__ = ["WorkerStatus", "collect"]
+__all__ = ["WorkerStatus", "collect", "is_users"]
 
 _PATIENCE = 0.5
 _SHOWN = 60
@@ -103,7 +103,7 @@ def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
             lines = codes[0].splitlines() if codes else []  # else it is a function of an earlier cell
             line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
             return _told("cell", frame.line, line)
-        if _is_users(frame.file):
+        if is_users(frame.file):
             return _told(Path(frame.file).name, frame.line, linecache.getline(frame.file, frame.line).strip())
     return ""
 
@@ -112,8 +112,10 @@ def _told(name: str, number: int, line: str) -> str:
     return f"{name}:{number}" + (f": {line[:_SHOWN]}" if line else "")
 
 
-def _is_users(file: str) -> bool:
-    return not file.startswith(_INNER) and not file.startswith("<")
+def is_users(file: str) -> bool:
+    """Return whether a file holds the user's code: neither Python's, nor a package's, nor ours."""
+    installed = "/site-packages/" in file or "/dist-packages/" in file  # also where another environment is on the path
+    return not (installed or file.startswith((*_INNER, "<")))
 
 
 def _status(worker: Worker, report: Report) -> WorkerStatus:
@@ -187,7 +189,7 @@ def _where() -> str:
         frame: FrameType | None = frames[thread] if thread != me else None
         while frame is not None:
             file = frame.f_code.co_filename
-            if _is_users(file):
+            if is_users(file):
                 name = "cell" if "ipykernel" in file else Path(file).name
                 number = (
                     frame.f_lineno or frame.f_code.co_firstlineno

@@ -35,7 +35,9 @@ __all__ = ["DistMagics"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_REMOTE = "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--local]"
+_REMOTE = (
+    "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS] [--local]"
+)
 
 
 def _shortly(magic: F) -> F:
@@ -272,7 +274,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def remote(self, line: str, cell: str | None = None) -> Any:
         """Run a cell on workers, or have the value of an expression there.
 
-        %%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--local]
+        %%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS]
+                 [--local]
         %remote TARGET expression
 
         TARGET is 0, 0,2, [0-2], 0:2, ::2, -1, worker1, or all, which it is if left out.
@@ -280,6 +283,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         -o, --out NAME     bind NAME to an RRef to the last expression's value (to a list of them, for several)
         -t, --timeout      seconds after which the cell is interrupted
         --group-outputs    show output at the end, by worker
+        --fail-fast        interrupt the other workers when one has failed
+        --progress-after   seconds without output after which a line says where workers wait (10; 0 for never)
         --local            run the cell here as well
         """
         if cell is None:
@@ -386,6 +391,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             block=wait,
             timeout=options.timeout,
             group_outputs=options.group_outputs,
+            fail_fast=options.fail_fast,
+            progress_after=options.progress_after,
             keep=options.out is not None,
         )
         if options.local:

@@ -68,6 +68,10 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _seconds_or_0(text: str) -> float:
+    return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
+
+
 def _targets(words: Sequence[str]) -> str | None:
     """The words of a target as one; they stay apart, so that ``1 2`` is not 12."""
     return " ".join(word.strip() for word in words) or None
@@ -75,7 +79,18 @@ def _targets(words: Sequence[str]) -> str | None:
 
 # -- %%remote -----------------------------------------------------------------------------------
 
-CELL_OPTIONS = ("-a", "--noblock", "-o", "--out", "-t", "--timeout", "--group-outputs", "--local")
+CELL_OPTIONS = (
+    "-a",
+    "--noblock",
+    "-o",
+    "--out",
+    "-t",
+    "--timeout",
+    "--group-outputs",
+    "--fail-fast",
+    "--progress-after",
+    "--local",
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,8 @@ class CellLine:
     out: str | None
     timeout: float | None
     group_outputs: bool
+    fail_fast: bool
+    progress_after: float
     local: bool
 
 
@@ -98,16 +115,27 @@ def _cell_reader(usage: str) -> _Reader:
     reader.add_argument("-o", "--out")
     reader.add_argument("-t", "--timeout", type=_seconds)
     reader.add_argument("--group-outputs", action="store_true")
+    reader.add_argument("--fail-fast", action="store_true")
+    reader.add_argument("--progress-after", type=_seconds_or_0, default=10.0)
     reader.add_argument("--local", action="store_true")
     return reader
 
 
 def parse_cell(line: str, usage: str) -> CellLine:
-    """Read ``[TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--local]``."""
+    """Read ``[TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] ...``: see `CellLine`."""
     found = _cell_reader(usage).read(line)
     if found.out is not None and (not found.out.isidentifier() or keyword.iskeyword(found.out)):
         raise UsageError(f"-o needs the name of a variable, not {found.out.strip()!r}; write: {usage}")
-    return CellLine(_targets(found.targets), found.noblock, found.out, found.timeout, found.group_outputs, found.local)
+    return CellLine(
+        _targets(found.targets),
+        found.noblock,
+        found.out,
+        found.timeout,
+        found.group_outputs,
+        found.fail_fast,
+        found.progress_after,
+        found.local,
+    )
 
 
 # No expression begins with -t and a number, so the option may also stand behind the target.

@@ -1,0 +1,173 @@
+"""What a running cell tells: the error or death of a worker at once, and where workers wait when nothing comes."""
+
+import os
+import re
+import signal
+
+import pytest
+from frontend import Notebook
+
+import nbdist
+from nbdist.cluster.errors import WorkerError
+from nbdist.cluster.notices import say_failed
+from nbdist.cluster.standing import Place, Stands
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with Notebook() as notebook:
+        notebook.run("import os, time\n%dist_init -n 3 -t 60")
+        yield notebook
+
+
+@pytest.fixture
+def notebook(shared):
+    """Three idle workers in a process group that works."""
+    yield shared
+    for cell in shared.cells.values():
+        if not cell.idle:
+            os.kill(shared.pid, signal.SIGINT)
+            shared.finish(cell)
+    shared.run("%dist_restart -p", check=False)
+
+
+def line_of(cell):
+    """The one line of where workers stand, as it is now; None if there was none."""
+    lines = [m for m in cell.messages if m["msg_type"] in ("display_data", "update_display_data")]
+    assert sum(m["msg_type"] == "display_data" for m in lines) <= 1
+    return lines[-1]["content"]["data"]["text/plain"] if lines else None
+
+
+def stop(notebook, cell):
+    os.kill(notebook.pid, signal.SIGINT)
+    notebook.finish(cell)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_an_error_is_told_while_others_wait_for_the_worker(notebook):
+    cell = notebook.send("%%remote\nif rank == 1: 1 / 0\ndist.all_reduce(torch.ones(1))")
+    notebook.until(lambda: cell.stderr)
+    assert cell.stderr == "[worker1] ZeroDivisionError: division by zero (worker0,2 still run; Stop ends them)\n"
+    assert not cell.idle
+    stop(notebook, cell)
+    assert "ZeroDivisionError" in cell.traceback
+    assert cell.stderr.count("ZeroDivisionError") == 1
+
+
+def test_a_death_is_told_while_others_sleep(notebook):
+    cell = notebook.send("%%remote\nimport os, time\nif rank == 2: os.kill(os.getpid(), 9)\ntime.sleep(600)")
+    notebook.until(lambda: cell.stderr)
+    assert re.fullmatch(
+        r"\[worker2\] WorkerLost: worker2 .*SIGKILL.* \(worker0,1 still run; Stop ends them\)\n", cell.stderr
+    )
+    assert not cell.idle
+    stop(notebook, cell)
+
+
+def test_equal_errors_share_a_line_and_each_worker_is_told_of_once(notebook):
+    cell = notebook.send(
+        "%%remote\nimport time\nif rank != 1: raise KeyError('step')\ntime.sleep(3)\nraise ValueError('late')"
+    )
+    notebook.finish(cell)
+    assert cell.stderr == "[worker0,2] KeyError: 'step' (worker1 still runs; Stop ends it)\n"
+
+
+def test_nothing_is_told_of_errors_that_end_the_cell_or_are_caught(notebook):
+    cell = notebook.run("%%remote\n1 / 0", check=False)
+    assert cell.stderr == ""
+    cell = notebook.run("%%remote\nimport time\ntry: 1 / 0\nexcept ZeroDivisionError: time.sleep(1)")
+    assert cell.stderr == ""
+
+
+def test_it_is_told_of_a_cell_in_the_background(notebook):
+    cell = notebook.send("%%remote -a\nimport time\nif rank == 1: 1 / 0\ntime.sleep(600)")
+    notebook.finish(cell)
+    notebook.until(lambda: cell.stderr)
+    assert (
+        cell.stderr == "[worker1] ZeroDivisionError: division by zero (worker0,2 still run; its cancel() ends them)\n"
+    )
+    notebook.run("_.cancel()")
+
+
+def test_fail_fast_interrupts_the_others(notebook):
+    cell = notebook.run("%%remote --fail-fast\nimport time\nif rank == 1: 1 / 0\ntime.sleep(600)", check=False)
+    assert cell.error["ename"] == "ZeroDivisionError"
+    assert "KeyboardInterrupt" not in cell.traceback
+    assert "[worker1]" in cell.traceback
+    notebook.run("%%remote\n1 + 1")
+
+
+def test_it_is_told_in_a_script(capfd):
+    with nbdist.Cluster(2, backend="none") as cluster:
+        cell = cluster.execute("import time\nif rank: 1 / 0\ntime.sleep(2)", block=False)
+        with pytest.raises(ZeroDivisionError):
+            cell.wait(60)
+    assert (
+        "[worker1] ZeroDivisionError: division by zero (worker0 still runs; its cancel() ends it)\n"
+        in capfd.readouterr().err
+    )
+
+
+def test_a_long_text_is_cut_and_a_longer_one_begins_with_its_first_line():
+    said = say_failed([WorkerError("worker3", "ValueError", "a" * 500 + "\nb", ())], ["worker0"], "Stop ends")
+    assert said == f"[worker3] ValueError: {'a' * 200}… (worker0 still runs; Stop ends it)\n"
+
+
+# -- where workers wait ---------------------------------------------------------------------------
+
+
+def test_one_line_says_where_each_worker_waits(notebook):
+    cell = notebook.send("%%remote --progress-after 3\nif rank:\n    dist.recv(torch.ones(1), src=0)")
+    notebook.until(lambda: line_of(cell))
+    assert re.fullmatch(r"worker1,2 wait in dist\.recv\(src=0\), cell:2, \d+ s; worker0 has ended", line_of(cell))
+    first = line_of(cell)
+    notebook.until(lambda: line_of(cell) != first)  # in its place: `line_of` sees to that
+    stop(notebook, cell)
+    notebook.until(lambda: line_of(cell) == "")
+
+
+def test_a_cell_that_computes_has_no_line(notebook):
+    cell = notebook.run(
+        "%%remote --progress-after 0.5\nimport time\nend = time.time() + 4\nwhile time.time() < end: sum(range(1000))"
+    )
+    assert line_of(cell) is None
+
+
+def test_all_that_run_wait(notebook):
+    cell = notebook.send("%%remote --progress-after 2\nimport time\ntime.sleep(600)")
+    notebook.until(lambda: line_of(cell))
+    assert re.fullmatch(r"worker0-2 wait in time\.sleep\(600\), cell:2, \d+ s", line_of(cell))
+    stop(notebook, cell)
+
+
+def test_zero_turns_it_off(notebook):
+    cell = notebook.run("%%remote --progress-after 0\nimport time\ntime.sleep(4)")
+    assert line_of(cell) is None
+
+
+def test_nothing_of_it_is_in_a_log():
+    with Notebook(watched=False) as notebook:  # as nbval runs it
+        notebook.run("%dist_init -n 2 --backend none -t 60")
+        cell = notebook.run("%%remote --progress-after 1\nimport time\nif rank: 1 / 0\ntime.sleep(5)", check=False)
+        assert cell.stderr == ""
+        assert line_of(cell) is None
+
+
+def place(instruction, processor, call="f()", line="cell:1"):
+    return Place((instruction, 0), processor, call, line)
+
+
+def test_who_moves_on_or_computes_does_not_wait():
+    stands = Stands()
+    for now in (0.0, 2.0, 4.0):
+        stands.saw("still", place(1, 0.0), now)
+        stands.saw("moves", place(now, 0.0), now)
+        stands.saw("busy", place(3, now), now)
+    assert stands.say(["still", "moves", "busy"], {}, 4.0) == ""
+    assert stands.say(["still"], {}, 4.0) == "still waits in f(), cell:1, 4 s"
+    said = stands.say(["still", "moves", "busy"], {"gone": True, "over": False}, 4.0)
+    assert said == "still waits in f(), cell:1, 4 s; moves,busy compute; gone has failed; over has ended"
+    stands.saw("still", None, 6.0)  # holds the GIL
+    assert stands.say(["still"], {}, 6.0) == ""
