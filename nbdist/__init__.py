@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import (
     DecodeError,
     EncodeError,
+    GroupError,
     Interrupted,
     MissingDefinition,
     NbdistError,
@@ -64,6 +65,7 @@ __all__ = [
     "Cluster",
     "DecodeError",
     "EncodeError",
+    "GroupError",
     "Interrupted",
     "MissingDefinition",
     "NbdistError",

@@ -15,6 +15,7 @@
     ├── WorkerLost                 the worker died, left, or fell silent
     ├── RendezvousError            the world did not form, or did not part
     │   └── NotUnique              ... because a name or rank is taken
+    ├── GroupError                 a process group can no longer be used, or not yet
     ├── SecurityError              without a shared secret this is refused
     ├── ResourceError              (also an OSError) the system has no file, disk space or memory left
     ├── ProtocolError              a peer sent what no correct peer sends
@@ -27,6 +28,7 @@ from __future__ import annotations
 __all__ = [
     "DecodeError",
     "EncodeError",
+    "GroupError",
     "Interrupted",
     "MissingDefinition",
     "NbdistError",
@@ -99,6 +101,10 @@ class RendezvousError(NbdistError):
 
 class NotUnique(RendezvousError):
     """A name or a rank is taken by a living worker."""
+
+
+class GroupError(NbdistError):
+    """A process group can no longer be used, or not yet; the text says why, and what to do."""
 
 
 class SecurityError(NbdistError):

@@ -30,6 +30,7 @@ __all__ = [
     "engine",
     "function_modes",
     "is_in_a_mode",
+    "is_process_group_known",
     "is_torch_future",
     "load_layouts",
     "pop_function_mode",
@@ -251,6 +252,11 @@ def process_groups() -> dict[str, list[int]]:
     """Return the global ranks of each process group of which this process is a member, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
     return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
+
+
+def is_process_group_known(group: Any) -> bool:
+    """Return whether torch still knows a process group: it has not been destroyed."""
+    return group in _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
 
 
 def restart_group_numbers() -> None:

@@ -80,6 +80,8 @@ class Cluster:
         self._state = "new"
         self._pid = os.getpid()
         self._counter = 0
+        self.awaited: list[str] = []
+        """After a `restart`: the workers that have to become idle before the process group is formed anew."""
         first = 0 if driver is None else 1
         devices = self.spec.devices()
         self.workers = [
@@ -234,14 +236,14 @@ class Cluster:
             Cluster.current = None
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
-        """Start workers anew, under their names and ranks; without targets, those that have died.
+        """Start workers anew, under their names and ranks; without targets, those that have died. Return their names.
 
-        ``process_group`` forms that of all workers anew; it is also done when all of them restart.
+        The process group of all workers is formed anew: at once if all are idle, else, unless ``process_group``, when
+        the last one is: `awaited` says who that is. ``process_group`` does it also if nobody is restarted.
         """
         self.start()
+        self.awaited = []
         chosen = self._dead() if targets is None else self.select(targets)
-        if not chosen and not process_group:
-            raise UsageError("no worker has died; name those to restart, or `all`")
         deadline = time.monotonic() + self.spec.timeout
         if chosen:
             with refusals_in_words("the workers cannot be restarted"):
@@ -250,6 +252,8 @@ class Cluster:
                 self._lives.bring_up(chosen, deadline)
         if process_group and len(chosen) < len(self.workers):
             self._lives.form_group(deadline)
+        elif chosen and len(chosen) < len(self.workers):
+            self.awaited = self._lives.form_group_once_idle(deadline)
         return [worker.name for worker in chosen]
 
     def rebuild_process_group(self) -> None:
@@ -370,6 +374,7 @@ class Cluster:
         worker = self.find(name)
         if cell in worker.cells:
             worker.cells.remove(cell)
+            self._lives.after_cell()
 
     def _cancel_late(self, cell: Cell) -> None:
         if not cell.done:

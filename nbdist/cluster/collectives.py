@@ -7,7 +7,8 @@ shutting the connections of its process group (see `nbdist.cluster.gloo`)::
     an interrupt       the worker leaves the group of the collective in which a thread of its own waits
 
 torch then raises a RuntimeError in every thread that waits. Outside of the user's own ``try`` that error becomes
-WorkerLost if a member died: `translate`. A group that was left stays unusable until all groups are formed anew.
+WorkerLost if a member died, else GroupError: `translate`. A group that was left stays unusable until all groups are
+formed anew. Then all groups from before are left for good, with the DDP and FSDP wrappers that hold them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import torch.distributed
 from nbdist.cluster import gloo
 from nbdist.cluster.group_store import GroupStore
 from nbdist.cluster.setup import WorkerSetup, group_folder
-from nbdist.errors import NbdistError, RendezvousError, WorkerLost
-from nbdist.torch_private import process_groups, restart_group_numbers
+from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
+from nbdist.torch_private import is_process_group_known, process_groups, restart_group_numbers
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -53,13 +54,26 @@ _GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pip
 """What gloo says where a connection has been shut, at either end."""
 
 _TORCHS = os.path.dirname(torch.__file__) + os.sep
-_BROKEN_OFF = "an interrupt ended a collective of this process group; `%dist_restart -p` forms it anew"
+_NO_GROUP = "Default process group has not been initialized"
+_NOT_THERE = "is not initialized in the world group map"
+"""What torch says of a group that has been destroyed."""
+
+_BROKEN_OFF = "an interrupt has broken this process group off; `%dist_restart -p` forms it anew"
+_NOT_YET = (
+    "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
+)
+_OLD = (
+    "this process group is from before the last %dist_restart, which has formed all anew: make it again with "
+    "dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
+)
 
 dist: Any = torch.distributed  # which does not declare what it exports
 _agent: Agent | None = None
 _store: GroupStore | None = None
 """The store of the process group, which needs it as long as it lives."""
 _formed = False
+_forms_group = False
+"""Whether this worker's cluster has a process group at all."""
 _lost: dict[int, str] = {}
 """What to say of each member that has died since the group formed, by rank."""
 _broken = False
@@ -67,10 +81,10 @@ _breaking = threading.Lock()
 """Held while connections are shut, and while the group changes: they must not meet those of the next group."""
 
 
-def follow(agent: Agent) -> None:
-    """Learn from this worker's agent which members of the process group die."""
-    global _agent
-    _agent = agent
+def follow(agent: Agent, backend: str) -> None:
+    """Learn from this worker's agent which members of the process group die; ``backend`` is the group's, or none."""
+    global _agent, _forms_group
+    _agent, _forms_group = agent, backend != "none"
     agent.on_lost(_on_lost)
     agent.stopping.break_off = break_off
 
@@ -80,9 +94,8 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     global _broken, _formed, _store
     with _breaking:
         if dist.is_initialized():
-            if _broken or _lost:
-                for loop in _loops():
-                    gloo.shut(loop)  # so that nothing in it is still waited for
+            for loop in _loops():
+                gloo.shut(loop)  # nothing in it is waited for any more; who still holds a group learns that it is over
             dist.destroy_process_group()
         _broken = _formed = False
         _lost.clear()
@@ -185,30 +198,45 @@ def _say_lost() -> str:
     who = "; ".join(_lost.values())
     return (
         f"{who}, and a process group with a dead member cannot go on\n"
-        "`%dist_restart -p` starts dead workers again and forms the process group anew"
+        "`%dist_restart` starts dead workers again, and forms the process group anew once all workers are idle"
     )
 
 
-def translate(error: BaseException | None) -> WorkerLost | None:
-    """Return the error that names the dead worker, if that is why a collective of torch's failed; else None.
+def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
+    """Return the error that says why a collective of torch's failed, if nbdist knows; else None.
 
     A worker may meet another survivor's hanging up before its own agent has learned of the death: the agent gets a
-    moment. Where nobody has died, the other worker has left the group after an interrupt, and a note says so.
+    moment. Where nobody has died, an interrupt has broken the group off, here or on another worker.
     """
-    if not isinstance(error, RuntimeError) or isinstance(error, NbdistError) or _store is None:
+    if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
         return None
-    if not _GLOO_LEFT.search(str(error)):
+    text = str(error)
+    if isinstance(error, ValueError) and _NO_GROUP in text and not dist.is_initialized():
+        return GroupError(_NOT_YET) if _forms_group else None
+    if _store is None or not (_NOT_THERE in text or _GLOO_LEFT.search(text)):
         return None
+    if _NOT_THERE in text or _is_of_old_group(error):
+        return GroupError(_OLD)
     deadline = time.monotonic() + _NEWS_WITHIN
     while not (_lost or _broken) and time.monotonic() < deadline:
         time.sleep(_POLL)
     if not _lost:
-        if _BROKEN_OFF not in getattr(error, "__notes__", ()):
-            error.add_note(_BROKEN_OFF)
-        return None
+        return GroupError(_BROKEN_OFF)
     lost = WorkerLost(_say_lost())
     lost.__cause__ = error
     return lost
+
+
+def _is_of_old_group(error: BaseException) -> bool:
+    """Return whether a group that torch's functions were called with has been destroyed since it was made."""
+    tb = error.__traceback__
+    while tb is not None:
+        found = tb.tb_frame.f_locals
+        for group in (found.get("group"), getattr(found.get("self"), "process_group", None)):
+            if isinstance(group, dist.ProcessGroup) and not is_process_group_known(group):
+                return True
+        tb = tb.tb_next
+    return False
 
 
 # -- an interrupt -----------------------------------------------------------------------------------------------

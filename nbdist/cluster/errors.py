@@ -24,6 +24,10 @@ _NOT_AS_THEMSELVES = (
     StopAsyncIteration,
     SyntaxError,  # is shown by IPython in a way of its own
 )
+_NUMBER = re.compile(r"\b(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)*)\b")
+_SHORT = 80
+"""Letters of a text in which every number may matter."""
+
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -43,9 +47,10 @@ class WorkerError:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The same for errors that differ in nothing but the worker."""
+        """The same for errors that differ in nothing but the worker, and in numbers within a long text."""
         lines = _COLOUR.sub("", "\n".join(self.traceback))
-        return self.name, self.text, _on(self.worker).sub("", lines)
+        shared = _shared(self.text)
+        return self.name, shared, _on(self.worker).sub("", lines.replace(self.text, shared) if self.text else lines)
 
     def lines(self, workers: str) -> list[str]:
         """Its traceback, as that of all who had the same one."""
@@ -100,7 +105,7 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     if left := [error for group in alike[_SHOWN:] for error in group]:
         traceback.append(f"... and other errors on {_whose(left)}")
     names = {error.name for error in errors}
-    texts = grouped(errors, lambda error: (error.name, error.text))
+    texts = grouped(errors, lambda error: (error.name, _shared(error.text)))
     name = names.pop() if len(names) == 1 else "CellError"
     if len(texts) == 1:
         text = errors[0].text
@@ -121,6 +126,11 @@ def grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable
     for error in errors:
         groups.setdefault(key(error), []).append(error)
     return list(groups.values())
+
+
+def _shared(text: str) -> str:
+    """Return the same for texts that are one to a reader: a long one's numbers are ports, addresses and the like."""
+    return text if len(text) <= _SHORT else _NUMBER.sub("0", text)
 
 
 def _whose(errors: Sequence[WorkerError]) -> str:

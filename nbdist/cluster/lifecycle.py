@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -22,6 +23,9 @@ from nbdist.cluster.spec import Spec
 from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
 
 __all__ = ["Lifecycle"]
+
+_log = logging.getLogger("nbdist.cluster")
+_NOT_FORMED = "the process group did not form anew after a restart: %s; `%%dist_restart -p` tries again"
 
 _LAST_OUTPUT = 0.03
 """Seconds for what a worker said before its end to come."""
@@ -49,6 +53,8 @@ class Lifecycle:
         self._listener = listener
         self._reached_step = reached
         self._generation = 0
+        self._group_is_due = False
+        """Whether the process group is to be formed anew once all workers are idle. Of the kernel thread."""
         self._begun: dict[str, Future[int]] = {}
         self.launcher: Launcher = find_launcher(spec.launcher)(spec.count, self._on_end)
         self.folder = self.launcher.folder
@@ -130,28 +136,73 @@ class Lifecycle:
         """Form the process group of all workers anew."""
         self._in_time(self._form_group(), deadline)
 
-    async def _form_group(self) -> None:
+    def form_group_once_idle(self, deadline: float) -> list[str]:
+        """Form the process group of all workers anew; return who is not idle and has to be first."""
         if self._backend == "none":
+            return []
+
+        async def look() -> list[str]:
+            busy = [worker.name for worker in self._workers if worker.state != "idle"]
+            self._group_is_due = bool(busy)
+            return busy
+
+        busy = self._thread.run(look()).result()
+        if not busy:
+            self.form_group(deadline)
+        return busy
+
+    def after_cell(self) -> None:
+        """Form the process group if that is due and the last worker is idle now. In the kernel thread.
+
+        The workers are told before this returns, so that what they are sent next runs in the new group.
+        """
+        if not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
             return
+
+        async def see_through(forming: Coroutine[Any, Any, None]) -> None:
+            try:
+                async with asyncio.timeout(self._spec.timeout):
+                    await forming
+            except Exception as error:
+                _log.error(_NOT_FORMED, error)
+
+        try:
+            self._thread.loop.create_task(see_through(self._begin_group()))
+        except Exception as error:  # the cell must end all the same
+            _log.error(_NOT_FORMED, error)
+
+    async def _form_group(self) -> None:
+        if self._backend != "none":
+            await self._begin_group()
+
+    def _begin_group(self) -> Coroutine[Any, Any, None]:
+        """Tell all workers to form the next process group; return what waits until they have."""
+        for worker in self._workers:
+            if not worker.alive:
+                raise lost_error(worker)
+        self._group_is_due = False
         self._generation += 1
         before, folder = (self.folder / group_folder(number) for number in (self._generation - 1, self._generation))
         folder.mkdir(mode=0o700)
 
-        async def form(worker: Worker) -> None:
-            if not worker.alive:
-                raise lost_error(worker)
-            await worker.call(f"group({self._generation})")
+        async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
+            await call
             if worker.step != "ready":
                 self._reached(worker, "process group")
 
-        try:
-            await first_error([asyncio.create_task(form(worker)) for worker in self._workers])
-        except BaseException as error:
-            # The other workers wait in the store for the one that failed, deaf to everything but this.
-            group_store.end(folder, f"the process group did not form: {error or type(error).__name__}")
-            raise
-        finally:
-            shutil.rmtree(before, ignore_errors=True)
+        forming = [formed(worker, worker.call(f"group({self._generation})")) for worker in self._workers]
+
+        async def all_formed() -> None:
+            try:
+                await first_error([asyncio.create_task(waiting) for waiting in forming])
+            except BaseException as error:
+                # The other workers wait in the store for the one that failed, deaf to everything but this.
+                group_store.end(folder, f"the process group did not form: {error or type(error).__name__}")
+                raise
+            finally:
+                shutil.rmtree(before, ignore_errors=True)
+
+        return all_formed()
 
     def _reached(self, worker: Worker, step: str) -> None:
         worker.step = step

@@ -1,4 +1,4 @@
-"""Turns torch's error of a collective into WorkerLost, where the error leaves the user's code and a member has died.
+"""Turns torch's error of a collective into WorkerLost or GroupError, where it leaves the user's code.
 
 There are two such places: the end of a cell, and the end of a function that runs for a call. Inside of the user's own
 ``try`` the error stays torch's.
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 from nbdist.cluster.collectives import translate
-from nbdist.errors import WorkerLost
+from nbdist.errors import GroupError
 
 __all__ = ["install", "raise_translated"]
 
 _TORCHS = os.path.dirname(torch.__file__) + os.sep
 
 
-def raise_translated(error: RuntimeError) -> None:
-    """Raise WorkerLost from torch's error if a dead member is the reason for it; else return."""
-    lost = translate(error)
-    if lost is not None:
-        raise lost from error
+def raise_translated(error: RuntimeError | ValueError) -> None:
+    """Raise the error that says why a collective of torch's failed, if nbdist knows; else return."""
+    said = translate(error)
+    if said is not None:
+        raise said from (None if isinstance(said, GroupError) else error)
 
 
 def install(shell: Any) -> None:
-    """Have cells of a shell fail with WorkerLost where a dead member is the reason for torch's error."""
+    """Have cells of a shell fail with WorkerLost or GroupError where that is the reason for torch's error."""
     plain_run, plain_show = shell.run_code, shell.showtraceback
-    translated: tuple[Any, Any] = None, None
+    translated: tuple[Any, Any] = None, None  # torch's error, and what is said in its place
 
     async def run_code(code: Any, result: Any = None, **options: Any) -> Any:
         nonlocal translated
@@ -45,11 +45,12 @@ def install(shell: Any) -> None:
         nonlocal translated
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
-            lost = translate(error)
-            if error is not None and lost is not None:
-                translated = error, lost
-                lost.__traceback__ = _up_to_torch(error.__traceback__)
-                exc_tuple = WorkerLost, lost, lost.__traceback__
+            said = translate(error)
+            if error is not None and said is not None:
+                translated = error, said
+                said.__traceback__ = _up_to_torch(error.__traceback__)
+                said.__suppress_context__ = True  # the cause, if it has one, is torch's error
+                exc_tuple = type(said), said, said.__traceback__
         return plain_show(exc_tuple, *args, **options)
 
     shell.run_code, shell.showtraceback = run_code, showtraceback

@@ -182,7 +182,7 @@ def join() -> None:
     )
     agent.stopping.patience = _PATIENCE
     worker_output.follow(agent)
-    collectives.follow(agent)
+    collectives.follow(agent, told.backend)
     failures.on_text(labels.rename_frames)
 
 

@@ -178,7 +178,7 @@ def _as_part_of(origin: str) -> Iterator[None]:
         undo = _set_parent_by_hand(parent)
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise_translated(error)
         raise
     finally:

@@ -10,7 +10,7 @@ import secrets
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,12 +111,17 @@ class Worker:
         self.log.clear()
         self.names = []
 
-    async def call(self, function: str) -> None:
-        """Call a function of its extension in its main thread; its error is a StartError."""
+    def call(self, function: str) -> Coroutine[Any, Any, None]:
+        """Have a function of its extension called in its main thread, after the cells that it was sent before.
+
+        It is sent at once. Who awaits what is returned waits for its end; the function's error is a StartError.
+        """
         assert self.kernel is not None
         request = {"code": STEP.format(function), "silent": True, "store_history": False, "allow_stdin": False}
-        reply = await self.kernel.ask("execute_request", {**request, "user_expressions": {}})
-        content = reply["content"]
+        return self._outcome(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
+
+    async def _outcome(self, asked: asyncio.Future[Message]) -> None:
+        content = (await asked)["content"]
         if content["status"] != "ok":
             text = f"{self.name}: {content.get('ename', 'aborted')}: {content.get('evalue', '')}"
             raise StartError("\n".join([text, *content.get("traceback", ())]))

@@ -13,6 +13,7 @@ from IPython.display import display
 
 from nbdist import autograd, rpc
 from nbdist.cluster import labels
+from nbdist.cluster.arrange import say_names
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.comparing import differences
 from nbdist.cluster.holdings import collect as collect_holdings
@@ -136,8 +137,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_restart [TARGET] [-p]
 
-        Without a target, those that have died. RRefs to what the old ones owned are dead.
-        -p, --process-group   form the process group of all workers anew
+        Without a target, those that have died. RRefs to what the old ones owned are dead. The process group of all
+        workers is formed anew once all are idle; groups, DDP and FSDP wrappers from before have to be made again.
+        -p, --process-group   form it at once, also if no worker is restarted
         """
         options = reader("%dist_restart [TARGET] [-p]")
         options.add_argument("targets", nargs="*")
@@ -148,7 +150,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         names = cluster.restart(targets, process_group=found.process_group)
         if names:
             print(f"Restarted {', '.join(names)}.")
-        if found.process_group or len(names) == len(cluster.names):
+        elif not found.process_group:
+            print("No worker has died; name those to restart, or `all`.")
+        if cluster.awaited:
+            print(f"The process group is formed anew once {say_names(cluster.awaited)} can take part.")
+        elif found.process_group or len(names) == len(cluster.names):
             print("The process group is formed anew.")
 
     @line_magic

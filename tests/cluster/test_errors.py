@@ -129,6 +129,17 @@ def test_the_same_text_at_different_places_is_said_once_and_shown_at_each():
     assert error.traceback == ["[worker0]", "line 0", "[worker1]", "line 1"]
 
 
+def test_long_texts_that_differ_by_numbers_only_are_one():
+    texts = [
+        f"Connection closed by peer [127.0.0.1]:{port}, which is typically caused by a remote worker crashing: "
+        f"<ProcessGroup object at 0x7f{port:x}>"
+        for port in (12345, 54321)
+    ]
+    error = make_error([failed(rank, text=text, traceback=["in line 3", text]) for rank, text in enumerate(texts)], 2)
+    assert str(error) == texts[0]
+    assert error.traceback == ["[worker0,1]", "in line 3", texts[0]]
+
+
 def test_different_kinds_are_a_cell_error():
     error = make_error([failed(0), failed(1, "KeyError", "'x'"), failed(2, "MemoryError", "")], 3)
     assert type(error) is CellError

@@ -203,7 +203,6 @@ def test_a_syntax_error_is_found_before_anything_is_sent(two):
         ("%dist_init --backend mpi", "UsageError", "gloo"),
         ("%dist_push nothing_of_that_name", "UsageError", "no variable"),
         ("%dist_pull nothing_of_that_name", "NameError", "nothing_of_that_name"),
-        ("%dist_restart", "UsageError", "no worker has died"),
     ],
 )
 def test_a_bad_line_is_a_short_error(two, line, name, text):
@@ -212,6 +211,10 @@ def test_a_bad_line_is_a_short_error(two, line, name, text):
     assert cell.error["ename"] == name
     assert text in cell.error["evalue"]
     assert "commands.py" not in cell.traceback
+
+
+def test_nobody_to_restart_is_said_and_no_error(two):
+    assert two.run("%dist_restart").stdout == "No worker has died; name those to restart, or `all`.\n"
 
 
 # --- targets, values ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def cell(line):
 
 def cell_line(targets=None, **options):
     plain = {"noblock": False, "out": None, "timeout": None, "group_outputs": False, "local": False}
+    plain |= {"fail_fast": False, "progress_after": 10.0}
     return CellLine(targets, **{**plain, **options})
 
 
@@ -62,6 +63,9 @@ def cell_line(targets=None, **options):
         ("--timeout=1e3", cell_line(timeout=1000.0)),
         ("-t 5 -1", cell_line("-1", timeout=5.0)),
         ("--group-outputs", cell_line(group_outputs=True)),
+        ("--fail-fast", cell_line(fail_fast=True)),
+        ("--progress-after 2.5", cell_line(progress_after=2.5)),
+        ("--progress-after 0", cell_line(progress_after=0.0)),
         ("--local", cell_line(local=True)),
         ("-ao x", cell_line(noblock=True, out="x")),
         ("-o -a", None),
@@ -132,7 +136,7 @@ def test_errors_of_a_cells_line_say_how_to_write_it(line, says):
 
 
 def test_all_options_of_a_cell_can_be_completed():
-    values = {"-o": "x", "--out": "x", "-t": "1", "--timeout": "1"}
+    values = {"-o": "x", "--out": "x", "-t": "1", "--timeout": "1", "--progress-after": "1"}
     for option in CELL_OPTIONS:
         assert cell(f"{option} {values.get(option, '')}") != cell_line()
 

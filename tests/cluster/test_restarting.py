@@ -1,0 +1,128 @@
+"""After a restart the process group is whole again, or says why not; what held the old one says so too."""
+
+import time
+
+import psutil
+import pytest
+
+import nbdist
+
+LIMIT = 30
+SAYS_OLD = "this process group is from before the last %dist_restart"
+HOLDERS = """
+from torch.nn.parallel import DistributedDataParallel
+pair, whole = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+"""
+# The function finds the other worker's own group.
+USE = """
+def use():
+    import __main__
+    dist.barrier(group=__main__.pair)
+rpc.rpc_sync("worker1", use)
+"""
+SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == 3"
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with nbdist.Cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three(shared):
+    """Three idle workers in a process group that works."""
+    yield shared
+    shared.restart(process_group=True)
+    shared.execute(SUM, timeout=LIMIT)
+
+
+def kill(cluster, rank):
+    worker = cluster.workers[rank]
+    psutil.Process(worker.pid).kill()
+    deadline = time.monotonic() + LIMIT
+    while worker.lost is None or not worker.ended.is_set():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fail(cluster, code, targets=None):
+    """Execute a cell that fails; return its error, and the text with which it is shown."""
+    with pytest.raises(nbdist.NbdistError) as caught:
+        cluster.execute(code, targets, timeout=LIMIT)
+    assert not isinstance(caught.value, TimeoutError)
+    return caught.value, "\n".join(caught.value.traceback)
+
+
+def test_a_restart_forms_the_group_anew(three):
+    kill(three, 2)
+    assert three.restart() == ["worker2"]
+    assert three.awaited == []
+    three.execute(SUM, timeout=LIMIT)
+
+
+def test_a_living_worker_that_is_restarted_joins_it_too(three):
+    assert three.restart("worker1") == ["worker1"]
+    three.execute(SUM, timeout=LIMIT)
+
+
+def test_nobody_to_restart_is_no_error(three):
+    assert three.restart() == []
+    three.execute(SUM, timeout=LIMIT)
+
+
+def test_while_one_is_busy_it_waits_and_collectives_say_so(three):
+    busy = three.execute("import time; time.sleep(4)", 0, block=False)
+    kill(three, 2)
+    three.restart()
+    assert three.awaited == ["worker0"]
+    error, shown = fail(three, "dist.all_reduce(torch.ones(1))", 2)
+    assert type(error).__name__ == "GroupError"
+    assert "this worker has no process group: it is formed anew once all workers are idle" in shown
+    error, shown = fail(three, "dist.all_reduce(torch.ones(1))", 1)
+    assert type(error).__name__ == "WorkerLost"
+    assert "forms the process group anew once all workers are idle" in shown
+    busy.wait(LIMIT)
+    three.execute(SUM, timeout=LIMIT)
+
+
+def test_what_holds_the_old_group_says_so(three):
+    three.execute(HOLDERS, timeout=LIMIT)
+    kill(three, 2)
+    three.restart()
+    for code in ("dist.all_reduce(torch.ones(1), group=pair)", "model(torch.ones(1, 2)).sum().backward()"):
+        error, shown = fail(three, code, [0, 1])
+        assert type(error).__name__ == "GroupError"
+        assert shown.count(SAYS_OLD) == 1  # the same on both
+        assert "gloo" not in shown
+    three.execute(SUM, timeout=LIMIT)
+
+
+def test_the_same_where_nobody_had_died(three):
+    three.execute(HOLDERS, timeout=LIMIT)
+    three.rebuild_process_group()
+    _, shown = fail(three, "dist.barrier(group=whole)", [0, 1])
+    assert SAYS_OLD in shown
+    _, shown = fail(three, "model(torch.ones(1, 2)).sum().backward()")
+    assert SAYS_OLD in shown
+    three.execute(SUM, timeout=LIMIT)
+
+
+def test_inside_of_a_call_too(three):
+    three.execute(HOLDERS, timeout=LIMIT)
+    three.rebuild_process_group()
+    _, shown = fail(three, USE, 0)
+    assert SAYS_OLD in shown
+
+
+def test_after_stop_the_next_collective_says_what_to_do_in_one_line(three):
+    cell = three.execute("dist.all_reduce(torch.ones(1))", [0, 1], block=False)
+    time.sleep(1)
+    cell.cancel()
+    error, shown = fail(three, "dist.all_reduce(torch.ones(1))")
+    assert type(error).__name__ == "GroupError"
+    assert shown.count("an interrupt has broken this process group off; `%dist_restart -p` forms it anew") == 1
+    assert "gloo" not in shown
+    assert len(shown.splitlines()) < 15
