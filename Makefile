@@ -98,7 +98,7 @@ $(VENV)/.created:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) cannot make virtual environments. On Debian: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install --quiet 'hatchling>=1.25'
+	$(PIP) install --quiet 'hatchling>=1.27'
 	@touch $@
 
 # torch first and by itself: the one large download, and the one choice (CPU or a CUDA build).

@@ -126,14 +126,17 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 """Which packages of others only some modules may import."""
 
 
+_NAMESPACES = ("autograd", "nn", "optim", "rpc", "swarm", "testing")
+
+
 def __getattr__(name: str) -> Any:
-    """`Cluster` brings Jupyter packages in, and `swarm` transformers, which programs without them need not have."""
+    """Import what a program asks for: `Cluster` needs Jupyter's packages, and `swarm` needs transformers."""
     if name == "Cluster":
         from nbdist.views import clusters
 
         return clusters.Cluster
-    if name == "swarm":
-        return importlib.import_module("nbdist.swarm")
+    if name in _NAMESPACES:
+        return importlib.import_module(f"nbdist.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from frontend import Notebook
 
+from nbdist.magics.commands import DistMagics
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "docs" / "coming_from.md")
@@ -36,6 +38,35 @@ def test_the_ten_lines():
             for text in promised(code):
                 assert text in (cell.stdout.strip(), cell.result)
         assert cell.stdout == "0 processes left.\n"
+
+
+@pytest.mark.parametrize("name", ["autograd", "pipeline"])
+def test_an_example_runs_from_its_first_line_to_its_last(name):
+    with Notebook(load=False) as notebook:
+        for code in block(name).strip().split("\n\n"):
+            cell = notebook.run(code)
+        assert cell.stdout == "0 processes left.\n"
+
+
+def test_all_magics_are_named():
+    text = README.read_text()
+    named = {"dist_debug"}  # another name of %dist_status
+    for kind, magics in DistMagics.magics.items():
+        for name in set(magics) - named:
+            assert f"%{name}" in text, f"the README does not name the {kind} magic {name}"
+
+
+def test_every_namespace_comes_when_it_is_asked_for():
+    names = (
+        "rpc.rpc_sync",
+        "autograd.context",
+        "optim.DistributedOptimizer",
+        "nn.Pipeline",
+        "swarm.serve",
+        "testing.World",
+    )
+    code = "import nbdist\n" + "".join(f"nbdist.{name}\n" for name in names)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_script(tmp_path):

@@ -1,12 +1,10 @@
 """The schedules, drawn; and what holds of every one of them."""
 
-import doctest
 import re
 
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.nn import schedules
 from nbdist.nn.schedules import SCHEDULES, Op, draw, forward_only, gpipe, interleaved, one_f_one_b, simulate
 
 SIZES = [(workers, depth, micro) for workers in range(1, 6) for depth in range(1, 4) for micro in range(1, 11)]
@@ -90,7 +88,3 @@ def test_1f1b_keeps_no_more_than_there_are_workers_behind():
 def test_one_stage_each_is_what_1f1b_is_for():
     with pytest.raises(UsageError, match="not 4 on 2"):
         one_f_one_b(2, 4, 1)
-
-
-def test_doctests():
-    assert not doctest.testmod(schedules).failed
