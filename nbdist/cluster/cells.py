@@ -16,6 +16,7 @@ from getpass import getpass
 from typing import Any
 
 from nbdist import durations
+from nbdist.cluster import labels
 from nbdist.cluster.arrange import Arranger, Published, say_names
 from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
@@ -329,6 +330,11 @@ class Cell:
 
     def _fail(self, part: Part, content: Mapping[str, Any]) -> None:
         traceback = tuple(content.get("traceback", ()))
+        if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
+            traceback = (
+                *traceback,
+                f"`{name}` is a variable of the notebook: `%dist_push {name}` sends it to the workers",
+            )
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
     def _take_error(self, part: Part, name: str | None) -> bool:

@@ -22,7 +22,7 @@ from nbdist.errors import NbdistError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_number", "install", "rename_cell_frames", "rename_frames", "trim_tracebacks"]
+__all__ = ["cell_number", "install", "missing_here", "rename_cell_frames", "rename_frames", "trim_tracebacks"]
 
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 
@@ -51,6 +51,12 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
 def cell_number() -> int | None:
     """The number of the cell that runs, or ran last, in this process."""
     return _number
+
+
+def missing_here(text: str) -> str:
+    """Return the name that a worker's NameError misses, if this notebook has such a variable; else ``""``."""
+    found = re.match(r"name '(\w+)' is not defined", text)
+    return found[1] if found and _shell is not None and found[1] in _shell.user_ns else ""
 
 
 def _follow_numbers(shell: InteractiveShell) -> None:

@@ -62,6 +62,8 @@ class Router:
             return
         if kind == "stream":
             worker.remember(content["name"], content["text"])
+        if kind == "execute_input":  # what an earlier cell has written says nothing of how this one ends
+            worker.stderr.clear()
         if kind.startswith("comm_"):
             self.comms.from_worker(worker, message)
         id = message["parent_header"].get("msg_id", "")

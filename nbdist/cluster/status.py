@@ -139,7 +139,7 @@ def _status(worker: Worker, report: Report) -> WorkerStatus:
         report.calls,
         report.where if runs else "",
         report.waits,
-        tuple(worker.log),
+        tuple(worker.log.lines()),
         report.sent,
         report.gpu_memory,
     )

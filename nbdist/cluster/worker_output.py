@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.autocall import IPyAutocall
+
 from nbdist.cluster.translating import raise_translated
-from nbdist.errors import RemoteError
+from nbdist.errors import RemoteError, UsageError
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future
 
@@ -54,9 +56,22 @@ def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
     _shell = shell
     _names_given = frozenset(given)
     _shell.push(dict(given), interactive=False)  # they are no variables of the user's, for `%who`
+    _shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
     shell.input_transformers_cleanup.append(_number)  # what comes before the shell looks at its own count
     shell.events.register("post_run_cell", _after)
     _keep_parent(shell)
+
+
+class _Exit(IPyAutocall):
+    """Stands for `exit` and `quit`, also without brackets: IPython's end the kernel behind the notebook's back."""
+
+    rewrite = False
+
+    def __call__(self, *_: object) -> None:
+        raise UsageError("a cell does not end its worker: %dist_restart starts it anew, and %dist_shutdown ends all")
+
+
+_exit: Any = _Exit()  # type: ignore[no-untyped-call]
 
 
 def _keep_parent(shell: Any) -> None:

@@ -9,7 +9,6 @@ import re
 import secrets
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster import labels
 from nbdist.cluster.kernels import Kernel, KernelThread, Message
 from nbdist.cluster.processes import describe_exit
+from nbdist.cluster.tail import Tail
 from nbdist.errors import NbdistError, WorkerLost
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ class Worker:
         """Set when its process has; `ended` when its last words are known, too."""
         self.cells: list[Cell] = []
         self.names: list[str] = []
-        self.stderr: deque[str] = deque(maxlen=_LAST_LINES)
-        self.log: deque[str] = deque(maxlen=_LAST_LINES)
+        self.stderr = Tail(_LAST_LINES, _LONGEST)
+        """The end of what the cell that runs has written to standard error."""
+        self.log = Tail(_LAST_LINES, _LONGEST)
         """The end of all that it has written."""
         self.lives = 0
 
@@ -128,7 +129,7 @@ class Worker:
 
     def end(self, code: int, last_words: str) -> str:
         """Its process has ended; what is to be said of that."""
-        lines = _telling([line for line in last_words.splitlines() if line.strip()] or list(self.stderr))
+        lines = _telling([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
         why = describe_exit(code)
         for cell in self.cells:
             lines = [labels.rename_cell_frames(line, cell.code, cell.number, self.name) for line in lines]
@@ -163,10 +164,9 @@ class Worker:
 
     def remember(self, stream: str, text: str) -> None:
         """Keep the end of what it writes, to be looked at, and for the case that it dies."""
-        lines = [line[-_LONGEST:] for line in text[-_LAST_LINES * _LONGEST :].splitlines() if line.strip()]
-        self.log.extend(lines)
+        self.log.feed(text)
         if stream == "stderr":
-            self.stderr.extend(lines)
+            self.stderr.feed(text)
 
 
 def _telling(lines: list[str]) -> list[str]:

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
 from IPython.display import display
@@ -106,7 +108,13 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         cluster = Cluster.of(spec)
         cluster.progress = StartProgress(cluster.names, current_sink())
         cluster.start()
-        self._shell.push({"rpc": rpc, "dist_autograd": autograd}, interactive=False)
+        given = {
+            "rpc": rpc,
+            "dist_autograd": autograd,
+            "torch": torch,
+            "dist": torch.distributed,
+        }  # as workers have them
+        self._shell.push(given, interactive=False)
 
     @line_magic
     @_shortly

@@ -1,0 +1,39 @@
+"""Keeps the last lines of a text that comes in pieces, as a terminal would show them. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["Tail"]
+
+
+class Tail:
+    """The last lines that are not blank, each cut to its last letters; a progress bar is one line, as it was last."""
+
+    def __init__(self, lines: int, longest: int) -> None:
+        self._lines: deque[str] = deque(maxlen=lines)
+        self._longest = longest
+        self._open = ""
+        """The line that has not ended."""
+
+    def feed(self, text: str) -> None:
+        """Take what has been written."""
+        *ended, rest = (self._open + text).split("\n")
+        shown = (self._shown(line) for line in ended[-(self._lines.maxlen or 1) :])
+        self._lines.extend(line for line in shown if line.strip())
+        self._open = rest[-2 * self._longest :]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._lines.clear()
+        self._open = ""
+
+    def lines(self) -> list[str]:
+        """Return the lines, the last one included if it has not ended."""
+        last = self._shown(self._open)
+        found = [*self._lines, last] if last.strip() else list(self._lines)
+        return found[-(self._lines.maxlen or 1) :]
+
+    def _shown(self, line: str) -> str:
+        """What of a line is seen after carriage returns, which have it written over."""
+        return line.rstrip("\r").rpartition("\r")[2][-self._longest :]

@@ -1,0 +1,50 @@
+"""What a new user trips over in cells: names of the notebook, `exit`, old output in an error."""
+
+import pytest
+from frontend import Notebook
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 2 --backend none -t 60")
+        yield notebook
+
+
+def test_the_notebook_has_what_workers_have(notebook):
+    assert notebook.run("torch.ones(1).item(), dist.is_available(), rpc.__name__").result == "(1.0, True, 'nbdist.rpc')"
+
+
+def test_a_name_that_only_the_notebook_has(notebook):
+    notebook.run("scale = 3")
+    cell = notebook.run("%%remote\nprint(scale)", check=False)
+    assert cell.error["ename"] == "NameError"
+    assert (
+        cell.traceback.count("`scale` is a variable of the notebook: `%dist_push scale` sends it to the workers") == 1
+    )
+    notebook.run("%dist_push scale")
+    assert notebook.run("%%remote\nprint(scale)").stdout == "[worker0,1] 3\n"
+    cell = notebook.run("%%remote\nprint(nowhere)", check=False)
+    assert "is a variable of the notebook" not in cell.traceback
+
+
+@pytest.mark.parametrize("code", ["exit()", "quit()", "exit", "exit(3)"])
+def test_exit_says_what_ends_a_worker(notebook, code):
+    cell = notebook.run(f"%%remote\n{code}", check=False)
+    assert cell.error["ename"] == "UsageError"
+    assert "%dist_restart" in cell.traceback
+    assert notebook.run("%%remote\nprint(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
+
+
+def test_a_death_quotes_only_what_the_running_cell_wrote(notebook):
+    notebook.run("%%remote 1\nimport os, sys, time\nprint('long ago', file=sys.stderr)")
+    cell = notebook.run(
+        "%%remote 1\nfor percent in range(0, 101, 10): print(f'\\r{percent} %', end='', file=sys.stderr, flush=True)\n"
+        "time.sleep(0.5); os._exit(5)",
+        check=False,
+    )
+    said = cell.error["evalue"]
+    assert "long ago" not in said
+    assert said.count("%\n") == 1
+    assert "100 %" in said
+    notebook.run("%dist_restart")
