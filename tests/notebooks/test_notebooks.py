@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -83,25 +84,54 @@ def test_nbval_finds_cards_the_same_each_time_without_any_leniency(tmp_path):
         assert status == 0, said
 
 
-@pytest.mark.timeout(1000)
-def test_nbval_finds_the_committed_outputs(tmp_path):
-    status, said = run(
-        *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
-        *("--nbval-cell-timeout=120", "-p", "no:cacheprovider", "--color=no", "notebooks/"),
-        *(f"--ignore=notebooks/{path.name}" for path in NOTEBOOKS if missing(path)),
-        scratch=tmp_path,
-    )
-    assert status == 0, said
+RUNNING = "test_every_cell_does_what_it_is_there_for", "test_nbval_finds_the_committed_outputs"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_does_what_it_is_there_for(path, tmp_path):
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory):
+    """Run all notebooks in both ways, as far as tests were chosen that ask for them, two at a time.
+
+    By test and notebook: a future of the exit status, what was said, and where the page would be.
+    """
+    ways = {
+        RUNNING[0]: lambda path, folder: judge(path, "--html", folder / "page.html", scratch=folder),
+        RUNNING[1]: lambda path, folder: run(
+            *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
+            *("--nbval-cell-timeout=120", "-p", "no:cacheprovider", "--color=no", path),
+            scratch=folder,
+        ),
+    }
+    chosen = [item for item in request.session.items if item.originalname in RUNNING]
+    with ThreadPoolExecutor(2) as pool:
+        found = {}
+        for item in chosen:
+            path, folder = item.callspec.params["path"], tmp_path_factory.mktemp("notebook")
+            if not missing(path):
+                found[item.originalname, path] = pool.submit(ways[item.originalname], path, folder), folder
+        yield found
+        pool.shutdown(cancel_futures=True)
+
+
+def outcome(runs, request, path):
+    """Wait for a notebook's run; return the folder in which it was."""
     if missing(path):
         pytest.skip(f"there is no {', '.join(missing(path))} here")
-    page = tmp_path / "page.html"
-    status, said = judge(path, "--html", page, scratch=tmp_path)
+    running, folder = runs[request.node.originalname, path]
+    status, said = running.result()
     assert status == 0, said
-    text = page.read_text()
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_nbval_finds_the_committed_outputs(runs, request, path):
+    outcome(runs, request, path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_cell_does_what_it_is_there_for(runs, request, path):
+    text = (outcome(runs, request, path) / "page.html").read_text()
     assert not re.search(r"""<script|<link|@import|src=(?!["']?data:)|url\((?!["']?data:)""", text)
     assert text.count("<img ") == pictures(path)
 
