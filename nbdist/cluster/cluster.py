@@ -33,13 +33,14 @@ from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
 from nbdist.cluster.worker_output import METADATA, fence, take_last_value
 from nbdist.cluster.workers import Worker, lost_error
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import EncodeError, NbdistError, UsageError
 from nbdist.rpc import api, failures
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.rref import RRef
 from nbdist.torch_private import warn_of_untested
+from nbdist.wire import culprit
 
 __all__ = ["Cluster"]
 
@@ -431,7 +432,13 @@ class Cluster:
         self._require_alive(workers)
         token = os.urandom(8).hex()
         with torch.no_grad():  # as in `evaluate`; nor does it warn that no gradient will come back
-            sent: list[Future[Any]] = [api.rpc_async(w.name, receive, (token, dict(variables))) for w in workers]
+            try:
+                sent: list[Future[Any]] = [api.rpc_async(w.name, receive, (token, dict(variables))) for w in workers]
+            except EncodeError as error:
+                found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")
+                raise EncodeError(
+                    f"{found}, which cannot be sent: {error.__cause__}" if found else str(error)
+                ) from error
         for future in sent:
             future.wait()
         code = f"__import__('nbdist.cluster.worker_values', fromlist=['_']).place({token!r})"

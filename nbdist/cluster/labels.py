@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ipykernel.compiler import get_file_name
 
 import nbdist
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, UsageError
+from nbdist.wire import culprit
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -37,6 +38,7 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
     global _shell
     _shell = shell
     _follow_numbers(shell)
+    culprit.name_file[:] = [_name_file]
     if worker is None:
         return
     plain: Callable[[str], tuple[str, str] | None] = shell.compile.format_code_name
@@ -57,6 +59,11 @@ def missing_here(text: str) -> str:
     """Return the name that a worker's NameError misses, if this notebook has such a variable; else ``""``."""
     found = re.match(r"name '(\w+)' is not defined", text)
     return found[1] if found and _shell is not None and found[1] in _shell.user_ns else ""
+
+
+def _name_file(file: str) -> str:
+    number = _shell.compile._filename_map.get(file) if _shell is not None else None
+    return "" if number is None else f"cell {number}"
 
 
 def _follow_numbers(shell: InteractiveShell) -> None:
@@ -107,7 +114,16 @@ def trim_tracebacks(shell: Any) -> None:
         ours = isinstance(error, NbdistError | KeyboardInterrupt)
         if ours or any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
             _cut_off_our_frames(tb)
-        return shown(kind, error, tb, *args, **kwargs)
+        if not isinstance(error, UsageError):
+            return shown(kind, error, tb, *args, **kwargs)
+        # Its text says all: what led to it inside of this package is not shown.
+        before = error.__cause__, error.__suppress_context__
+        error.__cause__ = None
+        error.__suppress_context__ = True
+        try:
+            return shown(kind, error, tb, *args, **kwargs)
+        finally:
+            error.__cause__, error.__suppress_context__ = before
 
     shell.InteractiveTB.structured_traceback = structured_traceback
 

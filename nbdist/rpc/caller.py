@@ -18,7 +18,7 @@ from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.references import MessageForker
 from nbdist.rpc.rref import RRef, local_type
-from nbdist.wire import codec, names
+from nbdist.wire import codec, culprit, names
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
 from nbdist.wire.tensors import Slot
 
@@ -283,7 +283,9 @@ class Caller:
         except BaseException as error:
             forker.take_back()
             if isinstance(error, EncodeError):
-                raise EncodeError(f"an argument of {call.function} (or the function) {error}") from error
+                found = culprit.of_call(body) if error.__cause__ is not None and isinstance(body, tuple) else ""
+                which = f"{found}, which" if found else f"an argument of {call.function} (or the function)"
+                raise EncodeError(f"{which} {error}") from (error.__cause__ or error)
             raise
         call.definitions = encoded.named
         if recorder is not None:

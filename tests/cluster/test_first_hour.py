@@ -48,3 +48,17 @@ def test_a_death_quotes_only_what_the_running_cell_wrote(notebook):
     assert said.count("%\n") == 1
     assert "100 %" in said
     notebook.run("%dist_restart")
+
+
+def test_what_cannot_be_sent_is_named_in_one_short_error(notebook):
+    notebook.run("import threading\nlk = threading.Lock()\nbox = {'a': [lk]}")
+    cell = notebook.run("rpc.rpc_sync('worker1', lambda: lk)", check=False)
+    assert "`lk`, used by `<lambda>` of cell " in cell.error["evalue"]
+    assert "is a lock, which cannot be sent" in cell.error["evalue"]
+    assert cell.traceback.count("Traceback") == 1
+    assert "nbdist" not in cell.traceback.replace("nbdist.errors", "")
+    for code in ("%dist_push box", "rpc.rpc_sync('worker1', len, args=(box,))"):
+        cell = notebook.run(code, check=False)
+        assert "['a'][0]` is a lock, which cannot be sent" in cell.error["evalue"]
+        assert cell.traceback.count("Traceback") <= 1
+    assert notebook.run("import sys\ntype(sys.last_value.__cause__).__name__").result == "'TypeError'"

@@ -1,0 +1,113 @@
+"""Finds which part of a value cannot be pickled, and says how to get there: ``args[0]['lock'] is a lock``."""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+
+__all__ = ["name_file", "of_call", "of_value"]
+
+_DEEPEST = 20
+_MOST_PARTS = 10_000
+
+name_file: list[Callable[[str], str]] = []
+"""What names the file of a function that was typed, such as ``cell 22``; empty text for other files."""
+
+_KINDS = {"lock": "a lock", "RLock": "a lock", "generator": "a generator", "frame": "a frame", "socket": "a socket"}
+
+
+class _Trial(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
+    """Pickles into nothing; tensors and what is like them count as carried."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return "tensor" if isinstance(obj, torch.Tensor | torch.storage.UntypedStorage) else None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def of_call(body: tuple[Any, Any, Any]) -> str:
+    """Return what of a call's function, arguments and keywords cannot be pickled; empty if it is not found."""
+    function, args, kwargs = body
+    if not isinstance(function, str) and not _can_travel(function):
+        return _follow(function, _name_of(function))
+    parts = [(f"args[{number}]", value) for number, value in enumerate(args)] + list(kwargs.items())
+    return next((_follow(value, path) for path, value in parts if not _can_travel(value)), "")
+
+
+def of_value(value: Any, name: str) -> str:
+    """Return which part of a value of that name cannot be pickled; empty if it is not found."""
+    return "" if _can_travel(value) else _follow(value, name)
+
+
+def _can_travel(value: Any) -> bool:
+    try:
+        _Trial(_Nowhere(), 5).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+def _follow(value: Any, path: str) -> str:
+    """Go down from a value that cannot be pickled to the innermost part of it that cannot be."""
+    by = ""
+    for _ in range(_DEEPEST):
+        if isinstance(value, types.MethodType):
+            value, path = value.__self__, f"{path}.__self__"
+        worse = next((part for part in _parts(value) if not _can_travel(part[1])), None)
+        if worse is None:
+            break
+        if isinstance(value, types.FunctionType):
+            by = f", used by `{value.__qualname__.rpartition('.')[2]}`{_place(value)},"
+            path = ""
+        step, value = worse
+        path += step
+    return f"`{path}`{by} is {_kind(value)}"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a value consists of, with what to write behind the value's name to get there."""
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # it is empty
+                continue
+        for name in code.co_names:
+            if name in value.__globals__:
+                yield name, value.__globals__[name]
+    elif isinstance(value, dict):
+        for number, (key, item) in enumerate(value.items()):
+            if number >= _MOST_PARTS:
+                return
+            yield f"[{key!r}]", item
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value[:_MOST_PARTS]):
+            yield f"[{number}]", item
+    else:
+        fields = getattr(value, "__dict__", None)
+        if isinstance(fields, dict) and not isinstance(value, type | types.ModuleType):
+            for name, item in fields.items():
+                yield f".{name}", item
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", "the function")).rpartition(".")[2]
+
+
+def _place(function: types.FunctionType) -> str:
+    named = next((name for make in name_file if (name := make(function.__code__.co_filename))), "")
+    return f" of {named}" if named else ""
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return _KINDS.get(name) or f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
