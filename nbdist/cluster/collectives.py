@@ -95,7 +95,9 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     with _breaking:
         if dist.is_initialized():
             for loop in _loops():
-                gloo.shut(loop)  # nothing in it is waited for any more; who still holds a group learns that it is over
+                # Nothing in it is waited for any more, and who still holds the group learns that it is over.
+                if _broken or _lost or (_store is not None and _store.group_at(loop.address) is not None):
+                    gloo.shut(loop)
             dist.destroy_process_group()
         _broken = _formed = False
         _lost.clear()
@@ -232,7 +234,8 @@ def _is_of_old_group(error: BaseException) -> bool:
     tb = error.__traceback__
     while tb is not None:
         found = tb.tb_frame.f_locals
-        for group in (found.get("group"), getattr(found.get("self"), "process_group", None)):
+        wrapper = getattr(found.get("self"), "__dict__", {})  # DDP's or FSDP's
+        for group in (found.get("group"), wrapper.get("process_group")):
             if isinstance(group, dist.ProcessGroup) and not is_process_group_known(group):
                 return True
         tb = tb.tb_next
