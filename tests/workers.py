@@ -145,6 +145,13 @@ def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
         time.sleep(0.01)
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop a process by SIGSTOP; return when all its threads stand still, as one may be running elsewhere."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
+    eventually(lambda: all(task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks))
+
+
 # -- what workers run ---------------------------------------------------------------------------
 
 _calls: dict[str, int] = {}

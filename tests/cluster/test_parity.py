@@ -554,6 +554,7 @@ def test_interact_and_a_bar_of_tqdm(pair):
 
 
 def test_exit_ends_neither_the_worker_nor_the_notebook(pair):
-    cell = pair.only(pair.notebook, "%%remote 0\nexit")
-    assert cell.reply["content"]["payload"] == []
+    cell = pair.notebook.run("%%remote 0\nexit", check=False)
+    assert cell.error["ename"] == "UsageError"
+    assert cell.reply["content"].get("payload", []) == []
     assert pair.only(pair.notebook, "%remote 0 1 + 1").result == "2"

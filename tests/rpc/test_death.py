@@ -85,7 +85,7 @@ def test_a_third_that_waits_for_the_dead():
 def test_a_stopped_local_process_is_not_lost():
     with workers.world(2) as others:
         process = others.processes["worker1"]
-        process.send_signal(signal.SIGSTOP)
+        workers.stop(process)
         try:
             future = rpc.rpc_async("worker1", workers.name, timeout=30)
             with pytest.raises(nbdist.RpcTimeout):
@@ -283,7 +283,7 @@ def test_leaving_a_dynamic_world_does_not_wait_for_one_that_hangs(tmp_path):
         workers.eventually(lambda: len(current_agent().membership.members()) == 2)
         rref = rpc.remote("late", workers.Counter)
         assert rref.rpc_sync().add(1) == 1
-        others.processes["late"].send_signal(signal.SIGSTOP)
+        workers.stop(others.processes["late"])
         ended = threading.Event()
 
         def leave() -> None:
