@@ -87,5 +87,9 @@ class Ledger:
         return self._root in self._taken
 
     def owed(self) -> list[tuple[int, Missing]]:
-        """The gradients that never came, and to whom."""
-        return [(worker, missing) for worker, each in self.missing.items() for missing in each]
+        """The gradients that never came, each with the worker that waits for it: the root's first, then by worker.
+
+        Reports come in any order; what an error says must not depend on that.
+        """
+        workers = sorted(self.missing, key=lambda worker: (worker != self._root, worker))
+        return [(worker, missing) for worker in workers for missing in sorted(self.missing[worker])]

@@ -14,7 +14,7 @@ import torch
 from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Contexts
 from nbdist.autograd.ledger import Ledger
-from nbdist.autograd.messages import PassId, Report, Token
+from nbdist.autograd.messages import Missing, PassId, Report, Token
 from nbdist.autograd.part import Part, Roots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.turns import Turns
@@ -261,6 +261,16 @@ def test_what_waits_does_not_keep_the_marking_from_its_end():
     assert ledger.marked
     assert ledger.waiting == {OTHER}
     assert not ledger.over
+
+
+@pytest.mark.parametrize("order", [(ROOT, OTHER, THIRD), (THIRD, OTHER, ROOT), (OTHER, ROOT, THIRD)])
+def test_what_is_owed_does_not_depend_on_whose_report_came_first(order):
+    ledger = Ledger(OTHER)
+    owed = {worker: [Missing(8, "second", worker), Missing(7, "first", worker)] for worker in order}
+    for worker in order:
+        ledger.take(worker, Report(PassId(OTHER, 1), 1, [], [], [], False, owed[worker]))
+    assert [worker for worker, _ in ledger.owed()] == [OTHER, OTHER, ROOT, ROOT, THIRD, THIRD]
+    assert [missing.message for _, missing in ledger.owed()] == [7, 8] * 3
 
 
 # --- turns ----------------------------------------------------------------------------------------
