@@ -41,14 +41,6 @@ _NOT_FOR: dict[bool, tuple[str, ...]] = {False: (), True: ("full files",)}
 """Strikes that are left out for members, and for clusters: a kernel without room for a file may lose a cell, which is
 its kernel's protocol's affair, and not nbdist's."""
 
-KNOWN: dict[str, str] = {
-    "counted as dead": "issue H, item 9: a full file table counts living peers as dead",
-    "stuck in a collective": "issue H, item 6: survivors of a death in a collective wait for ever",
-    "group did not form": "issue H, items 1 and 6: survivors of a death while a group forms stay in that",
-    "nbdist-swarm-": "issue H, item 5: a swarm's folder outlives a driver that is killed",
-}
-"""Findings that are being mended, by a part of their text. They are printed, and do not count."""
-
 
 @dataclass
 class Outcome:
@@ -103,11 +95,6 @@ class Storm:
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         return outcome
-
-    @staticmethod
-    def explained(finding: Finding) -> str | None:
-        """Return the issue that a finding is known by, or None if it is new."""
-        return next((why for text, why in KNOWN.items() if text in str(finding)), None)
 
     # -- the phases ---------------------------------------------------------------------------
 

@@ -3,24 +3,22 @@
 `make soak` ends with half an hour of storms over every workload: `make chaos`.
 """
 
+import subprocess
+
 import pytest
 from planted import SABOTAGE, plant
 
+from chaos import disturbances, phases
 from chaos.recorder import digest
 from chaos.storm import Storm
 
 REPORTS = {"resend twice": {"ran twice"}, "drop a delete": {"left behind"}}
 
 
-def found(storm):
-    outcome = storm.run()
-    return [finding for finding in outcome.findings if storm.explained(finding) is None], outcome
-
-
 @pytest.mark.timeout(300)
 def test_a_short_storm_over_calls_finds_nothing():
-    findings, outcome = found(Storm("calls", seed=1, seconds=4, members=3))
-    assert findings == [], f"in {outcome.folder}"
+    outcome = Storm("calls", seed=1, seconds=4, members=3).run()
+    assert outcome.findings == [], f"in {outcome.folder}"
     assert outcome.counts["calls with a value"] > 20
 
 
@@ -29,8 +27,15 @@ def test_a_short_storm_over_calls_finds_nothing():
 def test_a_storm_reports_exactly_what_was_broken_on_purpose(tmp_path, name):
     plant(SABOTAGE[name], tmp_path)
     storm = Storm("calls", 2, seconds=1, strikes=("cut links",), members=2, leaks_after=4, package=tmp_path)
-    findings, outcome = found(storm)
-    assert {finding.kind for finding in findings} == REPORTS[name], f"in {outcome.folder}"
+    outcome = storm.run()
+    assert {finding.kind for finding in outcome.findings} == REPORTS[name], f"in {outcome.folder}"
+
+
+def test_a_process_that_a_storm_has_killed_is_not_counted_as_there():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        assert phases.is_running(process.pid)
+        disturbances.kill(process.pid)
+        assert not phases.is_running(process.pid)
 
 
 def test_the_same_seed_throws_the_same_dice():
