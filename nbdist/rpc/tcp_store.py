@@ -16,6 +16,8 @@ import errno
 import ipaddress
 import os
 import socket
+import threading
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch.distributed
@@ -29,6 +31,9 @@ dist: Any = torch.distributed  # which does not declare what it exports
 _SERVER_OF_THIS_PROCESS = -1
 """No file: torch uses its server at the port if there is one in this process, and fails if there is none."""
 
+_ANSWER = 2.0
+"""Seconds that a store gets for its answer beyond the time for connecting, so that torch's own error comes first."""
+
 _PROBE = 1.0
 """Seconds for a connection to the store: it is made or refused at once unless the other machine is gone."""
 
@@ -41,14 +46,14 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
     """Open the store at an address, as its client; with ``serve``, serve it there first.
 
     The server runs until this process opens another store, calls `end_server`, or ends. Operations of the store end
-    after ``timeout`` seconds. Raises RendezvousError where another program listens at the address already.
+    after ``timeout`` seconds. Raises RendezvousError where another program listens at the address.
     """
     global _served
     limit = datetime.timedelta(seconds=timeout)
     if _served is not None and (not serve or _served[:2] != (host, port)):
         end_server()
     if not serve:
-        return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        return _client(host, port, timeout)
     listener = _listen(host, port)
     try:
         store = dist.TCPStore(
@@ -62,6 +67,30 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
         ) from error
     _served = (host, port, store)
     return store
+
+
+def _client(host: str, port: int, timeout: float) -> Any:
+    """Return a client of the store at an address.
+
+    torch's client tries to connect for ``timeout`` seconds. Once it is connected it waits for the store's answer for
+    ever, and Python handles no Ctrl-C meanwhile. So a thread connects, and is left behind if nobody answers.
+    """
+    opened: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            limit = datetime.timedelta(seconds=timeout)
+            opened.set_result(dist.TCPStore(host, port, None, False, limit, wait_for_workers=False))
+        except Exception as error:
+            opened.set_exception(error)
+
+    threading.Thread(target=connect, name="nbdist-store", daemon=True).start()
+    if not wait([opened], timeout + _ANSWER).done:
+        raise RendezvousError(
+            f"what listens at {host}:{port} has not answered as a store within {timeout:g} s: another program listens "
+            f"there, or rank 0 stands still; start rank 0 first, or choose another port"
+        )
+    return opened.result()
 
 
 def end_server() -> None:

@@ -143,6 +143,17 @@ def own_address() -> str | None:
 
 
 @pytest.mark.skipif(own_address() is None, reason="this machine has no address but loopback")
+@pytest.mark.timeout(60)
+def test_a_listener_that_never_answers_is_no_store():
+    with socket.create_server(("127.0.0.1", 0)) as other:  # its backlog takes the connection
+        port = other.getsockname()[1]
+        options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=1)
+        with pytest.raises(
+            nbdist.RendezvousError, match=rf"127\.0\.0\.1:{port} has not answered as a store within 1 s"
+        ):
+            rpc.init_rpc("late", rank=1, world_size=2, rpc_backend_options=options)
+
+
 def test_the_store_leaves_loopback_only_with_a_secret(monkeypatch):
     monkeypatch.delenv("NBDIST_SECRET_FILE", raising=False)
     url = f"tcp://{own_address()}:{free_port()}"
