@@ -116,7 +116,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "cloudpickle": ("wire",),
     "jupyter_client": ("cluster",),
     "ipykernel": ("cluster",),
-    "IPython": ("cluster", "magics"),
+    "IPython": ("cluster", "magics", "compat.ipyparallel"),
     "anywidget": ("views.widgets",),
     "ipywidgets": ("views.widgets",),
     "ray": ("cluster.launchers",),
@@ -132,8 +132,10 @@ _NAMESPACES = ("autograd", "nn", "optim", "rpc", "swarm", "testing")
 def __getattr__(name: str) -> Any:
     """Import what a program asks for: `Cluster` needs Jupyter's packages, and `swarm` needs transformers."""
     if name == "Cluster":
+        from nbdist.compat import ipyparallel
         from nbdist.views import clusters
 
+        clusters.Cluster.add_view("view", ipyparallel.view_of)
         return clusters.Cluster
     if name in _NAMESPACES:
         return importlib.import_module(f"nbdist.{name}")

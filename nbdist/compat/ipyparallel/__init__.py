@@ -1,0 +1,56 @@
+"""Runs notebooks that were written for ipyparallel: its words for workers, calls and cells.
+
+``%load_ext nbdist.compat.ipyparallel`` makes ``import ipyparallel`` mean this package in the notebook, binds ``ipp``,
+and adds ``%px``. `Client`, its views and their handles have the names in `docs/coming_from.md`, and no others: any
+other name raises, and says what to write instead. ``cluster.view()`` is a view of an nbdist cluster.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from nbdist.compat.ipyparallel.client import Client, Cluster, view_of
+from nbdist.compat.ipyparallel.closed import refuse
+from nbdist.compat.ipyparallel.results import AsyncResult
+from nbdist.compat.ipyparallel.tasks import Reference
+from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
+from nbdist.errors import UsageError
+
+__all__ = [
+    "AsyncResult",
+    "Client",
+    "Cluster",
+    "DirectView",
+    "LoadBalancedView",
+    "Reference",
+    "bind_kernel",
+    "interactive",
+    "load_ipython_extension",
+    "view_of",
+]
+
+
+def interactive(function: Any) -> Any:
+    """Return the function: names that it does not find are looked up on the worker in any case."""
+    return function
+
+
+def bind_kernel() -> None:
+    """Do nothing: a worker is a kernel already; ``%remote worker0 %connect_info`` says how to connect to it."""
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Have ``import ipyparallel`` mean this package; add ``ipp`` and ``%px`` to the notebook."""
+    from nbdist.compat.ipyparallel.magics import activate
+
+    here, other = sys.modules[__name__], sys.modules.get("ipyparallel")
+    if other not in (None, here):
+        raise UsageError("ipyparallel itself has been imported: restart the kernel, and load this extension first")
+    sys.modules["ipyparallel"] = here
+    shell.push({"ipp": here}, interactive=False)
+    activate(None)
+
+
+def __getattr__(name: str) -> Any:
+    return refuse("ipyparallel", name)

@@ -1,0 +1,233 @@
+"""ipyparallel's words: views, handles and magics over a real cluster, and in a real notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import frontend
+import pytest
+import torch
+
+import nbdist
+from nbdist.compat import ipyparallel as ipp
+
+FUNCTIONS = """
+import os, time
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return os.getpid()
+
+def note(number):
+    seen.append(number)
+    time.sleep(0.001)
+    seen.append(number)
+
+def run_for_ever(path):
+    open(path, "w").close()
+    while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nbdist.Cluster(2, backend="none") as cluster:
+        cluster.execute(FUNCTIONS)
+        yield cluster
+
+
+@pytest.fixture
+def view(cluster):
+    return cluster.view()
+
+
+@pytest.fixture
+def balanced(cluster):
+    return cluster.view(balanced=True)
+
+
+def test_variables_go_there_and_come_back(view):
+    view["x"] = 7
+    assert view["x"] == [7, 7]
+    view.push({"y": 1, "z": 2})
+    assert view.pull(["y", "z"], block=True) == [[1, 2], [1, 2]]
+    assert view.apply_sync(lambda: x) == [7, 7]  # noqa: F821
+
+
+def test_a_view_of_one_worker_gives_values_and_no_lists(cluster):
+    one = ipp.Client(cluster)[1]
+    one["who"] = "me"
+    assert one["who"] == "me"
+    assert one.apply_sync(os.getpid) == cluster.workers[1].pid
+    assert ipp.Client(cluster)[::2].targets == [0]
+
+
+@pytest.mark.parametrize("values", [list(range(5)), torch.arange(5)])
+def test_what_is_scattered_is_gathered_again(view, values):
+    view.scatter("part", values)
+    assert [len(part) for part in view["part"]] == [3, 2]
+    gathered = view.gather("part").get()
+    assert type(gathered) is type(values)
+    assert list(gathered) == list(values)
+    view.scatter("rank", [10, 11], flatten=True)
+    assert view["rank"] == [10, 11]
+
+
+def test_maps_keep_the_order(view, balanced):
+    expected = [2 * number for number in range(7)]
+    for each in (view, balanced):
+        assert each.map_sync(lambda number: 2 * number, range(7)) == expected
+        assert list(each.imap(lambda number: 2 * number, range(7))) == expected
+        assert each.map(lambda a, b: a * b, [1, 2], [3, 4]).get() == [3, 8]
+        assert each.map_sync(abs, []) == []
+        assert list(each.executor.map(abs, [-1, 2])) == [1, 2]
+    assert balanced.map_sync(abs, range(7), chunksize=3) == list(range(7))
+    doubled = balanced.parallel(block=True)(lambda number: 2 * number)
+    assert doubled.map(range(3)) == doubled(range(3)) == [0, 2, 4]
+
+
+def test_a_balanced_task_goes_to_who_is_free(cluster, balanced, tmp_path):
+    release = tmp_path / "release"
+    slow = balanced.apply_async(ipp.Reference("wait_for"), str(release))
+    quick = balanced.map_async(lambda _: os.getpid(), range(8))
+    pids = set(quick.get(60))
+    assert not slow.ready()
+    release.touch()
+    assert slow.get(60) not in pids
+    assert len(pids) == 1
+
+
+def test_a_worker_does_one_task_after_the_other_in_order(cluster):
+    one = ipp.Client(cluster)[0]
+    one["seen"] = []
+    results = [one.apply_async(ipp.Reference("note"), number) for number in range(20)]
+    assert ipp.Client(cluster).wait(results, 60)
+    assert one["seen"] == [step for number in range(20) for step in (number, number)]
+
+
+def test_a_task_waits_for_the_cells_before_it(view):
+    view["later"] = 0
+    view.execute("import time; time.sleep(0.5); later = 5", block=False)
+    assert view.apply_sync(lambda: later) == [5, 5]  # noqa: F821
+
+
+def test_a_reference_stands_for_a_value_of_the_worker(view):
+    view["b"] = 3
+    assert view.apply_sync(lambda value: value + 1, ipp.Reference("b * 2")) == [7, 7]
+    view["double"] = lambda: 2 * b  # noqa: F821
+    assert view.apply_sync(ipp.Reference("double")) == [6, 6]
+
+
+def test_a_handle_knows_who_did_it_and_when(cluster, view, balanced):
+    assert view.apply_async(os.getpid).get_dict() == {worker.rank: worker.pid for worker in cluster.workers}
+    result = balanced.map_async(abs, range(20))
+    assert result.wait(60)
+    assert (result.progress, len(result), result.successful()) == (20, 20, True)
+    assert set(result.engine_id) <= {0, 1}
+    for submitted, started, completed in zip(result.submitted, result.started, result["completed"], strict=True):
+        assert submitted <= started <= completed
+    assert result.serial_time >= 0
+    assert 0 < result.wall_time == result.elapsed
+
+
+def test_a_handle_is_a_future_of_pythons(view):
+    async def both():
+        return await asyncio.wrap_future(view.apply(os.getpid))
+
+    assert asyncio.run(both()) == view.apply_sync(os.getpid)
+
+
+def test_an_error_has_the_workers_own_type(view, balanced):
+    for each in (view, balanced):
+        failed = each.apply_async(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            failed.get(60)
+        assert failed.ready()
+        assert not failed.successful()
+    with pytest.raises(nbdist.EncodeError):
+        view.apply_sync(abs, (each for each in "ab"))
+
+
+def test_interrupt_ends_a_task(cluster, tmp_path):
+    begun = tmp_path / "begun"
+    running = cluster.view(0).apply_async(ipp.Reference("run_for_ever"), str(begun))
+    deadline = time.monotonic() + 60
+    while not begun.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    cluster.interrupt()
+    with pytest.raises(nbdist.RemoteError, match="KeyboardInterrupt"):
+        running.get(60)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        ("view", "queue_status", "use %dist_status"),
+        ("view", "sync_imports", "an import inside of the function"),
+        ("view", "frobnicate", "docs/coming_from.md"),
+        ("result", "stdout", "appears in the notebook at once"),
+        ("client", "become_dask", "the library's own client"),
+        ("module", "CompositeError", "the worker's own type of error"),
+        ("starter", "start_engines_sync", "is fixed when they start"),
+    ],
+)
+def test_every_other_name_raises_and_says_what_to_write(cluster, view, owner, name, instead):
+    owners = {
+        "view": view,
+        "result": ipp.AsyncResult.of(1),
+        "client": ipp.Client(cluster),
+        "module": ipp,
+        "starter": ipp.Cluster(),
+    }
+    with pytest.raises(AttributeError, match=f"has no '{name}'.*{instead}"):
+        getattr(owners[owner], name)
+
+
+def test_a_worker_that_dies_fails_its_own_tasks_and_takes_no_others(cluster, balanced):
+    one = cluster.view(0)
+    os.kill(cluster.workers[0].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while cluster.workers[0].alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert set(balanced.map_sync(lambda _: os.getpid(), range(20))) == {cluster.workers[1].pid}
+    with pytest.raises(nbdist.WorkerLost):
+        one.apply_sync(os.getpid)
+    cluster.restart()
+    assert one.apply_sync(os.getpid) == cluster.workers[0].pid
+
+
+def test_a_notebook_of_ipyparallels_runs_with_one_changed_line():
+    with frontend.Notebook(load=False) as notebook:
+        notebook.run("%load_ext nbdist.compat.ipyparallel")
+        notebook.run("import ipyparallel\nrc = ipyparallel.Cluster(n=2).start_and_connect_sync(activate=True)")
+        notebook.run("%px a = 5")
+        notebook.run("%px a + 1")
+        assert notebook.run("rc[:]['a']").result == "[5, 5]"
+        assert "even" in notebook.run("%%px --targets ::2\nprint('even')").stdout
+        assert notebook.run("%%px --local\nhere = 1").error is None
+        assert notebook.run("here").result == "1"
+        notebook.run("%%px --noblock\nimport time; time.sleep(0.3); b = 1")
+        notebook.run("%pxresult")
+        assert notebook.run("rc[:]['b']").result == "[1, 1]"
+        notebook.run("%pxconfig --targets 1")
+        notebook.run("%px only = 1")
+        assert "NameError" in notebook.run("rc[0]['only']", check=False).error["ename"]
+        notebook.run("rc[0].activate(suffix='0')\n%px0 c = 3")
+        assert notebook.run("rc[0]['c']").result == "3"
+        shown = notebook.run("rc.load_balanced_view().map_async(abs, range(9)).wait_interactive()")
+        drawn = shown.of("display_data") + shown.of("update_display_data")
+        assert "9/9 tasks" in drawn[-1]["data"]["text/plain"]
+        notebook.run("%autopx")
+        notebook.run("d = 4")
+        notebook.run("%autopx")
+        assert notebook.run("rc[:]['d']").result == "[4, 4]"
+        wrong = notebook.run("%%px --verbosely\n1", check=False).error
+        assert wrong["ename"] == "UsageError"
+        assert "write: %%px [-t TARGETS]" in wrong["evalue"]
