@@ -23,6 +23,9 @@ def load():
     """torch's suites by name, each mixed with its fixture and with processes that are forked."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(DUMP_AFTER)
     os.environ["PYTORCH_JIT"] = "0"  # torch's switch: TorchScript is not what is tested, though some tests use it
+    # The tests of DDP call a trainer as soon as the caller's own process group is there. With this switch of torch's,
+    # that is when all have theirs; without it, a trainer may still be forming its group, and the test stands still.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     stacks.listen()
     import torch
 
@@ -74,6 +77,7 @@ def load():
         dist_optimizer_test.DistOptimizerTest,
         remote_module_test.RemoteModuleTest,
         ddp_under_dist_autograd_test.DdpUnderDistAutogradTest,
+        ddp_under_dist_autograd_test.DdpComparisonTest,
     ]
     suites = [(suite, TensorPipeRpcAgentTestFixture) for suite in plain]
     faulty = [faulty_agent_rpc_test.FaultyAgentRpcTest, dist_autograd_test.FaultyAgentDistAutogradTest]
