@@ -11,10 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Listener", "emit", "subscribe"]
+__all__ = ["Listener", "Steps", "emit", "show_steps", "steps", "subscribe"]
 
 Listener = Callable[[str, dict[str, Any]], None]
 
+Steps = Callable[[str], None]
+"""Shows the newest line about an operation that takes seconds, in place of the line before."""
+
+_show: Callable[[], Steps] | None = None
 _listeners: tuple[Listener, ...] = ()
 _lock = threading.Lock()
 _log = logging.getLogger("nbdist.trace")
@@ -48,3 +52,18 @@ def _drop(listener: Listener) -> None:
     global _listeners
     with _lock:
         _listeners = tuple(other for other in _listeners if other is not listener)
+
+
+def show_steps(show: Callable[[], Steps] | None) -> None:
+    """Have ``show()`` called at the begin of each operation that takes seconds; None ends that."""
+    global _show
+    _show = show
+
+
+def steps() -> Steps:
+    """Return what shows the steps of an operation that begins now; it does nothing where nobody watches."""
+    return _show() if _show is not None else _skip
+
+
+def _skip(line: str) -> None:
+    """Show nothing."""

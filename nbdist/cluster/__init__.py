@@ -10,6 +10,7 @@ processes zygote   the local one's mechanism: the process that workers are forke
 folder             the run directory
 kernels            the thread that talks to the kernels; `jupyter_wire`, what is said as bytes              (pure)
 cells errors       one cell on its workers: its handle; how it fails
+asking             what a worker's kernel says of a name, and how it would complete one
 routing origins    to which cell a message belongs, of a cell or of a call
 arrange            the output of several workers in one place: the contract                                 (pure)
 live grouped       as it comes; or held back to the end, by worker                                          (pure)

@@ -41,6 +41,9 @@ _ERROR_STANDS = 3.0
 _TELL_AFTER = 0.3
 """Seconds after a worker has failed within which the others may fail as well, and the cell ends without a notice."""
 
+_NOT_TO_DEBUG = {"Aborted", "IndentationError", "KeyboardInterrupt", "SyntaxError", "UsageError", "WorkerLost"}
+"""Errors that leave no frame of the user's on the worker, or no worker."""
+
 _OUTPUTS = ("stream", "display_data", "execute_result", "error")
 
 
@@ -144,14 +147,26 @@ class Cell:
             return self._interruption([])
         made = make_error(self._causes(), len(self.parts))
         made.errors = tuple(errors)
-        made.traceback = self._where_interrupted()
+        made.traceback = [*self._where_interrupted(), *self._how_to_debug()]
         return made
+
+    def _how_to_debug(self) -> list[str]:
+        """Return the line that says how to debug a worker that has failed, where somebody could type there."""
+        if not self._foreground or self._quiet or not self.sink.interactive:
+            return []
+        found = next((error.worker for error in self._causes() if error.name not in _NOT_TO_DEBUG), None)
+        return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
 
     def _causes(self) -> list[WorkerError]:
         """The errors, without those of workers that were interrupted because another had failed."""
         errors = self.errors
         causes = [error for error in errors if error.name != "KeyboardInterrupt"]
         return causes if self._fail_fast and causes else errors
+
+    def move_to(self, sink: Sink) -> None:
+        """Show what it puts out from now on at another place: its page cell was run again."""
+        self.sink = sink
+        self._outlet.move_to(sink)
 
     # -- waiting ------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -168,7 +167,10 @@ class Cluster:
         if self._state != "new":
             raise UsageError("this cluster has been shut down; make another")
         if Cluster.current is not None:
-            raise UsageError("a cluster runs in this process already; shut it down first")
+            raise UsageError(
+                "a cluster runs in this process already, and there is one at a time; end it with %dist_shutdown, or "
+                "its shutdown()"
+            )
         if api.is_initialized():
             raise UsageError("RPC runs in this process already; call rpc.shutdown() before a cluster starts")
         warn_of_untested()
@@ -465,10 +467,14 @@ class Cluster:
 
     # -- for the notebook -----------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """A cell of the notebook has ended: where nobody watches, what its calls printed comes before the next one."""
+    def settle(self, *, patience: float | None = None) -> None:
+        """Show what this cell's calls printed on workers, before the notebook goes on.
+
+        Without ``patience``, a cell has ended: one that nobody watches waits up to 1 s for that output, and a watched
+        one does not wait. With ``patience`` (seconds), a result is about to be shown: all wait, for so long at most.
+        """
         origin = self._router.origins.find(current_sink().id)
-        if origin is None or origin.sink.interactive:
+        if origin is None or (origin.sink.interactive and patience is None):
             return
 
         def ask(worker: str, token: str) -> bool:
@@ -478,23 +484,8 @@ class Cluster:
                 return False
             return True
 
-        self._router.settle(origin, [worker for worker in self.workers if worker.alive], ask)
-
-    def complete(self, worker: Worker, code: str, cursor: int, patience: float) -> tuple[list[str], int, int] | None:
-        """What a worker's kernel would complete, and from where to where; None if it does not say so in time."""
-        if not worker.alive or worker.cells:
-            return None
-
-        async def ask() -> Message:
-            assert worker.kernel is not None
-            request = {"code": code, "cursor_pos": cursor}
-            return await asyncio.wait_for(worker.kernel.ask("complete_request", request), patience)
-
-        try:
-            content = self._thread.run(ask()).result()["content"]
-        except (TimeoutError, NbdistError):
-            return None
-        return content["matches"], content["cursor_start"], content["cursor_end"]
+        within = _SETTLE if patience is None or not origin.sink.interactive else patience
+        self._router.settle(origin, [worker for worker in self.workers if worker.alive], ask, within)
 
     def _require_alive(self, workers: Sequence[Worker]) -> None:
         for worker in workers:

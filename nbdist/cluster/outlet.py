@@ -30,6 +30,10 @@ class Outlet:
         """A worker will say no more, or nothing that others should wait for."""
         self._show(self._arranger.ended(worker, time.monotonic()))
 
+    def move_to(self, sink: Sink) -> None:
+        """Show what comes from now on at another place."""
+        self._sink = sink
+
     def finish(self) -> None:
         """All have ended."""
         self._show(self._arranger.finish(time.monotonic()))

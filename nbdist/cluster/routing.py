@@ -19,8 +19,6 @@ __all__ = ["Router"]
 _REMEMBERED = 2000
 """How many cells are remembered for what still comes from them."""
 
-_SETTLE = 1.0
-
 
 class Router:
     """Knows to which cell a message belongs. Of the kernel thread, but for `settle`."""
@@ -73,17 +71,18 @@ class Router:
 
     # -- at the end of a cell -----------------------------------------------------------------
 
-    def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool]) -> None:
-        """Wait until all that was put out for a cell of the notebook has come, and show it.
+    def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool], within: float) -> None:
+        """Show what a cell's calls have put out, once all of it has come, or ``within`` seconds have passed.
 
-        ``ask(worker, token)`` has a worker answer behind its output so far; whether it could be asked.
+        ``ask(worker, token)`` has a worker send a mark behind its output so far, and returns whether the worker could
+        be asked.
         """
         token = os.urandom(8).hex()
         self._fences[token] = fence = _Fence(len(workers))
         for worker in workers:
             if not ask(worker.name, token):
                 fence.pass_one()
-        fence.all_passed.wait(_SETTLE)
+        fence.all_passed.wait(within)
         del self._fences[token]
 
         async def finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ def load(shell: InteractiveShell) -> None:
     from nbdist.cluster.launchers.local import prepare
 
     prepare()  # first: it imports torch beside us
+    from nbdist import __version__, trace
+    from nbdist.views.line import line_in_place
+
+    tell = line_in_place()
+    if "torch" not in sys.modules:
+        tell("nbdist imports torch ...")
     from nbdist.cluster.shell_channel import answer_through_stream
     from nbdist.magics.commands import DistMagics
     from nbdist.magics.session import Session
@@ -24,12 +31,16 @@ def load(shell: InteractiveShell) -> None:
     session = Session.of(shell)
     shell.register_magics(DistMagics(shell, session))
     displays.register(shell)
+    trace.show_steps(line_in_place)
+    tell(f"nbdist {__version__}: %dist_init -n 4 starts four workers, %dist lists all magics.")
 
 
 def unload(shell: InteractiveShell) -> None:
     """End the cluster, and take away what `load` added to every cell."""
+    from nbdist import trace
     from nbdist.magics.session import Session
     from nbdist.views import displays
 
+    trace.show_steps(None)
     displays.unregister(shell)
     Session.of(shell).close()

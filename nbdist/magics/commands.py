@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, magics_class, no_var_expand
 from IPython.display import display
 
@@ -23,7 +22,9 @@ from nbdist.cluster.holdings import free
 from nbdist.cluster.sinks import current_sink
 from nbdist.cluster.status import collect
 from nbdist.errors import NbdistError, UsageError
+from nbdist.magics.checking import check
 from nbdist.magics.lines import CellLine, parse_cell, parse_diff, parse_init, parse_value, parse_watch, reader
+from nbdist.magics.overview import overview
 from nbdist.magics.session import Session
 from nbdist.views.clusters import Cluster
 from nbdist.views.difference import DiffTable
@@ -59,15 +60,6 @@ def _shortly(magic: F) -> F:
     return call  # type: ignore[return-value]
 
 
-class _BadCell(UsageError):
-    """A cell that no worker could compile; shown as a cell of this kernel would be."""
-
-    shown: Sequence[str] = ()
-
-    def _render_traceback_(self) -> list[str]:
-        return list(self.shown)
-
-
 @magics_class
 class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     """``%dist_init`` and all that follows."""
@@ -76,6 +68,17 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         super().__init__(shell)
         self._shell = shell
         self._session = session
+        said = {f"%{name}": magic.__doc__ for name, magic in self.magics["line"].items()}
+        said |= {f"%%{name}": magic.__doc__ for name, magic in self.magics["cell"].items()}
+        self._overview = overview(said)
+        type(self).dist.__doc__ = self._overview  # what `%dist?` shows
+
+    @line_magic
+    @_shortly
+    def dist(self, line: str) -> None:
+        """List the magics by question: "it hangs", "it is slow", "memory"."""
+        reader("%dist").read(line)
+        print(self._overview)
 
     # -- the cluster ----------------------------------------------------------------------------
 
@@ -397,7 +400,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def _run(self, options: CellLine, code: str) -> Cell | None:
         cluster = self._session.cluster()
         cluster.select(options.targets)
-        self._check_syntax(code)
+        check(self._shell, code, {*self.magics["line"], *self.magics["cell"]})
         wait = not (options.noblock or options.local)
         cell = cluster.execute(
             code,
@@ -409,6 +412,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             progress_after=options.progress_after,
             keep=options.out is not None,
         )
+        if options.noblock:
+            self._session.begin_run(cell)
         if options.local:
             self._shell.run_cell(code)
             if not options.noblock:
@@ -416,14 +421,3 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if options.out is not None:
             self._shell.user_ns[options.out] = cluster.references(cell, options.targets)
         return cell if options.noblock else None
-
-    def _check_syntax(self, code: str) -> None:
-        """Find syntax errors before anything is sent."""
-        transformed = TransformerManager().transform_cell(code)
-        name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=code)
-        try:
-            compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        except (SyntaxError, ValueError, OverflowError) as error:
-            bad = type(type(error).__name__, (_BadCell,), {})(str(error))
-            bad.shown = self._shell.SyntaxTB.structured_traceback(type(error), error.with_traceback(None), None)
-            raise bad from None

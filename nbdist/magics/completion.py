@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
+from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
-from nbdist.errors import NbdistError
-from nbdist.magics.lines import CELL_OPTIONS, INIT_OPTIONS, parse_cell
+from nbdist.magics.lines import CELL_OPTIONS, OPTIONS
+from nbdist.magics.place import FIRST_LINE, RemoteCode, find_remote_code
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -25,11 +26,13 @@ PATIENCE = 0.2
 """Seconds that an idle kernel has for its answer."""
 
 _BACKENDS = ("gloo", "nccl", "none")
-_FIRST = re.compile(r"\s*(%%(?:remote|distributed|rank)\b)([^\n]*)")
-_INIT = re.compile(r"\s*%dist_init\b[^\n]*")
 _BACKEND = re.compile(r".*\s--backend[ =]\s*\w*")
-_VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]|[^\s\[]+)\s+")
-_NAMING = re.compile(r"\s*(%remote|%dist_restart|%dist_push|%dist_pull)\b[^\n]*")
+_NAMING = ("%remote", "%dist_restart", "%dist_push", "%dist_pull")
+_MAGIC_LINE = re.compile(r"\s*(%%?\w+)\b")
+_CALLED = re.compile(
+    r"\b(?:rpc_sync|rpc_async|remote|RemoteModule|get_worker_info)\(\s*(?:(?:to|remote_device|worker_name)\s*=\s*)?[\"']([\w.-]*)$"
+)
+"""A call up to the cursor in the text that names its worker."""
 _MAGIC = re.compile(r"\s*%+\w*")
 _WORD = re.compile(r"[^\s,=\[]*$")
 _NAME = re.compile(r"\w*$")
@@ -64,24 +67,29 @@ class RemoteCompleter:
         self._completer.custom_matchers.remove(self._match)
 
     def match(self, text: str, cursor: int) -> SimpleMatcherResult:
-        """What may stand at the cursor."""
+        """Return what may stand at the cursor."""
         before = text[:cursor]
-        first = _FIRST.match(text)
-        if first is not None:
-            if cursor <= first.end():
-                return self._words(
-                    before, [*CELL_OPTIONS, *_workers(), "all"] if first[1] != "%%distributed" else CELL_OPTIONS
-                )
-            usage = f"{first[1]} [TARGET]"
-            return self._body(text[first.end() + 1 :], cursor - first.end() - 1, first[2], usage)
+        if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
+            names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
+            found = [SimpleCompletion(name, type="worker") for name in names] or _Nothing()
+            return SimpleMatcherResult(completions=found, suppress=True, matched_fragment=called[1])
+        place = find_remote_code(text, cursor)
+        if place is not None:
+            return self._body(place)
+        first = FIRST_LINE.match(text)
+        if first is not None and cursor <= first.end():
+            return self._words(
+                before, [*CELL_OPTIONS, *_workers(), "all"] if first[1] != "%%distributed" else CELL_OPTIONS
+            )
         line = before.rpartition("\n")[2]
-        if _INIT.fullmatch(line):
-            return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else INIT_OPTIONS)
-        if (value := _VALUE.match(line)) is not None:
-            return self._body(line[value.end() :], len(line) - value.end(), value[1], "%remote TARGET expression")
-        if (naming := _NAMING.fullmatch(line)) is not None:
-            return self._words(line, [*self._variables(naming[1]), *_workers(), "all"], suppress=False)
-        return SimpleMatcherResult(completions=[])
+        if (asked := _MAGIC_LINE.match(line)) is None:
+            return SimpleMatcherResult(completions=[])
+        magic = asked[1]
+        options = OPTIONS.get(magic, ())
+        if magic in _NAMING:
+            words = [*self._variables(magic), *_workers(), "all", *options]
+            return self._words(line, words, suppress=line.rpartition(" ")[2].startswith("-"))
+        return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else options)
 
     def _variables(self, magic: str) -> list[str]:
         """What may be pushed, or pulled."""
@@ -101,15 +109,12 @@ class RemoteCompleter:
         return SimpleMatcherResult(completions=found, suppress=suppress, matched_fragment=begun)
 
     @staticmethod
-    def _body(code: str, cursor: int, line: str, usage: str) -> SimpleMatcherResult:
-        cluster = Cluster.current
-        if cluster is None or not cluster.running:
+    def _body(place: RemoteCode) -> SimpleMatcherResult:
+        worker = place.first_target()
+        if worker is None or Cluster.current is None:
             return SimpleMatcherResult(completions=[])
-        try:
-            worker = cluster.select(parse_cell(line, usage).targets)[0]
-        except NbdistError:
-            return SimpleMatcherResult(completions=[])
-        found = cluster.complete(worker, code, cursor, PATIENCE)
+        code, cursor = place.code, place.cursor
+        found = asking.complete(Cluster.current, worker, code, cursor, PATIENCE)
         if found is not None:
             matches, start, end = found
             fragment = code[start:cursor] if end >= cursor else ""

@@ -17,6 +17,7 @@ from nbdist.errors import UsageError
 __all__ = [
     "CELL_OPTIONS",
     "INIT_OPTIONS",
+    "OPTIONS",
     "CellLine",
     "ValueLine",
     "parse_cell",
@@ -190,6 +191,18 @@ INIT_OPTIONS = (
     "--preload",
 )
 
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "%dist_init": INIT_OPTIONS,
+    "%%watch": ("--paused", "-a", "--noblock", "-o", "--out", "--no-norms"),
+    "%dist_restart": ("-p", "--process-group"),
+    "%dist_reset": ("-n", "--nuclear"),
+    "%dist_mode": ("-e", "--enable", "-d", "--disable"),
+    "%dist_push": ("-r", "--rank", "--targets"),
+    "%dist_pull": ("-r", "--rank", "--targets"),
+    "%dist_diff": ("-r", "--rank", "--targets"),
+}
+"""The options of the other magics, for completion."""
+
 _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
     "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE]"
@@ -199,6 +212,7 @@ _INIT_USAGE = (
 def parse_init(line: str) -> Spec:
     """Read the line of ``%dist_init``."""
     reader = _Reader(_INIT_USAGE)
+    reader.add_argument("bare", nargs="*")
     reader.add_argument("-n", "--num-processes", type=int)
     reader.add_argument("-g", "--gpu-ids", nargs="+")
     reader.add_argument("-a", "--master-addr", type=_this_host)  # nbdistributed's; workers are on this host
@@ -210,6 +224,10 @@ def parse_init(line: str) -> Spec:
     reader.add_argument("--isolate-gpus", action="store_true")
     reader.add_argument("--preload", default="")
     found: Any = reader.read(line)
+    if found.bare:
+        bare = " ".join(word.strip() for word in found.bare)
+        meant = f": `%dist_init -n {bare}` starts {bare} workers" if bare.isdecimal() and int(bare) else ""
+        raise UsageError(f"%dist_init takes options only, not {bare!r}{meant}; write: {_INIT_USAGE}")
     gpus = _numbers(" ".join(found.gpu_ids)) if found.gpu_ids is not None else None
     count = found.num_processes
     if count is None:

@@ -6,15 +6,21 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import labels
+from nbdist.cluster.arrange import say_names
+from nbdist.cluster.cells import Cell
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.launchers.local import discard
 from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter
+from nbdist.magics.inspection import RemoteInspector
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["Session"]
+
+_RESULT_WAITS = 0.3
+"""Seconds that a cell's result waits for what the cell's calls printed: a worker that holds the GIL answers late."""
 
 _RANK = re.compile(r"^(\s*%%rank)(?=\[)")
 
@@ -32,6 +38,15 @@ class Session:
         shell.events.register("post_run_cell", self._after_cell)
         self._completer.install()
         labels.trim_tracebacks(shell)
+        kernel = getattr(shell, "kernel", None)
+        self._inspector = RemoteInspector(kernel) if hasattr(kernel, "do_inspect") else None
+        if self._inspector is not None:
+            self._inspector.install()
+        hook: Any = self._shell.displayhook
+        self._show_result: Any = hook.start_displayhook
+        hook.start_displayhook = self._before_result
+        self._runs: dict[str, list[Cell]] = {}
+        """Cells that were started with ``-a``, by the front end's id of the cell in the page."""
 
     @classmethod
     def of(cls, shell: Any) -> Session:
@@ -56,6 +71,9 @@ class Session:
         self._shell.input_transformers_cleanup.remove(self._transform)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._completer.remove()
+        if self._inspector is not None:
+            self._inspector.remove()
+        del self._shell.displayhook.start_displayhook
         del self._shell.InteractiveTB.structured_traceback  # the class's own shows again
         del self._shell._nbdist
 
@@ -71,6 +89,39 @@ class Session:
         if self.everywhere and Cluster.current is not None and Cluster.current.running and _is_plain(lines):
             return ["%%distributed\n", *lines]
         return lines
+
+    def _before_result(self) -> None:
+        """Show what the cell's calls printed above the cell's result."""
+        cluster = Cluster.current
+        if cluster is not None and cluster.running:
+            cluster.settle(patience=_RESULT_WAITS)
+        self._show_result()
+
+    def begin_run(self, cell: Cell) -> None:
+        """Note a cell that runs in the background, and tell what becomes of earlier runs that still go on.
+
+        Workers run cells in the order in which they were sent, so a new run waits for the earlier ones. A front end
+        drops the output of an earlier run, so that is shown below the new run from now on.
+        """
+        id = (self._shell.get_parent() if hasattr(self._shell, "get_parent") else {}).get("metadata", {}).get("cellId")
+        if not isinstance(id, str):
+            return
+        earlier = [run for run in self._runs.get(id, ()) if not run.done]
+        self._runs = {each: left for each, runs in self._runs.items() if (left := [r for r in runs if not r.done])}
+        self._runs[id] = [*earlier, cell]
+        for run in earlier:
+            run.move_to(cell.sink)
+        running = (
+            [name for name in Cluster.current.names if any(name in run.running for run in earlier)]
+            if (Cluster.current is not None)
+            else []
+        )
+        if running and cell.sink.interactive:
+            text = (
+                f"An earlier run of this cell goes on at {say_names(running)}: this run begins there when that has "
+                "ended, and the output of both shows here. cancel() of the earlier handle ends it.\n"
+            )
+            cell.sink.publish("stream", {"name": "stderr", "text": text})
 
     @staticmethod
     def _after_cell(_: Any) -> None:

@@ -30,6 +30,7 @@ from nbdist.swarm.member import Member
 from nbdist.swarm.neighbours import Address
 from nbdist.swarm.routing import NoRoute, Span, named
 from nbdist.swarm.server import NotHere, Options, Server
+from nbdist.trace import Steps
 
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
@@ -152,19 +153,22 @@ class Crew:
 
     # -- who has what -------------------------------------------------------------------------
 
-    def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]]) -> None:
-        """Have these workers load these blocks, all at the same time."""
+    def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
+        """Have these workers load these blocks, all at the same time; ``tell`` shows how far they are."""
         made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
         asked = [(member, self.send(member, "load", *span, extra=_LOADING)) for member, span in made]
-        for member, answer in asked:
+        for number, (member, answer) in enumerate(asked):
+            tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
             self._came(member, answer)
 
-    def join(self, worker: int | str, begin: int, end: int) -> None:
-        """Have a worker serve these blocks; besides those that it has, if it serves already."""
+    def join(self, worker: int | str, begin: int, end: int, tell: Steps) -> None:
+        """Have a worker serve these blocks, besides those that it serves already; ``tell`` shows how far it is."""
         with self._changed:
             known = self._members.get(self._name_of(worker))
         member = known if known is not None and known.state == "online" else self._made(worker)
+        tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {sum(self._sizes[begin:end]) / 1e6:.0f} MB ...")
         self._came(member, self.send(member, "load", begin, end, extra=_LOADING))
+        tell(f"join: {member.name} serves {named(member.blocks)}.")
 
     def _made(self, worker: int | str) -> Member:
         record = self._agent.find(worker)

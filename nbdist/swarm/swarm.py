@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist import durations
+from nbdist import durations, trace
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.swarm import adapter, routing
@@ -67,6 +67,8 @@ def serve(
     step_timeout = durations.positive(step_timeout, "step_timeout")
     cache_timeout = durations.bounded(cache_timeout, "cache_timeout")
     route_timeout = durations.bounded(route_timeout, "route_timeout")
+    tell = trace.steps()
+    tell("serve: the model's weights are read ...")
     # In the agent's directory: what removes that after a kill removes the weights, too.
     folder = tempfile.TemporaryDirectory(prefix="swarm-", dir=api.current_agent().directory)
     if isinstance(model, str | Path):
@@ -95,7 +97,8 @@ def serve(
     for begin, end in spans:
         found.check(begin, end)
     with found.crew.working():
-        found.crew.start(workers, spans)
+        found.crew.start(workers, spans, tell)
+    tell(f"serve: {len(spans)} workers serve {len(found)} blocks, {sum(found.sizes) / 1e6:.0f} MB.")
     return found
 
 
@@ -215,7 +218,7 @@ class Swarm:
         """Have one more worker serve blocks: all, or these. One that serves already takes these besides."""
         end = self.check(begin, end)
         with self.crew.working():
-            self.crew.join(worker, begin, end)
+            self.crew.join(worker, begin, end, trace.steps())
 
     def leave(self, worker: int | str) -> None:
         """Relieve a worker: others take its blocks, the sessions that go through it move there, and it is done."""

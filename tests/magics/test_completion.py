@@ -120,6 +120,20 @@ def test_the_line_of_dist_init_has_its_options(notebook):
     assert completions(notebook, "%dist_init --backend g") == ["%dist_init --backend gloo"]
 
 
+def test_options_of_other_magics(notebook):
+    assert completions(notebook, "%%watch --p") == ["%%watch --paused"]
+    assert completions(notebook, "x = 1\n%dist_restart -") == ["%dist_restart --process-group", "%dist_restart -p"]
+    assert completions(notebook, "%dist_mode --e") == ["%dist_mode --enable"]
+
+
+def test_workers_in_the_text_of_a_call(notebook):
+    for begin in ('rpc_sync("', "x = rpc.rpc_async(to='", 'rpc.remote(\n    "'):
+        last = begin.rpartition("\n")[2]
+        assert completions(notebook, f"{begin}wor") == [f"{last}worker0", f"{last}worker1"]
+        assert completions(notebook, f"%%remote 1\n{begin}note") == [f"{last}notebook"]
+    assert "worker0" not in str(completions(notebook, 'print("wor'))
+
+
 def test_lines_that_name_workers_or_variables(notebook):
     assert completions(notebook, "%dist_restart wor") == ["%dist_restart worker0", "%dist_restart worker1"]
     assert completions(notebook, "%remote wor") == ["%remote worker0", "%remote worker1"]

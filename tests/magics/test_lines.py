@@ -264,7 +264,7 @@ def test_the_line_of_dist_init(line, means):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("4", "unrecognized arguments: 4"),
+        ("4", "`%dist_init -n 4` starts 4 workers"),
         ("-n", "-n/--num-processes: expected one argument"),
         ("-n four", "'four'"),
         ("-n 2.5", "'2.5'"),

@@ -7,6 +7,7 @@ import pytest
 import swarm_models
 import torch
 
+from nbdist import trace
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, serve
 from nbdist.testing import World
@@ -115,11 +116,22 @@ def test_gradients_do_not_come_through_a_cache_that_has_something(world):
 
 
 def test_a_swarm_says_who_has_what(world):
+    shown = []
+    trace.show_steps(lambda: shown.append)
     swarm = serve(swarm_models.make("llama"), workers=["worker1", 2], spans=[(0, 4), (4, 6)])
+    assert shown == [
+        "serve: the model's weights are read ...",
+        "serve: 0 of 2 workers have loaded their blocks; worker1 loads ...",
+        "serve: 1 of 2 workers have loaded their blocks; worker2 loads ...",
+        f"serve: 2 workers serve 6 blocks, {sum(swarm.sizes) / 1e6:.0f} MB.",
+    ]
     assert swarm.blocks == {"worker1": [0, 1, 2, 3], "worker2": [4, 5]}
     assert "worker1: blocks 0-3" in repr(swarm)
     assert swarm.route(0, 6)[1].server == "worker2"
     swarm.join("worker3", 2, 6)
+    assert shown[4].startswith("join: worker3 loads blocks 2 to 5, ")
+    assert shown[5:] == ["join: worker3 serves blocks 2-5."]
+    trace.show_steps(None)
     assert swarm.blocks["worker3"] == [2, 3, 4, 5]
     with pytest.raises(UsageError, match="a transformers model, a folder with one, or a name, not a dict"):
         serve({}, workers=[1])

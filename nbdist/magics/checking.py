@@ -1,0 +1,64 @@
+"""Checks a cell for workers before anything is sent: its syntax, and magics that belong to the notebook."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container, Sequence
+from typing import Any
+
+from IPython.core.inputtransformer2 import TransformerManager
+
+from nbdist.cluster import labels
+from nbdist.errors import UsageError
+
+__all__ = ["check"]
+
+_MARKS = {"run_line_magic": "%", "run_cell_magic": "%%"}
+"""What IPython makes of a magic: a call of this method."""
+
+
+class _BadCell(UsageError):
+    """A cell that no worker could compile; shown as a cell of this kernel would be."""
+
+    shown: Sequence[str] = ()
+
+    def _render_traceback_(self) -> list[str]:
+        return list(self.shown)
+
+
+def check(shell: Any, code: str, own: Container[str]) -> None:
+    """Raise a UsageError if a cell for workers has a syntax error, or uses one of the notebook's ``own`` magics."""
+    transformed = TransformerManager().transform_cell(code)
+    name = shell.compile.cache(transformed, labels.cell_number(), raw_code=code)
+    try:
+        compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except (SyntaxError, ValueError, OverflowError) as error:
+        bad = type(type(error).__name__, (_BadCell,), {})(str(error))
+        bad.shown = shell.SyntaxTB.structured_traceback(type(error), error.with_traceback(None), None)
+        raise bad from None
+    if (magic := _find_magic(transformed, own)) is not None:
+        raise UsageError(
+            f"{magic} is a magic of the notebook, and this cell runs on workers: write {magic} in a cell of its own"
+        )
+
+
+def _find_magic(transformed: str, own: Container[str]) -> str | None:
+    """Return the first of ``own`` magics that transformed code runs, as the user writes it."""
+    if not any(method in transformed for method in _MARKS):
+        return None
+    try:
+        tree = ast.parse(transformed)
+    except (SyntaxError, ValueError):  # below a magic stands what need not be Python, as in %%bash
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MARKS:
+            mark, first, last = _MARKS[node.func.attr], node.args[:1], node.args[-1:]
+            for name in first:
+                if isinstance(name, ast.Constant) and isinstance(name.value, str) and name.value in own:
+                    return f"{mark}{name.value}"
+            for body in last if mark == "%%" else ():  # such as below %%time
+                if isinstance(body, ast.Constant) and isinstance(body.value, str):
+                    found = _find_magic(TransformerManager().transform_cell(body.value), own)
+                    if found is not None:
+                        return found
+    return None

@@ -1,0 +1,40 @@
+"""Shift-Tab in remote cells: what the name at the cursor is on the worker, rather than in the notebook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbdist.cluster import asking
+from nbdist.cluster.cluster import Cluster
+from nbdist.magics import completion
+from nbdist.magics.place import find_remote_code
+
+__all__ = ["RemoteInspector"]
+
+
+class RemoteInspector:
+    """Answers a kernel's inspect requests for code that runs on workers; all others stay the kernel's."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._plain = kernel.do_inspect
+
+    def install(self) -> None:
+        """Take the kernel's place for remote cells."""
+        self._kernel.do_inspect = self._inspect
+
+    def remove(self) -> None:
+        """Give the kernel its own method back."""
+        del self._kernel.do_inspect
+
+    def _inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        place = find_remote_code(code, cursor_pos)
+        worker = place.first_target() if place is not None else None
+        if place is None or worker is None or Cluster.current is None:
+            return self._plain(code, cursor_pos, detail_level, omit_sections)
+        patience = completion.PATIENCE
+        found = asking.inspect(Cluster.current, worker, place.code, place.cursor, detail_level, patience)
+        if found is not None:
+            return found
+        text = f"{worker.name} is busy and cannot say what this is; ask again when its cell has ended."
+        return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}

@@ -1,0 +1,51 @@
+"""Finds the code for workers in a cell's text, for Tab and Shift-Tab; the text is read, and nothing is run."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.workers import Worker
+from nbdist.errors import NbdistError
+from nbdist.magics.lines import parse_cell
+
+__all__ = ["FIRST_LINE", "RemoteCode", "find_remote_code"]
+
+FIRST_LINE = re.compile(r"\s*(%%(?:remote|distributed|rank)\b)([^\n]*)")
+_VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]|[^\s\[]+)\s+")
+
+
+class RemoteCode(NamedTuple):
+    """The part of a cell that runs on workers, and where the cursor is in it."""
+
+    line: str
+    """What stands behind the magic: the target, and options."""
+    usage: str
+    code: str
+    cursor: int
+
+    def first_target(self) -> Worker | None:
+        """Return the first worker on which the code would run; None if no cluster runs, or the line is wrong."""
+        cluster = Cluster.current
+        if cluster is None or not cluster.running:
+            return None
+        try:
+            return cluster.select(parse_cell(self.line, self.usage).targets)[0]
+        except NbdistError:
+            return None
+
+
+def find_remote_code(text: str, cursor: int) -> RemoteCode | None:
+    """Return the code for workers around the cursor; None if the cursor is not in such code."""
+    first = FIRST_LINE.match(text)
+    if first is not None:
+        begin = first.end() + 1
+        return RemoteCode(first[2], f"{first[1]} [TARGET]", text[begin:], cursor - begin) if cursor >= begin else None
+    begin = text.rfind("\n", 0, cursor) + 1
+    end = text.find("\n", cursor)
+    line = text[begin : end if end >= 0 else len(text)]
+    value = _VALUE.match(line)
+    if value is None or cursor - begin < value.end():
+        return None
+    return RemoteCode(value[1], "%remote TARGET expression", line[value.end() :], cursor - begin - value.end())

@@ -1,0 +1,198 @@
+"""What a new user types and asks: order of output, misplaced magics, help, debugging, cells that are run again."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from frontend import COLOUR, Notebook
+
+from nbdist.errors import UsageError
+from nbdist.magics.lines import parse_init
+from nbdist.magics.overview import overview
+from nbdist.magics.place import find_remote_code
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    with Notebook(load=False) as notebook:
+        notebook.loaded = notebook.run("%load_ext nbdist")
+        notebook.run("from nbdist.magics import completion\ncompletion.PATIENCE = 30")
+        notebook.run("%dist_init -n 2 --backend none -t 60")
+        notebook.run("%%remote\nclass Thing:\n    '''What only workers have.'''\nthing = Thing()\n")
+        yield notebook
+
+
+def lines_in_place(cell):
+    """The texts of a cell's display that is written anew, in turn."""
+    kinds = ("display_data", "update_display_data")
+    return [m["content"]["data"]["text/plain"] for m in cell.messages if m["msg_type"] in kinds]
+
+
+def test_loading_shows_what_it_does(notebook):
+    first, last = lines_in_place(notebook.loaded)
+    assert first == "nbdist imports torch ..."
+    assert "%dist_init -n 4 starts four workers" in last
+    with Notebook(watched=False) as unwatched:
+        assert [cell for cell in unwatched.cells.values() if cell.displays] == []
+
+
+# -- what is shown, in which order ----------------------------------------------------------------
+
+
+def test_what_a_called_function_prints_comes_before_the_result(notebook):
+    notebook.run("import time\ndef say(n):\n    print('said', n)\n    return n")
+    cell = notebook.run("[rpc.rpc_sync(f'worker{n}', say, args=(n,)) for n in (0, 1)]")
+    shown = [m["msg_type"] for m in cell.messages if m["msg_type"] in ("stream", "execute_result")]
+    assert cell.stdout.count("said") == 2
+    assert shown[-1] == "execute_result"
+
+
+# -- what was meant -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "magic"),
+    [
+        ("%dist_push scale", "%dist_push"),
+        ("x = 1\nif x:\n    %dist_pull x", "%dist_pull"),
+        ("%%remote 0\nx = 1", "%%remote"),
+        ("%%time\n%dist_push scale", "%dist_push"),
+    ],
+)
+def test_a_magic_of_the_notebook_in_a_remote_cell(notebook, code, magic):
+    cell = notebook.run(f"%%remote\nprint('ran')\n{code}" if code[:2] != "%%" else f"%%remote\n{code}", check=False)
+    assert cell.error["ename"] == "UsageError"
+    assert f"write {magic} in a cell of its own" in cell.error["evalue"]
+    assert cell.stdout == ""
+
+
+def test_other_magics_in_a_remote_cell_run_there(notebook):
+    assert "ran" in notebook.run("%%remote 0\n%time print('ran')").stdout
+    assert "42" in notebook.run("%%remote 0\n%%bash\necho $((6 * 7)); [ 1 = 1 ] && echo '%dist_push'").stdout
+
+
+def test_workers_counted_without_an_option():
+    with pytest.raises(UsageError, match="`%dist_init -n 3` starts 3 workers"):
+        parse_init("3")
+    with pytest.raises(UsageError, match="takes options only, not 'gloo'; write"):
+        parse_init("-n 2 gloo")
+
+
+def test_a_second_cluster_is_refused_and_the_first_goes_on(notebook):
+    for code in ("%dist_init -n 3", "import nbdist\nnbdist.Cluster(3).start()"):
+        cell = notebook.run(code, check=False)
+        assert cell.error["ename"] == "UsageError"
+        assert "%dist_shutdown" in cell.error["evalue"]
+    assert notebook.run("%%remote\nprint(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
+
+
+# -- help -----------------------------------------------------------------------------------------
+
+
+def test_shift_tab_in_a_remote_cell_asks_the_worker(notebook):
+    notebook.run("thing = 'of the notebook'")
+    for code in ("%%remote 1\nx = thing", "%remote 1 thing"):
+        told = notebook.inspect(code)
+        assert told["found"]
+        assert "What only workers have." in COLOUR.sub("", told["data"]["text/plain"])
+    assert "of the notebook" in COLOUR.sub("", notebook.inspect("thing")["data"]["text/plain"])
+    assert not notebook.inspect("%%remote 1\nno_such_name")["found"]
+
+
+def test_shift_tab_does_not_wait_for_a_busy_worker(notebook, tmp_path):
+    path = tmp_path / "opened when it shall end"
+    os.mkfifo(path)
+    begun = notebook.send(f"%%remote 1 -a\nprint('begun')\nopen({str(path)!r}).close()")
+    notebook.until(lambda: "begun" in begun.stdout)
+    assert "worker1 is busy" in notebook.inspect("%%remote 1\nthing")["data"]["text/plain"]
+    with open(path, "w"):
+        notebook.run("%sync")
+
+
+def test_the_code_for_workers_in_a_cell():
+    place = find_remote_code("%%remote 1 -a\nx = 1", 15)
+    assert (place.line, place.code, place.cursor) == (" 1 -a", "x = 1", 1)
+    place = find_remote_code("y = 2\n%remote 1 x.shape\nz", 20)
+    assert (place.line, place.code, place.cursor) == ("1", "x.shape", 4)
+    assert find_remote_code("%%remote 1\nx", 5) is None
+    assert find_remote_code("x = 1", 2) is None
+
+
+def test_all_magics_are_listed_by_question(notebook):
+    told = notebook.run("%dist").stdout
+    (page,) = notebook.run("%dist?").reply["content"]["payload"]
+    assert "It hangs: where does each worker stand?" in page["data"]["text/plain"]
+    names = notebook.run(
+        "from nbdist.magics.commands import DistMagics\n"
+        "sorted({m for kind in get_ipython().magics_manager.registry['DistMagics'].magics.values() for m in kind})"
+    ).result
+    for name in eval(names):
+        assert f"%{name} " in told or name == "dist", name
+    assert "memory" in told
+    assert "It is slow" in told
+
+
+def test_a_magic_of_no_question_is_listed_last():
+    told = overview({"%dist_new": "Do something new.\n\nMore.", "%dist_init": "Start workers."})
+    assert told.endswith("And:\n  %dist_new   Do something new.")
+
+
+# -- debugging ------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_debugged_where_its_cell_failed(notebook):
+    cell = notebook.run("%%remote\ndef f(depth):\n    return 1 / depth\nf(1 - rank)", check=False)
+    assert cell.traceback.splitlines()[-1] == "To look around where it failed: `%debug` in a cell of `%%remote worker1`"
+    asked = []
+
+    def answer(request):
+        asked.append(request["prompt"])
+        return ("p 'depth is', depth", "up", "p 'rank is', rank", "q")[len(asked) - 1]
+
+    notebook.answers[:] = [answer] * 4
+    cell = notebook.run("%%remote worker1\n%debug")
+    assert all("ipdb>" in prompt for prompt in asked)
+    assert "('depth is', 0)" in cell.stdout
+    assert "('rank is', 1)" in cell.stdout
+
+
+def test_errors_that_cannot_be_debugged_do_not_offer_it(notebook):
+    for code in ("exit()", "raise KeyboardInterrupt"):
+        assert "%debug" not in notebook.run(f"%%remote\n{code}", check=False).traceback
+
+
+# -- a cell that is run again ---------------------------------------------------------------------
+
+
+def test_a_cell_that_is_run_again_while_its_old_run_goes_on(notebook, tmp_path):
+    path = tmp_path / "opened when it shall end"
+    os.mkfifo(path)
+
+    def send(code):
+        """Execute as a page does, which names the cell."""
+        message = notebook.client.session.msg(
+            "execute_request",
+            {"code": code, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": True},
+        )
+        message["metadata"] = {"cellId": "the same"}
+        notebook.client.shell_channel.send(message)
+        found = notebook.cells[message["header"]["msg_id"]] = type(begun)(message["header"]["msg_id"])
+        return found
+
+    begun = notebook.run("pass")
+    code = f"%%remote 1 -a\nprint('begun')\nopen({str(path)!r}).close()\nprint('over')"
+    old = send(code)
+    notebook.until(lambda: "begun" in old.stdout)
+    assert old.stderr == ""
+    new = send(code.replace("open", "str").replace(".close()", ""))
+    notebook.until(lambda: new.idle and new.stderr)
+    assert new.stderr.startswith("An earlier run of this cell goes on at worker1: this run begins there when that has")
+    assert new.stdout == ""
+    with open(path, "w"):
+        notebook.until(lambda: new.stdout.count("over") == 2)
+    assert new.stdout == "over\nbegun\nover\n"  # of the old run, then of the new one
+    assert old.stdout == "begun\n"
+    again = send("%%remote 1 -a\nprint('alone')")
+    notebook.until(lambda: "alone" in again.stdout)
+    assert again.stderr == ""
