@@ -22,11 +22,12 @@ __all__ = ["RemoteModule"]
 
 
 class RemoteModule(torch.nn.Module):
-    """``module_cls(*args, **kwargs)``, made on another worker.
+    """Make ``module_cls(*args, **kwargs)`` on another worker, and call it from here as a module.
 
-    ``remote_device`` is ``"worker1"``, ``"worker1/cuda:0"`` or ``"rank:1/cuda:0"``; without a device, the CPU. Tensors
-    among the arguments are moved to the module's device when they arrive; results go back by the device maps where
-    there are some, and by the CPU else.
+    ``remote_device`` is ``"worker1"``, ``"worker1/cuda:0"`` or ``"rank:1/cuda:0"``; without a device, the CPU. The
+    worker moves tensors among the arguments to the module's device when they arrive. Results come back on the CPU,
+    unless the worker was started with a device map for the caller's: `init_rpc` takes device maps in its options, and
+    a notebook's workers, which ``%dist_init`` starts, have none.
     """
 
     def __init__(
