@@ -17,7 +17,7 @@
 #   SEED        the seed of `make chaos`
 #   MINUTES     how long `make chaos` runs
 #   NBDIST_PROGRAMS  the folder of pytorch/examples' RPC programs, which `make soak` runs on torch and on nbdist
-#   BENCH       which of benchmarks/ `make bench` runs, e.g. make bench BENCH=rpc ARGS=--peers
+#   BENCH       which of benchmarks/ `make bench` runs, e.g. make bench BENCH=peers ARGS="--rounds 3"
 #
 # What runs is the built wheel, installed into .venv, never the checkout. Stamp files in .venv record
 # what is installed: a second run reinstalls only what has changed.

@@ -290,6 +290,8 @@ def rpyc() -> None:
 
 def monarch() -> None:
     """Monarch: an actor in another process."""
+    from importlib.metadata import version
+
     import torch
     from monarch.actor import Actor, endpoint, this_host
 
@@ -307,7 +309,7 @@ def monarch() -> None:
             return value
 
     server = this_host().spawn_procs(per_host={"gpus": 1}).spawn("server", Server)
-    _by_methods("", lambda name, *args: getattr(server, name).call_one(*args).get(), None)
+    _by_methods(version("torchmonarch"), lambda name, *args: getattr(server, name).call_one(*args).get(), None)
 
 
 def _by_methods(version: str, call: Callable[..., Any], close: Callable[[], Any] | None) -> None:

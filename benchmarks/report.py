@@ -26,6 +26,7 @@ PICTURE = HERE / "programs.svg"
 README = HERE.parent / "README.md"
 BENCHMARKS = {
     "rpc": "Calls",
+    "peers": "Calls, beside other libraries",
     "autograd": "Backward passes",
     "startup": "Workers for a notebook",
     "programs": "Programs",

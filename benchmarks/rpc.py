@@ -1,13 +1,11 @@
 """Calls between two processes of one host: nbdist beside torch's TensorPipe and bare ZeroMQ, in one run.
 
 The same once more while the callee's main thread runs Python; and what a call and a barrier cost with more agents
-alive. ``--peers`` adds Ray, Dask, ipyparallel, Monarch and RPyC where they are installed; ``--memory`` asks what is
-left after 100,000 calls.
+alive. ``--memory`` asks what is left after 100,000 calls. `peers.py` compares with other libraries.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -46,13 +44,6 @@ BUSY = {
 }
 AGENTS = (2, 4, 8, 16)
 AGENTS_LIMITS = {"empty call": 1.2, "a barrier, per agent": 2.0}
-PEERS = {
-    "ray": "ray",
-    "dask": "distributed",
-    "ipyparallel": "ipyparallel",
-    "rpyc": "rpyc",
-    "monarch": "monarch",
-}
 SCRIPT = str(Path(__file__).parent / "contestants.py")
 
 
@@ -88,26 +79,6 @@ def busy_table(rounds: int) -> harness.Times:
     print("\nWhile the main thread of the callee runs a Python loop:\n")
     print(harness.table(times, "tensorpipe", "nbdist", dict.fromkeys(BUSY, 1.0)))
     return times
-
-
-def peers_table(rounds: int) -> None:
-    """The other peers, as far as they are installed."""
-    installed = [name for name, module in PEERS.items() if importlib.util.find_spec(module)]
-    absent = sorted(PEERS.keys() - set(installed))
-    print(f"\nOther peers; not installed: {', '.join(absent) or 'none'}\n")
-    if not installed:
-        return
-    contestants = [start("nbdist")]
-    for name in installed:
-        try:
-            contestants.append(start(name))
-        except RuntimeError as error:  # its own words are above, on stderr
-            print(f"left out: {error}\n")
-    cases = {case: count for case, count in CASES.items() if "remote" not in case and "outstanding" not in case}
-    times = harness.race(contestants, cases, rounds)
-    for contestant in contestants:
-        contestant.close()
-    print(harness.table(times, "nbdist", "nbdist", {}))
 
 
 def agents_table(rounds: int) -> harness.Times:
@@ -165,15 +136,12 @@ def _resident(pid: int) -> float:
 def main() -> None:
     """Run what was asked for."""
     parser = harness.arguments(__doc__ or "")
-    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--memory", type=int, nargs="?", const=100_000, default=0, metavar="CALLS")
     options = parser.parse_args()
     print(f"{harness.machine()}\n")
     times = main_table(options.rounds)
     busy = busy_table(options.rounds)
     agents = agents_table(options.rounds)
-    if options.peers:
-        peers_table(options.rounds)
     if options.memory:
         memory_table(options.memory)
     harness.write({"machine": harness.machine(), "times": times, "busy": busy, "agents": agents}, options.json)

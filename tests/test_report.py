@@ -38,6 +38,23 @@ def test_sections_are_found_again(report):
     assert report.sections("\n".join([report.HEAD, *parts.values()])) == parts
 
 
+def test_the_table_beside_other_libraries(report):
+    """Ours is compared with the fastest of the peers, and whoever has no numbers is named."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import peers
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in ("harness", "rpc", "peers"):
+            sys.modules.pop(name, None)
+    times = {"empty call": {"nbdist": [1e-4, 3e-4, 2e-4], "Ray": [4e-4], "Dask": [9e-4]}}
+    assert peers.table(times).splitlines()[2] == "| empty call | 200 µs | 400 µs | 900 µs | 0.50 |"
+    assert peers.table({"empty call": {"nbdist": [2e-4]}}).splitlines()[2] == "| empty call | 200 µs | - |"
+    assert peers.left_out({"Ray": "not installed"}) == "Left out: Ray (not installed)."
+    assert peers.left_out({}) == "Left out: none."
+    assert "peers" in report.BENCHMARKS
+
+
 def test_the_tables_of_the_readme_are_those_of_the_report():
     """Both are written by one command; whoever changes one by hand is found out."""
     written = (BENCHMARKS / "README.md").read_text()
