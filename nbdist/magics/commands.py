@@ -413,7 +413,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             keep=options.out is not None,
         )
         if options.noblock:
-            self._session.begin_run(cell)
+            self._session.reruns.begin(cell)
         if options.local:
             self._shell.run_cell(code)
             if not options.noblock:

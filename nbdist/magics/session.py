@@ -6,13 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import labels
-from nbdist.cluster.arrange import say_names
-from nbdist.cluster.cells import Cell
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.launchers.local import discard
 from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter
 from nbdist.magics.inspection import RemoteInspector
+from nbdist.magics.reruns import Reruns
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -45,8 +44,7 @@ class Session:
         hook: Any = self._shell.displayhook
         self._show_result: Any = hook.start_displayhook
         hook.start_displayhook = self._before_result
-        self._runs: dict[str, list[Cell]] = {}
-        """Cells that were started with ``-a``, by the front end's id of the cell in the page."""
+        self.reruns = Reruns(shell)
 
     @classmethod
     def of(cls, shell: Any) -> Session:
@@ -96,32 +94,6 @@ class Session:
         if cluster is not None and cluster.running:
             cluster.settle(patience=_RESULT_WAITS)
         self._show_result()
-
-    def begin_run(self, cell: Cell) -> None:
-        """Note a cell that runs in the background, and tell what becomes of earlier runs that still go on.
-
-        Workers run cells in the order in which they were sent, so a new run waits for the earlier ones. A front end
-        drops the output of an earlier run, so that is shown below the new run from now on.
-        """
-        id = (self._shell.get_parent() if hasattr(self._shell, "get_parent") else {}).get("metadata", {}).get("cellId")
-        if not isinstance(id, str):
-            return
-        earlier = [run for run in self._runs.get(id, ()) if not run.done]
-        self._runs = {each: left for each, runs in self._runs.items() if (left := [r for r in runs if not r.done])}
-        self._runs[id] = [*earlier, cell]
-        for run in earlier:
-            run.move_to(cell.sink)
-        running = (
-            [name for name in Cluster.current.names if any(name in run.running for run in earlier)]
-            if (Cluster.current is not None)
-            else []
-        )
-        if running and cell.sink.interactive:
-            text = (
-                f"An earlier run of this cell goes on at {say_names(running)}: this run begins there when that has "
-                "ended, and the output of both shows here. cancel() of the earlier handle ends it.\n"
-            )
-            cell.sink.publish("stream", {"name": "stderr", "text": text})
 
     @staticmethod
     def _after_cell(_: Any) -> None:

@@ -187,12 +187,19 @@ def test_a_cell_that_is_run_again_while_its_old_run_goes_on(notebook, tmp_path):
     assert old.stderr == ""
     new = send(code.replace("open", "str").replace(".close()", ""))
     notebook.until(lambda: new.idle and new.stderr)
-    assert new.stderr.startswith("An earlier run of this cell goes on at worker1: this run begins there when that has")
+    assert new.stderr == (
+        "An earlier run of this cell goes on, on worker1; its output shows here, and its cancel() ends it. "
+        "This run begins on worker1 after it.\n"
+    )
+    elsewhere = send("%%remote 0 -a\nprint('elsewhere')")
+    notebook.until(lambda: "elsewhere" in elsewhere.stdout)
+    assert "This run begins" not in elsewhere.stderr
     assert new.stdout == ""
     with open(path, "w"):
-        notebook.until(lambda: new.stdout.count("over") == 2)
-    assert new.stdout == "over\nbegun\nover\n"  # of the old run, then of the new one
+        notebook.until(lambda: elsewhere.stdout.count("over") == 2)
+    assert elsewhere.stdout == "elsewhere\nover\nbegun\nover\n"  # of the first run, then of the second
     assert old.stdout == "begun\n"
+    notebook.run("%sync")
     again = send("%%remote 1 -a\nprint('alone')")
     notebook.until(lambda: "alone" in again.stdout)
     assert again.stderr == ""
