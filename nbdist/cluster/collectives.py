@@ -76,6 +76,9 @@ _forms_group = False
 """Whether this worker's cluster has a process group at all."""
 _lost: dict[int, str] = {}
 """What to say of each member that has died since the group formed, by rank."""
+_loops_before: set[bytes] = set()
+"""The addresses of loops that outlived their groups when the group was formed anew: whoever keeps a group, such as a
+DDP wrapper or a traceback, keeps its loop."""
 _broken = False
 _breaking = threading.Lock()
 """Held while connections are shut, and while the group changes: they must not meet those of the next group."""
@@ -91,7 +94,7 @@ def follow(agent: Agent, backend: str) -> None:
 
 def initialise(told: WorkerSetup, generation: int) -> None:
     """Form the process group of this generation, after destroying the one before."""
-    global _broken, _formed, _store
+    global _broken, _formed, _loops_before, _store
     with _breaking:
         if dist.is_initialized():
             for loop in _loops():
@@ -99,6 +102,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
                 if _broken or _lost or (_store is not None and _store.group_at(loop.address) is not None):
                     gloo.shut(loop)
             dist.destroy_process_group()
+        _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
         _broken = _formed = False
         _lost.clear()
         _store = GroupStore(Path(told.folder, group_folder(generation)))
@@ -184,7 +188,8 @@ def _keep_new_groups_from_waiting() -> None:
             if not _lost or _store is None:
                 return  # the group has been formed anew
             groups = process_groups()
-            forming = [loop for loop in _loops() if _store.group_at(loop.address) not in groups]
+            unknown = [loop for loop in _loops() if _store.group_at(loop.address) not in groups]
+            forming = [loop for loop in unknown if loop.address not in _loops_before]
             for loop in forming:
                 gloo.connect_for_peers(loop, dist.get_world_size())
         if not forming:

@@ -100,6 +100,19 @@ def test_what_holds_the_old_group_says_so(three):
     three.execute(SUM, timeout=LIMIT)
 
 
+def test_an_old_group_that_somebody_keeps_takes_no_more_files_at_each_death(three):
+    three.execute("kept = dist.group.WORLD", [0, 1], timeout=LIMIT)
+    kill(three, 2)
+    three.restart()
+    kill(three, 2)
+    time.sleep(0.3)  # what the death itself opens
+    before = psutil.Process(three.workers[0].pid).num_fds()
+    time.sleep(1)  # 20 looks for groups that form
+    assert psutil.Process(three.workers[0].pid).num_fds() < before + 10
+    three.restart()
+    three.execute("del kept", [0, 1], timeout=LIMIT)
+
+
 def test_the_same_where_nobody_had_died(three):
     three.execute(HOLDERS, timeout=LIMIT)
     three.rebuild_process_group()
