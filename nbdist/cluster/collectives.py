@@ -11,9 +11,9 @@ WorkerLost if a member died, else GroupError: `translate`. A group that was left
 formed anew. Then all groups from before are left for good, with the DDP and FSDP wrappers that hold them.
 
 A limit: gloo tells a broken connection to the transfers that wait for their turn, and not to one that is half done
-(`Pair::signalException` passes over unbound buffers in ``tx_`` and ``rx_``). Where all connections end at such a moment,
-nothing in the process can end the wait before gloo's own timeout. Seen in 7 of 100 deaths while a survivor was stopped
-by SIGSTOP, and in none of 80 others. Only a restart of that worker ends it.
+(`Pair::signalException` passes over the unbound buffers in ``tx_`` and ``rx_``). Where all connections end at such a
+moment, nothing in the process can end the wait before gloo's own timeout. Seen in 7 of 100 deaths while a survivor was
+stopped by SIGSTOP, and in none of 65 others. Only a restart of that worker ends it.
 """
 
 from __future__ import annotations
