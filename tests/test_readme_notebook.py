@@ -100,9 +100,10 @@ def test_links_lead_somewhere(page):
 def test_magics_that_are_named_exist(page):
     text = page.read_text() if page == README else here_column(page.read_text())
     named = set(re.findall(r"%%?([a-z]\w+)", text)) - {"load_ext", "debug"}  # IPython's own
+    from nbdist.compat.ipyparallel.magics import Px
     from nbdist.magics.commands import DistMagics
 
-    there = {*DistMagics.magics["line"], *DistMagics.magics["cell"]}
+    there = {*DistMagics.magics["line"], *DistMagics.magics["cell"], *vars(Px)}
     assert named <= there
     assert named
 

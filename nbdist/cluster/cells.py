@@ -41,7 +41,15 @@ _ERROR_STANDS = 3.0
 _TELL_AFTER = 0.3
 """Seconds after a worker has failed within which the others may fail as well, and the cell ends without a notice."""
 
-_NOT_TO_DEBUG = {"Aborted", "IndentationError", "KeyboardInterrupt", "SyntaxError", "UsageError", "WorkerLost"}
+_NOT_TO_DEBUG = {
+    "Aborted",
+    "IndentationError",
+    "KeyboardInterrupt",
+    "SyntaxError",
+    "SystemExit",
+    "UsageError",
+    "WorkerLost",
+}
 """Errors that leave no frame of the user's on the worker, or no worker."""
 
 _OUTPUTS = ("stream", "display_data", "execute_result", "error")

@@ -170,8 +170,12 @@ def _without_chance(text: str):
 
 
 def without_worker(said):
-    """With frames named as the local kernel names them."""
-    return json.loads(json.dumps(said).replace("] on worker0", "]"))
+    """With frames named as the local kernel names them, and without the line that tells how to debug the worker."""
+    text = json.dumps(said).replace("] on worker0", "]")
+    return json.loads(text.replace(f", {json.dumps(HOW_TO_DEBUG)}", ""))
+
+
+HOW_TO_DEBUG = "To look around where it failed: `%debug` in a cell of `%%remote worker0`"
 
 
 # -- cells --------------------------------------------------------------------------------------

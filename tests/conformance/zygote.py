@@ -15,6 +15,9 @@ from pathlib import Path
 
 import stacks
 
+_kept = []
+"""The process groups of a test, in the process that ran it. It ends by ``os._exit``, so they are never freed."""
+
 DUMP_AFTER = 60  # torch's test case prints the stacks of all workers then
 KILL_AFTER = 90
 
@@ -67,6 +70,7 @@ def load():
             codes = [process.exitcode for process in self.processes]
             assert codes == [0] * len(codes), "a worker did not end well"
 
+    keep_process_groups()
     plain = [
         rpc_test.RpcTest,
         rpc_test.TensorPipeAgentRpcTest,
@@ -83,6 +87,23 @@ def load():
     faulty = [faulty_agent_rpc_test.FaultyAgentRpcTest, dist_autograd_test.FaultyAgentDistAutogradTest]
     suites += [(suite, FaultyRpcAgentTestFixture) for suite in faulty]
     return {suite.__name__: type(suite.__name__, (suite, fixture, Forked), {}) for suite, fixture in suites}
+
+
+def keep_process_groups():
+    """Have process groups outlive ``destroy_process_group``, in the processes that are forked from this one.
+
+    A gloo group that is freed waits, with Python's lock in its hand, for a thread of its own, which may need that lock
+    to free a tensor. A test of DDP that frees its last group on leaving stands still then, on torch's RPC as well.
+    """
+    from torch import distributed
+
+    destroy = distributed.destroy_process_group
+
+    def keep_and_destroy(*arguments, **options):
+        _kept.extend(distributed.distributed_c10d._world.pg_map)
+        destroy(*arguments, **options)
+
+    distributed.destroy_process_group = keep_and_destroy
 
 
 def run(suites, name):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nbdist.cluster.cells import Cell
 from nbdist.cluster.cluster import Cluster
 from nbdist.compat.ipyparallel import tasks
 from nbdist.rpc import api
@@ -82,8 +83,15 @@ class Lanes:
         return name in living
 
     def _wait_for_cells(self, name: str) -> None:
-        """Wait until the cells that a worker has been given are over: they came before the task."""
-        for cell in list(self._cluster.find(name).cells):
+        """Wait until the cells that a worker has been given are over: they came before the task.
+
+        The kernel thread knows them. It is asked in its turn, after all cells that were sent before this.
+        """
+
+        async def cells() -> list[Cell]:
+            return list(self._cluster.find(name).cells)
+
+        for cell in self._cluster.kernel_thread.run(cells()).result():
             over = threading.Event()
             cell.when_done(over.set)
             over.wait()
