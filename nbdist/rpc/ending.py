@@ -1,7 +1,8 @@
 """How a world ends in order: nobody leaves while anything is under way.
 
 The member with the lowest id leads. Round 1 is reached by calling ``shutdown``; it is over when all have
-reached it and two looks in a row saw no call running and as many calls taken as sent. Round 2 lets go of
+reached it and two looks in a row saw no call running and as many calls taken as sent. A look is an answer of every
+member, and the questions of the second go out after the last answer of the first has come. Round 2 lets go of
 all references, and is over when every message about that has arrived. Then all close. `Survey` decides;
 `Ending` asks and answers. A member that is lost on the way is not waited for, but it is told.
 """
@@ -30,8 +31,16 @@ _ASK_MOST = 0.05
 QUIET = 10.0
 """Seconds without a call after which a shutdown that waits says so."""
 
-_NOT_OVER = {RELEASING: "calls that are still running", CLOSING: "messages about references that are under way"}
-"""What keeps a round from beginning when all members have called shutdown."""
+_ANSWERS_WITHIN = 2.0
+"""Seconds within which a member answers the leader, unless it stands still."""
+
+_TO_CALL, _TO_ANSWER = "to call shutdown", "to answer"
+_TO_END = {
+    DRAINING: "to end the calls that run",
+    RELEASING: "to end what they say of references",
+    CLOSING: "to close",
+}
+"""What the members are to do that keep a round from ending."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -50,6 +59,10 @@ class Survey:
         return {
             member for member in self.members if (state := self._states.get(member)) is None or state.round < self.round
         }
+
+    def busy(self) -> set[int]:
+        """Return the members that run something; all of them, if none does and messages are under way."""
+        return {member for member in self.members if self._states[member].active} or set(self.members)
 
     def forget(self, member: int) -> None:
         """A member is gone."""
@@ -105,7 +118,10 @@ class Ending:
         self._changed = threading.Condition()
         self._reached = RUNNING
         self._wanted = RUNNING
-        self._missing: list[str] | None = None
+        self._waits_for = "", ""
+        self._look = 1
+        self._looked = 0.0
+        self._asked: set[int] = set()
         self._answers: dict[int, ShutdownState] = {}
         self._lost: list[str] = []
         self._survey: Survey | None = None
@@ -128,6 +144,7 @@ class Ending:
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         with self._changed:
             self._reached = DRAINING
+            self._looked = time.monotonic()
             self._lost.clear()
             self._changed.notify_all()
         for round_over in (RELEASING, CLOSING):
@@ -155,24 +172,21 @@ class Ending:
                 self._ask()
             now = time.monotonic()
             if now > deadline:
-                raise RendezvousError(f"shutdown: still waiting for {self._waiting_for(round)}")
-            executor, waiting_for = self._agent.executor, self._waiting_for(round)
+                raise RendezvousError(f"shutdown: still waiting for {' '.join(self._waiting_for())}")
+            executor, (who, what) = self._agent.executor, self._waiting_for()
             served = sum(list(executor.finished.values()))
-            reason = waiting_for if waiting_for in _NOT_OVER.values() else "members"
-            if reminder.is_due(now, served, executor.active, reason):
-                _log.warning("%s: shutdown is waiting for %s", self._agent.me.name, waiting_for)
+            if reminder.is_due(now, served, executor.active, what):
+                _log.warning("%s: shutdown is waiting for %s %s", self._agent.me.name, who, what)
             with self._changed:
                 if self._wanted < round:
                     self._changed.wait(min(pause, max(deadline - now, 0.001)))
             pause = min(pause * 1.5, _ASK_MOST)
 
-    def _waiting_for(self, round: int) -> str:
-        """Return what keeps ``round`` from beginning, in words."""
-        if self._missing is None and not self._is_leader():  # who asks has not begun to
-            return f"{self._leader().name} to call shutdown"
-        if self._missing:
-            return f"{', '.join(self._missing)} to call shutdown"
-        return _NOT_OVER[round]
+    def _waiting_for(self) -> tuple[str, str]:
+        """Return who keeps the next round from beginning, and what they are to do."""
+        if any(self._waits_for):
+            return self._waits_for
+        return (self._leader().name, _TO_CALL) if not self._is_leader() else ("the others", _TO_ANSWER)
 
     def _leader(self) -> Record:
         return self._agent.membership.members()[0]
@@ -192,21 +206,32 @@ class Ending:
             survey = self._survey
             for member in survey.members - others - {me}:
                 survey.forget(member)
-            answers, complete = dict(self._answers), others <= self._answers.keys()
-        if complete or not others:
-            answers[me] = self._state()
+            answers, before = dict(self._answers), self._waits_for
+        if others <= answers.keys():
+            answers[me] = self._state(self._look)
             survey.look(answers)
+            late = survey.missing() - {me}
+            what = _TO_CALL if late and survey.round == DRAINING else _TO_END[survey.round]
             with self._changed:
+                self._looked = time.monotonic()
+                self._look += 1
                 self._answers.clear()
+                self._asked.clear()
                 self._wanted = max(self._wanted, survey.round)
-                self._missing = sorted(agent.membership.name_of(member) for member in survey.missing() - {me})
+                self._waits_for = self._names(late or survey.busy()), what
                 self._changed.notify_all()
+        elif time.monotonic() - self._looked > _ANSWERS_WITHIN:
+            self._waits_for = self._names(others - answers.keys()), _TO_ANSWER
         with self._changed:
-            unasked = others - self._answers.keys()
-            ask = AskShutdown(survey.round, survey.round >= CLOSING, self._missing or [])
-        for member in unasked:
+            ask = AskShutdown(survey.round, survey.round >= CLOSING, self._waits_for, self._look)
+            to_ask = others - self._asked if self._waits_for == before else others
+        for member in to_ask:
             with contextlib.suppress(NbdistError):
                 agent.post(member, ask)
+                self._asked.add(member)
+
+    def _names(self, members: set[int]) -> str:
+        return ", ".join(sorted(map(self._agent.membership.name_of, members)))
 
     def _farewell(self, deadline: float) -> None:
         """Keep telling that it is over until all others have said that they know, or have gone."""
@@ -218,13 +243,13 @@ class Ending:
                 return
             for member in waiting:
                 with contextlib.suppress(NbdistError):
-                    self._agent.post(member, AskShutdown(CLOSING, True, []))
+                    self._agent.post(member, AskShutdown(CLOSING, True, ("", ""), self._look))
             with self._changed:
                 self._changed.wait(0.02)
 
     # -- the members --------------------------------------------------------------------------
 
-    def _state(self) -> ShutdownState:
+    def _state(self, look: int) -> ShutdownState:
         agent = self._agent
         members = {record.incarnation for record in agent.membership.members()}
         sent = sum(count for to, count in list(agent.caller.issued.items()) if to in members)
@@ -233,23 +258,25 @@ class Ending:
         if self._reached >= RELEASING:
             agent.references.reap()
             active += agent.links.outstanding() + agent.references.forks.pending
-        return ShutdownState(self._reached, sent, taken, active)
+        return ShutdownState(self._reached, sent, taken, active, look)
 
     def _tell(self, leader: Record) -> None:
         with contextlib.suppress(NbdistError):
-            self._agent.post(leader.incarnation, self._state())
+            self._agent.post(leader.incarnation, self._state(0))
 
     def _on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
         with self._changed:
-            self._missing = message.missing
+            self._waits_for = message.waits_for
             if self._reached >= DRAINING:
                 self._wanted = max(self._wanted, message.round)
                 self._changed.notify_all()
         with contextlib.suppress(NbdistError):
-            self._agent.post(sender, self._state())
+            self._agent.post(sender, self._state(message.look))
 
     def _on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
         with self._changed:
+            if message.look != self._look and message.round < CLOSING:
+                return
             self._answers[sender] = message
             if self._survey is not None:
                 self._changed.notify_all()

@@ -288,16 +288,22 @@ class AskShutdown(msgspec.Struct, array_like=True, frozen=True, tag=15):
 
     round: int
     done: bool
-    missing: list[str]
+    waits_for: tuple[str, str]
+    """Who keeps the next round from beginning, and what they are to do; empty texts before anything is known."""
+    look: int
 
 
 class ShutdownState(msgspec.Struct, array_like=True, frozen=True, tag=16):
-    """Member to leader: reached this round, with so many calls sent, taken, and running."""
+    """Member to leader: reached this round, with so many calls sent, taken, and running.
+
+    ``look`` is the question's own: an answer to an earlier look is older than what that look saw of others.
+    """
 
     round: int
     sent: int
     taken: int
     active: int
+    look: int = 0
 
 
 class Cast(msgspec.Struct, array_like=True, frozen=True, tag=17):

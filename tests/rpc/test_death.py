@@ -134,6 +134,28 @@ def test_shutdown_with_a_limit_names_who_is_missing():
         assert not workers.is_running()
 
 
+def test_shutdown_with_a_limit_names_who_still_runs_a_call():
+    with workers.world(3, graceful=False, then="workers._release.wait(60)\nrpc.shutdown(timeout=20)"):
+        for name in ("worker1", "worker2"):
+            rpc.rpc_sync(name, workers.release)
+        rpc.rpc_async("worker2", workers.sleep, args=(4,))
+        with pytest.raises(nbdist.RendezvousError, match="for worker0, worker2 to end the calls that run"):
+            rpc.shutdown(timeout=2.0)
+
+
+def test_shutdown_with_a_limit_names_who_does_not_answer():
+    with workers.world(3, graceful=False, then="workers._release.wait(60)\nrpc.shutdown(timeout=20)") as others:
+        for name in ("worker1", "worker2"):
+            rpc.rpc_sync(name, workers.release)
+        process = others.processes["worker2"]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(nbdist.RendezvousError, match="shutdown: still waiting for worker2 to answer"):
+                rpc.shutdown(timeout=4.0)
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+
 def test_shutdown_names_the_first_member_where_that_is_missing(tmp_path):
     said = tmp_path / "said"
     code = (

@@ -145,6 +145,20 @@ def test_in_any_order_of_answers_a_chain_of_calls_is_seen():
     assert survey.look(history[last])
 
 
+def test_an_answer_to_an_earlier_look_is_no_part_of_a_later_one():
+    """The member answered before the other members' answers of that look came, and has run a call since."""
+    with World(3) as world:
+        leader = world[0].ending
+        leader._survey = Survey({agent.me.incarnation for agent in world})
+        first, second = leader._look, leader._look + 1
+        member = world[1].me.incarnation
+        leader._look = second
+        leader._on_state(ShutdownState(DRAINING, 0, 0, 0, first), member, [])
+        assert member not in leader._answers
+        leader._on_state(ShutdownState(DRAINING, 0, 0, 0, second), member, [])
+        assert member in leader._answers
+
+
 # --- what a shutdown that waits tells -------------------------------------------------------------
 
 
