@@ -15,12 +15,25 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["FOLD_AFTER", "OUTPUT", "Arranger", "Published", "Straight", "label_of", "say_names"]
+__all__ = [
+    "FOLD_AFTER",
+    "LEFT_OUT",
+    "OUTPUT",
+    "Arranger",
+    "Published",
+    "Straight",
+    "label_of",
+    "say_left_out",
+    "say_names",
+]
 
 FOLD_AFTER = 0.1
 """Seconds for which a line waits for others to say the same. Always read as ``arrange.FOLD_AFTER``: it may be set."""
 
-OUTPUT = ("stream", "display_data", "execute_result", "error")
+LEFT_OUT = "nbdist_left_out"
+"""The kind of a message that stands for lines that are left out; no front end sees it."""
+
+OUTPUT = ("stream", "display_data", "execute_result", "error", LEFT_OUT)
 """What takes a place below the cell; other messages concern what is there, or a widget."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
@@ -37,6 +50,9 @@ class Published(NamedTuple):
 
 class Arranger:
     """What takes messages of workers and gives messages to be shown."""
+
+    labels = True
+    """Whether a line says whose it is."""
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
         """A message of a worker has come."""
@@ -62,9 +78,18 @@ class Arranger:
 class Straight(Arranger):
     """One worker's output as it comes, as if the cell had run here."""
 
+    labels = False
+
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
         """Show it."""
-        return [message]
+        return [say_left_out(message, [worker]) if message.kind == LEFT_OUT else message]
+
+
+def say_left_out(message: Published, workers: Sequence[str], label: str = "") -> Published:
+    """Return the line that says how many lines of these workers are left out, and how to see them."""
+    lines, cell = message.content["lines"], message.content["cell"]
+    text = f"{lines:,} lines left out: `%dist_log {say_names(workers)} --cell {cell}`"
+    return Published("stream", {"name": "stdout", "text": f"{label}{text}\n"})
 
 
 def say_names(names: Sequence[str]) -> str:

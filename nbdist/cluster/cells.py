@@ -17,7 +17,7 @@ from typing import Any
 
 from nbdist import durations
 from nbdist.cluster import labels
-from nbdist.cluster.arrange import Arranger, Published, say_names
+from nbdist.cluster.arrange import LEFT_OUT, Arranger, Published, say_left_out, say_names
 from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
 from nbdist.cluster.jupyter_wire import new_id
@@ -98,7 +98,7 @@ class Cell:
         self.code = code
         self.sink = sink
         self.parts = {worker: Part(worker, new_id()) for worker in workers}
-        self._outlet = Outlet(thread, arranger, sink)
+        self._outlet = Outlet(thread, arranger, sink, number)
         self._thread = thread
         self._interrupt = interrupt
         self._answer = answer
@@ -319,6 +319,7 @@ class Cell:
     def on_input(self, worker: str, request: Message) -> None:
         """A worker asks for input."""
         self.last_output = time.monotonic()
+        self._remember(self.parts[worker], self._outlet.release(worker))  # what it printed says for what
         self._events.put((worker, request))
 
     def on_lost(self, worker: str, why: str) -> None:
@@ -381,7 +382,7 @@ class Cell:
         self._part_ended(self, part.worker)
         try:
             self._show_held(part)
-            self._outlet.ended(part.worker)
+            self._remember(part, self._outlet.ended(part.worker))
             if not self.running:
                 self._outlet.finish()
             elif part.error is not None and not self.interrupted:
@@ -401,7 +402,7 @@ class Cell:
         if errors:
             ends = self.sink.stop_says if self._foreground else "its cancel() ends"
             text = say_failed(errors, self.running, ends)
-            self.sink.publish("stream", {"name": "stderr", "text": text})
+            self.sink.page.publish("stream", {"name": "stderr", "text": text})
 
     def _tell_end(self) -> None:
         self._finished = True
@@ -429,8 +430,7 @@ class Cell:
             self._show(part, message)
 
     def _show(self, part: Part, message: Published) -> None:
-        self._remember(part, message.kind, message.content)
-        self._outlet.feed(part.worker, message)
+        self._remember(part, self._outlet.feed(part.worker, message))
 
     def _show_held(self, part: Part, error: Published | None = None) -> None:
         """Show what is held back; or do nothing if that is no longer for that error."""
@@ -440,17 +440,20 @@ class Cell:
         for message in held:
             self._show(part, message)
 
-    def _remember(self, part: Part, kind: str, content: Mapping[str, Any]) -> None:
-        if kind == "clear_output":
-            part.outputs.clear()
-        if kind not in _OUTPUTS:
-            return
-        last = part.outputs[-1] if part.outputs else {}
-        if kind == "stream" and last.get("output_type") == "stream" and last["name"] == content["name"]:
-            last["text"] += content["text"]
-            return
-        kept = {key: value for key, value in content.items() if key != "transient"}
-        part.outputs.append({"output_type": kind, **kept})
+    @staticmethod
+    def _remember(part: Part, shown: Sequence[Published]) -> None:
+        for message in shown:
+            if message.kind == LEFT_OUT:
+                message = say_left_out(message, [part.worker])
+            kind, content = message.kind, message.content
+            last = part.outputs[-1] if part.outputs else {}
+            if kind == "clear_output":
+                part.outputs.clear()
+            elif kind == "stream" and last.get("output_type") == "stream" and last["name"] == content["name"]:
+                last["text"] += content["text"]
+            elif kind in _OUTPUTS:
+                kept = {key: value for key, value in content.items() if key != "transient"}
+                part.outputs.append({"output_type": kind, **kept})
 
 
 def error_content(error: BaseException) -> dict[str, Any]:

@@ -17,14 +17,12 @@ from nbdist import durations
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster import labels
-from nbdist.cluster.arrange import Arranger, Straight
 from nbdist.cluster.cells import Cell
-from nbdist.cluster.grouped import Grouped
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
 from nbdist.cluster.jupyter_wire import pack
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.lifecycle import Lifecycle
-from nbdist.cluster.live import Live
+from nbdist.cluster.outlet import make_arranger
 from nbdist.cluster.routing import Router
 from nbdist.cluster.sinks import Sink, current_sink
 from nbdist.cluster.spec import Spec
@@ -321,7 +319,7 @@ class Cluster:
             code,
             [worker.name for worker in workers],
             sink,
-            _arranger(workers, sink, grouped=group_outputs),
+            make_arranger([worker.name for worker in workers], sink, grouped=group_outputs),
             self._thread,
             self._interrupt_cell,
             self._answer,
@@ -470,11 +468,13 @@ class Cluster:
     def settle(self, *, patience: float | None = None) -> None:
         """Show what this cell's calls printed on workers, before the notebook goes on.
 
-        Without ``patience``, a cell has ended: one that nobody watches waits up to 1 s for that output, and a watched
-        one does not wait. With ``patience`` (seconds), a result is about to be shown: all wait, for so long at most.
+        Without ``patience``, a cell has ended: one that nobody watches, or whose output is captured, waits up to 1 s
+        for that output, and a watched one does not wait. With ``patience`` (seconds), a result is about to be shown:
+        all wait, for so long at most.
         """
-        origin = self._router.origins.find(current_sink().id)
-        if origin is None or (origin.sink.interactive and patience is None):
+        sink = current_sink()
+        origin = self._router.origins.find(sink.key)
+        if origin is None or (sink.interactive and not sink.captured and patience is None):
             return
 
         def ask(worker: str, token: str) -> bool:
@@ -484,7 +484,7 @@ class Cluster:
                 return False
             return True
 
-        within = _SETTLE if patience is None or not origin.sink.interactive else patience
+        within = _SETTLE if patience is None or not sink.interactive else patience
         self._router.settle(origin, [worker for worker in self.workers if worker.alive], ask, within)
 
     def _require_alive(self, workers: Sequence[Worker]) -> None:
@@ -498,13 +498,6 @@ def _is_single(targets: Targets, count: int) -> bool:
     if isinstance(targets, int):
         return True
     return count == 1 and isinstance(targets, str) and re.fullmatch(r"\s*(-?\d+|[^\W\d]\w*)\s*", targets) is not None
-
-
-def _arranger(workers: Sequence[Worker], sink: Any, *, grouped: bool) -> Arranger:
-    names = [worker.name for worker in workers]
-    if len(names) == 1:
-        return Straight()
-    return Grouped(names) if grouped or not sink.interactive else Live(names)
 
 
 def _after_fork() -> None:

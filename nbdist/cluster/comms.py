@@ -42,6 +42,9 @@ def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[s
 class Relayed:
     """A message of the front end that a worker handles: whatever comes of it is shown as its own."""
 
+    number = 0
+    """It belongs to no cell."""
+
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self.id = ""

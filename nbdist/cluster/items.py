@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nbdist.cluster.arrange import Published, label_of
+from nbdist.cluster.arrange import LEFT_OUT, Published, label_of, say_left_out
 
 __all__ = ["Item", "display_id", "merged", "updated", "with_own_id"]
 
@@ -31,8 +31,10 @@ class Item:
     message: Published | None = None
 
     def render(self) -> list[Published]:
-        """It, as it is shown: under the names of its workers."""
+        """Return the messages that show it, under the names of its workers."""
         label = label_of(tuple(self.workers))
+        if self.message is not None and self.message.kind == LEFT_OUT:
+            return [say_left_out(self.message, self.workers, f"{label} ")]
         if self.message is not None:
             return [_text("stdout", f"{label}\n"), self.message]
         lines = self.text[:-1].split("\n")

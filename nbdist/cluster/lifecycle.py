@@ -274,6 +274,8 @@ class Lifecycle:
     def _lose_all(self) -> None:
         for worker in self._workers:
             worker.lose("has been shut down with its cluster")
+            if worker.print_log is not None:
+                worker.print_log.close()
 
     def _on_end(self, name: str, code: int) -> None:
         worker = next(worker for worker in self._workers if worker.name == name)

@@ -6,10 +6,10 @@ What has no end of line yet is kept: mostly its end comes soon, and otherwise it
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from nbdist.cluster import arrange
-from nbdist.cluster.arrange import Published
+from nbdist.cluster.arrange import LEFT_OUT, Published
 from nbdist.cluster.items import Item, display_id
 from nbdist.cluster.terminal import as_seen, close_colours, overlaid
 
@@ -20,10 +20,14 @@ _DOTS_AFTER = 0.3
 
 
 class Lines:
-    """Cuts what one worker writes into items: whole lines, and displays."""
+    """Cuts what one worker writes into items: whole lines, and displays.
 
-    def __init__(self, worker: str) -> None:
+    The streams in ``plain`` have no progress bars: of a line that is written over and over, its last state is a line.
+    """
+
+    def __init__(self, worker: str, plain: Container[str] = ()) -> None:
         self._worker = worker
+        self._plain = plain
         self.wipe()
 
     def wipe(self) -> None:
@@ -45,6 +49,8 @@ class Lines:
                 return [*self.rest(now, ("stdout",)), self._item("stdout", text, now)]
             content = {"data": data, "metadata": content.get("metadata", {})}
             message = message._replace(kind="display_data", content=content)
+        if message.kind == LEFT_OUT:
+            return [*self.rest(now, bars=False), Item([self._worker], json.dumps(content), now, message=message)]
         alone = display_id(message) is not None  # it may be updated later, alone
         key = "" if alone else json.dumps([message.kind, content], sort_keys=True, default=str)
         return [*self.rest(now), Item([self._worker], key, now, message=message)]
@@ -63,7 +69,7 @@ class Lines:
         items = []
         for stream in streams:
             text = self._begun[stream]
-            if text and (bars or "\r" not in text):
+            if text and (bars or "\r" not in text or stream in self._plain):
                 self._begun[stream] = ""
                 if as_seen(text):
                     items.append(self._line(stream, text, now))
@@ -71,16 +77,18 @@ class Lines:
 
     def bars(self) -> list[str]:
         """The lines that have begun, as they stand: progress bars, or dots."""
-        begun = ((stream, as_seen(text)) for stream, text in self._begun.items() if text)
+        begun = ((stream, as_seen(text)) for stream, text in self._moving())
         return [close_colours(text, dict(self._colours[stream])) for stream, text in begun if text]
 
     def bars_due(self) -> float:
         """From when on they should be shown."""
         return min(
             self._since[stream] + (arrange.FOLD_AFTER if "\r" in text else _DOTS_AFTER)
-            for stream, text in self._begun.items()
-            if text
+            for stream, text in self._moving()
         )
+
+    def _moving(self) -> Iterator[tuple[str, str]]:
+        return ((stream, text) for stream, text in self._begun.items() if text and stream not in self._plain)
 
     def _line(self, stream: str, line: str, now: float) -> Item:
         return self._item(stream, close_colours(as_seen(line), self._colours[stream]) + "\n", now)

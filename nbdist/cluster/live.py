@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from nbdist.cluster import arrange
@@ -30,10 +30,19 @@ class _Worker:
 
 
 class Live(Arranger):
-    """Output of several workers as it comes, line by line."""
+    """Output of several workers as it comes, line by line.
 
-    def __init__(self, workers: Sequence[str], new_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> None:
-        self._workers = {name: _Worker(Lines(name)) for name in workers}
+    What is written to the streams in ``plain`` stays: it has no progress bars, and is never wiped or shown again.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        plain: Container[str] = (),
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self._plain = plain
+        self._workers = {name: _Worker(Lines(name, plain)) for name in workers}
         self._new_id = new_id
         self._screen = Screen()
         self._bars_id: str | None = None
@@ -93,7 +102,7 @@ class Live(Arranger):
 
     def _find(self, worker: str) -> _Worker:
         if worker not in self._workers:
-            self._workers[worker] = _Worker(Lines(worker))
+            self._workers[worker] = _Worker(Lines(worker, self._plain))
         return self._workers[worker]
 
     # -- folding ------------------------------------------------------------------------------
@@ -135,7 +144,8 @@ class Live(Arranger):
         if item.message is not None and item.message.kind == "clear_output":
             return self._wipe(workers, item.message, now)
         item.workers, item.key = workers, ""
-        self._screen.add(item)
+        if item.message is not None or item.stream not in self._plain:
+            self._screen.add(item)
         return item.render()
 
     # -- wiping and updating ------------------------------------------------------------------
@@ -144,8 +154,11 @@ class Live(Arranger):
         """Have a worker's output wiped when it is its turn; what was not shown yet never will be."""
         message = Published("clear_output", {"wait": state.clear})
         state.clear = False
+        kept = [item for item in state.queue if item.message is None and item.stream in self._plain]
+        kept += state.lines.rest(now, [stream for stream in ("stdout", "stderr") if stream in self._plain])
         state.lines.wipe()
         state.queue.clear()
+        state.queue += kept
         state.queue.append(Item([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:

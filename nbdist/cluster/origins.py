@@ -6,11 +6,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from nbdist.cluster import labels
 from nbdist.cluster.arrange import Published
-from nbdist.cluster.grouped import Grouped
 from nbdist.cluster.kernels import KernelThread, Message
-from nbdist.cluster.live import Live
-from nbdist.cluster.outlet import Outlet
+from nbdist.cluster.outlet import Outlet, make_arranger
 from nbdist.cluster.sinks import Sink, current_sink
 
 __all__ = ["Origin", "Origins"]
@@ -23,7 +22,8 @@ class Origin:
 
     def __init__(self, thread: KernelThread, names: Sequence[str], sink: Sink) -> None:
         self.sink = sink
-        self._outlet = Outlet(thread, Live(names) if sink.interactive else Grouped(names), sink)
+        self.number = labels.cell_number() or 0
+        self._outlet = Outlet(thread, make_arranger(names, sink, labels=True), sink, self.number)
         for name in names:
             thread.soon(self._outlet.ended, name)  # nobody waits for others to say the same
 
@@ -51,15 +51,16 @@ class Origins:
         self._lock = threading.Lock()
 
     def current(self) -> str:
-        """The id of the cell for which the calling thread works; it travels with calls."""
+        """Return the key of the place where output of the calling thread belongs; it travels with calls."""
         sink = current_sink()
-        if sink.id not in self._known:
+        key = sink.key
+        if key not in self._known:
             with self._lock:
-                self._known[sink.id] = Origin(self._thread, self._names, sink)
+                self._known[key] = Origin(self._thread, self._names, sink)
                 if len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
-        return sink.id
+        return key
 
-    def find(self, id: str) -> Origin | None:
-        """The cell of that id."""
-        return self._known.get(id)
+    def find(self, key: str) -> Origin | None:
+        """Return the cell whose place for output has that key."""
+        return self._known.get(key)

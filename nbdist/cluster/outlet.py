@@ -1,42 +1,92 @@
-"""Shows what an arranger arranges, in time: for a cell, and for the calls of one. Of the kernel thread."""
+"""Shows what an arranger arranges, in time: for a cell, and for the calls of one. Of the kernel thread.
+
+The first lines of a worker go to the arranger as they come. Once there are too many, the last few of the others are
+shown in one place, written anew, until the worker ends the cell.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from nbdist.cluster.arrange import Arranger, Published
+from nbdist.cluster.arrange import Arranger, Published, Straight, label_of
+from nbdist.cluster.cutting import Cutter
+from nbdist.cluster.grouped import Grouped
+from nbdist.cluster.in_place import InPlace
 from nbdist.cluster.kernels import KernelThread
+from nbdist.cluster.live import Live
 from nbdist.cluster.sinks import Sink
 
-__all__ = ["Outlet"]
+__all__ = ["Outlet", "make_arranger"]
+
+_LAST = 10
+"""The lines of each worker that can be seen while more come than a page can show,"""
+
+_ANEW_EVERY = 0.5
+"""and the seconds between two of their showings."""
+
+_QUIET = 1.0
+"""Seconds after which text is taken to have ended that comes when the cell is over, as from a thread that runs on."""
+
+
+def make_arranger(names: Sequence[str], sink: Sink, *, grouped: bool = False, labels: bool = False) -> Arranger:
+    """Return what arranges the output of these workers in that place; of one worker without a label, unless asked."""
+    if len(names) == 1 and not labels:
+        return Straight()
+    return Grouped(names) if grouped or not sink.interactive else Live(names, sink.captured)
 
 
 class Outlet:
     """Joins an arranger, which is pure, with a clock and the place for its messages."""
 
-    def __init__(self, thread: KernelThread, arranger: Arranger, sink: Sink) -> None:
+    def __init__(self, thread: KernelThread, arranger: Arranger, sink: Sink, number: int) -> None:
+        """Show the text of cell ``number``."""
         self._thread = thread
         self._arranger = arranger
         self._sink = sink
+        self._number = number
         self._timer: asyncio.TimerHandle | None = None
+        self._cutters: dict[str, Cutter] = {}
+        self._ended: set[str] = set()
+        self._last = InPlace(sink.page)
+        self._last_due: asyncio.TimerHandle | None = None
+        self._quiet_due: asyncio.TimerHandle | None = None
 
-    def feed(self, worker: str, message: Published) -> None:
-        """A message of a worker has come."""
-        self._show(self._arranger.feed(worker, message, time.monotonic()))
+    def feed(self, worker: str, message: Published) -> list[Published]:
+        """Take a message of a worker; return what will be shown of it, and of those before, whose turn it is."""
+        cutter = self._cutters.get(worker)
+        if cutter is None:
+            cutter = self._cutters[worker] = Cutter(self._number, self._sink.cut)
+        let_through = cutter.take(message)
+        self._arrange(worker, let_through)
+        if cutter.holds:
+            self._show_last_soon()
+            if worker in self._ended:
+                self._release_when_quiet()
+        return let_through
 
-    def ended(self, worker: str) -> None:
-        """A worker will say no more, or nothing that others should wait for."""
+    def ended(self, worker: str) -> list[Published]:
+        """A worker will say no more, or nothing that others should wait for; return its last lines, which are shown."""
+        self._ended.add(worker)
+        last = self.release(worker)
         self._show(self._arranger.ended(worker, time.monotonic()))
+        return last
+
+    def finish(self) -> None:
+        """Show all that there is: all workers have ended."""
+        for worker in self._cutters:
+            self.release(worker)
+        self._show(self._arranger.finish(time.monotonic()))
 
     def move_to(self, sink: Sink) -> None:
         """Show what comes from now on at another place."""
         self._sink = sink
+        self._last.move_to(sink.page)
 
-    def finish(self) -> None:
-        """All have ended."""
-        self._show(self._arranger.finish(time.monotonic()))
+    def _arrange(self, worker: str, messages: Iterable[Published]) -> None:
+        now = time.monotonic()
+        self._show([shown for message in messages for shown in self._arranger.feed(worker, message, now)])
 
     def _flush(self) -> None:
         self._timer = None
@@ -45,9 +95,50 @@ class Outlet:
     def _show(self, published: Sequence[Published]) -> None:
         for message in published:
             self._sink.publish(*message)
+            if message.kind == "clear_output":
+                self._last.move_to(self._sink.page)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         due = self._arranger.next_flush()
         if due is not None:
             self._timer = self._thread.loop.call_later(max(0.0, due - time.monotonic()), self._flush)
+
+    # -- lines that are held back -------------------------------------------------------------
+
+    def release(self, worker: str) -> list[Published]:
+        """Show a worker's last lines, as far as they are held back; return them."""
+        cutter = self._cutters.get(worker)
+        last = cutter.release() if cutter is not None else []
+        if last:
+            self._show_last()
+        self._arrange(worker, last)
+        return last
+
+    def _release_when_quiet(self) -> None:
+        if self._quiet_due is not None:
+            self._quiet_due.cancel()
+        self._quiet_due = self._thread.loop.call_later(_QUIET, self._release_ended)
+
+    def _release_ended(self) -> None:
+        for worker in self._ended:
+            self.release(worker)
+
+    def _show_last_soon(self) -> None:
+        if self._last_due is None and self._sink.interactive:
+            self._last_due = self._thread.loop.call_later(_ANEW_EVERY, self._show_last)
+
+    def _show_last(self) -> None:
+        """Show the last lines that are held back, with how many are; nothing once none are."""
+        if self._last_due is not None:
+            self._last_due.cancel()
+            self._last_due = None
+        said = []
+        for worker, cutter in self._cutters.items():
+            if cutter.holds:
+                label = f"{label_of((worker,))} " if self._arranger.labels else ""
+                said += [
+                    f"{label}{cutter.left_out:,} lines left out so far ...",
+                    *(label + each for each in cutter.last(_LAST)),
+                ]
+        self._last.show("\n".join(said))

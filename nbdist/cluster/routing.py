@@ -58,14 +58,14 @@ class Router:
         if kind == NAMES:
             worker.names = content["names"]
             return
-        if kind == "stream":
-            worker.remember(content["name"], content["text"])
         if kind == "execute_input":  # what an earlier cell has written says nothing of how this one ends
             worker.stderr.clear()
         if kind.startswith("comm_"):
             self.comms.from_worker(worker, message)
         id = message["parent_header"].get("msg_id", "")
         found = self._cells.get(id) or self.origins.find(id) or self.comms.find(message)
+        if kind == "stream":
+            worker.remember(content["name"], content["text"], found.number if found is not None else 0)
         if found is not None:
             found.on_output(worker.name, message)
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.cluster.arrange import say_names
-from nbdist.cluster.jupyter_wire import new_id
+from nbdist.cluster.in_place import InPlace
 from nbdist.cluster.status import is_users
 from nbdist.errors import NbdistError
 
@@ -158,12 +158,11 @@ class Lookout:
         self._cell = cell
         self._after = after
         self._stands = Stands()
-        self._display = ""
-        self._shown = ""
+        self._line = InPlace(cell.sink.page)
 
     def start(self) -> None:
         """Look from now on, until the cell ends."""
-        self._cell.when_done(lambda: self._show(""))
+        self._cell.when_done(lambda: self._line.show(""))
         self._later(self._look, min(_LOOK_EVERY, self._after))
 
     def _later(self, action: Any, seconds: float, *arguments: Any) -> None:
@@ -193,18 +192,8 @@ class Lookout:
             self._stands.saw(part.worker, found, now)
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         silent = now - self._cell.last_output >= self._after
-        self._show(self._stands.say([part.worker for part in self._running()], ended, now) if silent else "")
+        self._line.show(self._stands.say([part.worker for part in self._running()], ended, now) if silent else "")
         self._later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
 
     def _running(self) -> list[Part]:
         return [part for part in self._cell.parts.values() if not part.done]
-
-    def _show(self, line: str) -> None:
-        if line == self._shown:
-            return
-        self._shown = line
-        kind = "update_display_data" if self._display else "display_data"
-        self._display = self._display or new_id()
-        data = {"text/plain": line} if line else {"text/plain": "", "text/html": ""}  # plain text takes a line
-        content = {"data": data, "metadata": {}, "transient": {"display_id": self._display}}
-        self._cell.sink.publish(kind, content)

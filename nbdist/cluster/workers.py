@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import labels
 from nbdist.cluster.kernels import Kernel, KernelThread, Message
+from nbdist.cluster.print_log import PrintLog
 from nbdist.cluster.processes import describe_exit
 from nbdist.cluster.tail import Tail
 from nbdist.errors import NbdistError, WorkerLost
@@ -64,6 +65,8 @@ class Worker:
         self.log = Tail(_LAST_LINES, _LONGEST)
         """The end of all that it has written."""
         self.lives = 0
+        self.print_log: PrintLog | None = None
+        """All that it has printed in cells and calls, its earlier lives included."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}: {self.state}>"
@@ -101,6 +104,7 @@ class Worker:
     def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
         """Forget a life before; be ready for one more."""
         connection = self.connection(folder)
+        self.print_log = self.print_log or PrintLog(folder, self.name)
         self.connection_file(folder).touch(mode=0o600)
         self.connection_file(folder).write_text(json.dumps(connection))
         self.kernel = Kernel(thread, connection, lambda channel, message: listener(self, channel, message))
@@ -162,8 +166,10 @@ class Worker:
             except Exception:  # it must not keep the others from ending
                 _log.exception("a cell on %s could not be ended", self.name)
 
-    def remember(self, stream: str, text: str) -> None:
-        """Keep the end of what it writes, to be looked at, and for the case that it dies."""
+    def remember(self, stream: str, text: str, cell: int) -> None:
+        """Keep what it has printed in a cell, and the end of it for the panel, and for the case that it dies."""
+        if self.print_log is not None:
+            self.print_log.write(cell, stream, text)
         self.log.feed(text)
         if stream == "stderr":
             self.stderr.feed(text)

@@ -19,17 +19,30 @@ from nbdist.cluster.cells import Cell
 from nbdist.cluster.comparing import differences
 from nbdist.cluster.holdings import collect as collect_holdings
 from nbdist.cluster.holdings import free
+from nbdist.cluster.print_log import read_logs
 from nbdist.cluster.sinks import current_sink
 from nbdist.cluster.status import collect
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
-from nbdist.magics.lines import CellLine, parse_cell, parse_diff, parse_init, parse_value, parse_watch, reader
+from nbdist.magics.lines import (
+    CellLine,
+    parse_cell,
+    parse_diff,
+    parse_init,
+    parse_log,
+    parse_value,
+    parse_watch,
+    reader,
+)
 from nbdist.magics.overview import overview
 from nbdist.magics.session import Session
 from nbdist.views.clusters import Cluster
 from nbdist.views.difference import DiffTable
 from nbdist.views.memory import FreedTable, MemoryTable
 from nbdist.views.panel import Panel
+from nbdist.views.printed import Span
+from nbdist.views.printed import save as save_printed
+from nbdist.views.printed import say as say_printed
 from nbdist.views.progress import StartProgress
 from nbdist.views.status import StatusTable
 from nbdist.views.timeline import Timeline
@@ -204,6 +217,29 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         reader("%dist_free").read(line)
         self._session.cluster()
         return FreedTable(free())
+
+    @line_magic
+    @_shortly
+    def dist_log(self, line: str) -> None:
+        """Show what workers have printed, also what a cell left out, or printed while no page was open.
+
+        %dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]
+
+        Without options, the last lines of all cells. At most 4,000 lines are shown at once, and the newest 200 MB of
+        each worker are kept, until the cluster is shut down.
+        --cell    only what the cell with that number has printed
+        --lines   these lines, counted from 1; with one number, so many from the end
+        --save    write all lines to a file instead
+        """
+        asked = parse_log(line)
+        printed = read_logs(self._session.cluster(), asked.targets, asked.cell)
+        if asked.save is None:
+            print(say_printed(printed, Span(*asked.lines) if asked.lines is not None else None))
+            return
+        try:
+            print(f"{save_printed(printed, asked.save):,} lines are in {asked.save}.")
+        except OSError as error:
+            raise UsageError(f"the lines cannot be written: {error}") from error
 
     @line_magic
     def dist_debug(self, line: str) -> StatusTable | None:

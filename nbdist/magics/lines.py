@@ -23,6 +23,7 @@ __all__ = [
     "parse_cell",
     "parse_diff",
     "parse_init",
+    "parse_log",
     "parse_value",
     "parse_watch",
     "reader",
@@ -194,6 +195,7 @@ INIT_OPTIONS = (
 OPTIONS: dict[str, tuple[str, ...]] = {
     "%dist_init": INIT_OPTIONS,
     "%%watch": ("--paused", "-a", "--noblock", "-o", "--out", "--no-norms"),
+    "%dist_log": ("--cell", "--lines", "--save"),
     "%dist_restart": ("-p", "--process-group"),
     "%dist_reset": ("-n", "--nuclear"),
     "%dist_mode": ("-e", "--enable", "-d", "--disable"),
@@ -267,6 +269,40 @@ def parse_watch(line: str) -> WatchLine:
     if found.out is not None and not found.out.isidentifier():
         raise UsageError(f"{found.out!r} is not a variable's name")
     return WatchLine(found.paused, found.noblock, found.no_norms, found.out)
+
+
+class LogLine(NamedTuple):
+    """What stands behind ``%dist_log``."""
+
+    targets: str | None
+    cell: int | None
+    lines: tuple[int | None, int | None] | None
+    """The first and the last line; without the first, so many from the end."""
+    save: str | None
+
+
+def parse_log(line: str) -> LogLine:
+    """Read the line of ``%dist_log``."""
+    reader = _Reader("%dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]")
+    reader.add_argument("targets", nargs="*")
+    reader.add_argument("--cell", type=_count)
+    reader.add_argument("--lines", type=_span)
+    reader.add_argument("--save")
+    found = reader.read(line)
+    return LogLine(_targets(found.targets), found.cell, found.lines, found.save)
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a number that counts from 1")
+    return int(text)
+
+
+def _span(text: str) -> tuple[int | None, int | None]:
+    first, colon, last = text.partition(":")
+    if not colon:
+        return None, _count(first)
+    return _count(first) if first.strip() else 1, _count(last) if last.strip() else None
 
 
 def parse_diff(line: str) -> tuple[str, str | None]:

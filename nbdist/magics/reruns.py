@@ -34,7 +34,7 @@ class Reruns:
                 run.move_to(cell.sink)
             running = {name: None for run in earlier for name in run.running}
             if running and cell.sink.interactive:
-                cell.sink.publish("stream", {"name": "stderr", "text": _say(list(running), cell)})
+                cell.sink.page.publish("stream", {"name": "stderr", "text": _say(list(running), cell)})
         earlier.append(cell)
 
 

@@ -1,0 +1,120 @@
+"""Cuts what a worker prints in one cell to its first and last lines: a page that shows 100,000 lines freezes. Pure.
+
+::
+
+    line      1 ... 2,000            2,001 ... N - 2,000     N - 1,999 ... N
+    is shown  when it is printed     never                   when the worker has ended the cell, below one line that
+                                                             says how many were left out, and which magic shows them
+
+Displays are never cut, nor is a line that the worker writes over and over: a progress bar, however often it moves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+
+from nbdist.cluster.arrange import LEFT_OUT, OUTPUT, Published
+from nbdist.cluster.items import merged
+from nbdist.cluster.terminal import as_seen
+
+__all__ = ["KEPT", "Cutter"]
+
+KEPT = 2000
+"""So many lines at the beginning, and as many at the end."""
+
+
+class Cutter:
+    """One worker's text in one cell: messages in, the messages to show now out."""
+
+    def __init__(self, cell: int, streams: Container[str]) -> None:
+        self._cell = cell
+        self._streams = streams
+        self._begin()
+
+    def _begin(self) -> None:
+        self._shown = 0
+        """Lines that have been shown."""
+        self._open = {"stdout": False, "stderr": False}
+        """Whether what has been shown of a stream ends within a line."""
+        self._held: deque[Published] = deque(maxlen=KEPT)
+        """The last lines that have not been shown."""
+        self._begun = {"stdout": "", "stderr": ""}
+        """What has been held of a line without an end."""
+        self.left_out = 0
+        """How many lines have been dropped, which are only in the worker's log."""
+        self._coloured = False
+        self._wipe = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are lines that have not been shown."""
+        return bool(self._held or any(self._begun.values()))
+
+    def take(self, message: Published) -> list[Published]:
+        """Return what to show of a message now, and of those before it."""
+        kind, content = message.kind, message.content
+        if self._wipe and kind in OUTPUT:
+            self._begin()
+        if kind == "clear_output":
+            if content.get("wait"):
+                self._wipe = True
+            else:
+                self._begin()
+        elif kind == "execute_result":  # the cell's end, mostly, which comes below what was printed
+            return [*self.release(), message]
+        elif kind == "stream" and content["name"] in self._streams:
+            return self._take_text(message, content["name"], content["text"])
+        return [message]
+
+    def _take_text(self, message: Published, stream: str, text: str) -> list[Published]:
+        lines = text.count("\n")
+        whole_lines = text.endswith("\n")
+        if not self.holds and (self._shown + lines < KEPT or (self._shown + lines == KEPT and whole_lines)):
+            self._shown += lines
+            self._open[stream] = not whole_lines if text else self._open[stream]
+            return [message]
+        shown = ""
+        *whole, rest = (self._begun[stream] + text).split("\n")
+        self._coloured = self._coloured or "\x1b" in text
+        for line in whole:
+            if self._shown < KEPT or self._open[stream]:
+                shown += f"{line}\n"
+                self._shown += 1
+                self._open[stream] = False
+            else:
+                self.left_out += len(self._held) == KEPT
+                self._held.append(_text(stream, f"{line}\n"))
+        if rest and (
+            self._shown < KEPT or self._open[stream] or "\r" in rest
+        ):  # a bar, or more of a line that can be seen already
+            shown, rest, self._open[stream] = shown + rest, "", True
+        self._begun[stream] = rest
+        return [_text(stream, shown)] if shown else []
+
+    def release(self) -> list[Published]:
+        """Return the lines that have not been shown, below one that says how many were left out.
+
+        The worker has ended the cell, or asks for input, and what it printed before says for what.
+        """
+        said = [Published(LEFT_OUT, {"lines": self.left_out, "cell": self._cell})] if self.left_out else []
+        if self.left_out and self._coloured:
+            said.append(_text("stdout", "\x1b[0m"))  # what has closed a colour may be among the lines left out
+        held = merged(self._held)
+        held += [_text(stream, text) for stream, text in self._begun.items() if text]
+        for stream, text in self._begun.items():
+            self._open[stream] = bool(text) or self._open[stream]
+        self._held.clear()
+        self._begun = {"stdout": "", "stderr": ""}
+        self.left_out, self._coloured = 0, False
+        return [*said, *held]
+
+    def last(self, lines: int) -> list[str]:
+        """Return the last of the lines that have not been shown, as a terminal would show them."""
+        held = [message.content["text"] for message in list(self._held)[-lines:]]
+        texts = [*held, *filter(None, self._begun.values())][-lines:]
+        return [as_seen(text.removesuffix("\n")) for text in texts]
+
+
+def _text(stream: str, text: str) -> Published:
+    return Published("stream", {"name": stream, "text": text})

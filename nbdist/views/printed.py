@@ -1,0 +1,101 @@
+"""What `%dist_log` shows: what workers have printed, also what a cell left out, or printed while no page was open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from nbdist.cluster.arrange import label_of
+from nbdist.cluster.cutting import KEPT
+from nbdist.cluster.print_log import Printed
+
+__all__ = ["Span", "save", "say"]
+
+_MOST = 2 * KEPT
+"""Lines that are shown at once, of all workers together: as many as a cell keeps of one worker."""
+
+
+class Span(NamedTuple):
+    """Which lines to show, counted from 1 and from the first that was ever printed; both ends are included."""
+
+    first: int | None
+    """None for the last lines, as many as ``last`` says."""
+    last: int | None
+    """None for the end."""
+
+
+class _Shown(NamedTuple):
+    """The lines of a worker that are shown; equal ones of several workers are shown once."""
+
+    lines: tuple[tuple[int, str], ...]
+    """With the numbers of their cells."""
+    first: int
+    total: int
+    dropped: int
+    broken: str
+
+
+def say(printed: Sequence[Printed], span: Span | None) -> str:
+    """Return the lines of a span as text, below one line that says which they are if they are not all.
+
+    Without a span these are all lines; of too many in one cell, those that the cell has left out; of too many in all
+    cells, the last.
+    """
+    most = max(1, _MOST // max(1, len(printed)))
+    groups: dict[_Shown, list[Printed]] = {}
+    for each in printed:
+        groups.setdefault(_look(each, span, most), []).append(each)
+    said: list[str] = []
+    for shown, group in groups.items():
+        workers = tuple(each.worker for each in group)
+        label = f"{label_of(workers)} " if len(printed) > 1 else ""
+        said += [f"{label}{line}" for line in _say(shown, group[0].cell)]
+    return "\n".join(said)
+
+
+def _look(printed: Printed, span: Span | None, most: int) -> _Shown:
+    total = printed.dropped + sum(1 for _ in printed.lines())
+    oldest = printed.dropped + 1
+    first, last = span if span is not None else (None, None)
+    if first is None and (span is not None or printed.cell is None or total - printed.dropped <= most):
+        first, last = total + 1 - min(last or most, most), total
+    elif first is None:
+        first = KEPT + 1
+    first = max(first, oldest)
+    last = min(total, first + most - 1, last if last is not None else total)
+    lines = islice(printed.lines(), first - oldest, max(first - oldest, last - oldest + 1))
+    return _Shown(tuple(lines), first, total, printed.dropped, printed.broken)
+
+
+def _say(shown: _Shown, cell: int | None) -> list[str]:
+    where = "" if cell is None else f" in cell {cell}"
+    said = []
+    if not shown.total:
+        said.append(f"nothing printed{where}")
+    elif not shown.lines and shown.dropped < shown.total:
+        said.append(f"there are {shown.total:,} lines{where}")
+    elif 0 < len(shown.lines) < shown.total:
+        last = shown.first + len(shown.lines) - 1
+        said.append(f"lines {shown.first:,} to {last:,} of {shown.total:,}{where}; `--lines FIRST:LAST` shows others")
+    if shown.dropped:
+        said.append(f"the first {shown.dropped:,} lines are gone: of each worker the newest 200 MB are kept")
+    if shown.broken:
+        said.append(f"later lines are not here: {shown.broken}")
+    for number, lines in groupby(shown.lines, lambda line: line[0]):
+        said += [f"-- cell {number} --"] if cell is None else []
+        said += [line for _, line in lines]
+    return said
+
+
+def save(printed: Sequence[Printed], file: str) -> int:
+    """Write all lines that are kept to a file; return how many. An OSError if it cannot be written."""
+    count = 0
+    with Path(file).expanduser().open("w", errors="backslashreplace") as out:
+        for each in printed:
+            label = f"{label_of((each.worker,))} " if len(printed) > 1 else ""
+            for _, line in each.lines():
+                out.write(f"{label}{line}\n")
+                count += 1
+    return count
