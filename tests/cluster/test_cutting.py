@@ -255,3 +255,22 @@ def test_a_script_is_not_cut(capfd):
         assert list(Path(cluster.folder).glob("*.printed-*"))
         folder = cluster.folder
     assert not Path(folder).exists()
+
+
+def test_what_was_printed_while_no_page_was_open(notebook, tmp_path):
+    gate, done = tmp_path / "gate", tmp_path / "done"
+    cell = notebook.run(
+        f"%%remote 0 -a\nimport os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        f"print('nobody saw this', flush=True)\nopen({str(done)!r}, 'w').close()"
+    )
+    number = cell.reply["content"]["execution_count"]
+    notebook.client.stop_channels()
+    gate.touch()
+    deadline = time.monotonic() + 20
+    while not done.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    notebook.client = notebook.manager.client()
+    notebook.client.start_channels()
+    notebook.client.wait_for_ready(timeout=20)
+    assert notebook.run(f"%sync\n%dist_log 0 --cell {number}").stdout.endswith("nobody saw this\n")
+    assert "nobody saw this" not in cell.stdout
