@@ -22,7 +22,7 @@ from nbdist.cluster.comms import own_request
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
 from nbdist.cluster.jupyter_wire import new_id
 from nbdist.cluster.kernels import KernelThread, Message
-from nbdist.cluster.notices import say_failed
+from nbdist.cluster.notices import say_failed, say_stopped
 from nbdist.cluster.outlet import Outlet
 from nbdist.cluster.sinks import Sink
 
@@ -248,13 +248,13 @@ class Cell:
         late = self.running
         stuck = self._stop()
         text = f"{say_names(late)} had not ended after {timeout:g} s"
-        error = CellTimeout("; ".join([text, *stuck]))
+        error = CellTimeout("; ".join([text, *say_stopped(self.errors), *stuck]))
         error.errors = tuple(self.errors)
         error.traceback = [*self._where_interrupted(), f"CellTimeout: {error}"]
         raise error
 
     def _interruption(self, stuck: Sequence[str]) -> CellInterrupted:
-        error = CellInterrupted("; ".join(stuck))
+        error = CellInterrupted("; ".join([*say_stopped(self.errors), *stuck]))
         error.traceback = [*self._where_interrupted(), *stuck] or ["KeyboardInterrupt"]
         return error
 

@@ -13,7 +13,8 @@ a cell that has not begun            the worker is told not to run it
 a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `interrupt_workers` only)
 ===================================  ==============================================================================
 
-A worker that has not stopped 2 s later is asked where it is, by a signal whose handler needs no GIL.
+A worker that has not ended its cell 2 s later is asked where it is, by a signal whose handler needs no GIL. One that
+formats the traceback of its interrupt has stopped, and is given more time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import collectives, where
+from nbdist.cluster.labels import is_cell
 from nbdist.cluster.worker_output import call_off
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import active_agent
@@ -47,6 +49,10 @@ _CALLED_OFF_WITHIN = 0.3
 _CALLS_STOP_WITHIN = 0.5
 """Seconds for a worker to say that it has told its calls to stop; one that holds the GIL cannot say so."""
 
+_TRACEBACK_WITHIN = 30.0
+"""Seconds for a worker that has stopped to format its traceback, which reads and parses the files of all frames."""
+
+_FORMATS = ("showtraceback", "_format_exception_for_storage")
 _POLL = 0.005
 
 
@@ -93,7 +99,8 @@ async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, Part]]) -> list
         if not part.done and _is_next(cluster, cell, part):
             _break_collective(cluster, part)
     await _until(lambda: all(part.done for part in parts), began + PATIENCE)
-    return [await _describe(cluster, cell, part) for cell, part in work if not part.done]
+    said = [await _describe(cluster, cell, part, began + _TRACEBACK_WITHIN) for cell, part in work if not part.done]
+    return [text for text in said if text]
 
 
 def stop_served_calls() -> None:
@@ -168,29 +175,47 @@ def _break_collective(cluster: Cluster, part: Part) -> None:
         cluster.agent.caller.asynchronous(part.worker, collectives.break_off, (), None, PATIENCE).then(note)
 
 
-async def _describe(cluster: Cluster, cell: Cell, part: Part) -> str:
+async def _describe(cluster: Cluster, cell: Cell, part: Part, deadline: float) -> str:
+    """Return what to say of a worker that has not ended its cell; nothing if it only has to format its traceback."""
+    name = part.worker
     if not _is_next(cluster, cell, part):
-        return f"{part.worker} has not begun this cell: it still runs one from before, and will not run this one"
-    place = await _where(cluster, part.worker)
-    return (
-        f"{part.worker} has not given way within {PATIENCE:g} s{place}; `%dist_restart {part.worker}` ends what it does"
-    )
+        return f"{name} has not begun this cell: it still runs one from before, and will not run this one"
+    frames = await _frames(cluster, name)
+    while _formats_traceback(frames) and not part.done:
+        if time.monotonic() > deadline:
+            return f"{name} has stopped, and has not formatted its traceback yet; `%dist_restart {name}` ends that"
+        await _until(lambda: part.done, time.monotonic() + where.PATIENCE)
+        frames = await _frames(cluster, name)
+    if part.done:
+        return ""
+    place = _say_place(frames, cell)
+    return f"{name} has not given way within {PATIENCE:g} s{place}; `%dist_restart {name}` ends what it does"
 
 
-async def _where(cluster: Cluster, worker: str) -> str:
-    """Where its main thread is; the innermost frame, and that of the cell."""
+async def _frames(cluster: Cluster, worker: str) -> list[where.Frame]:
+    """Return the frames of a worker's main thread, innermost first; none if they cannot be had."""
     with contextlib.suppress(OSError):
         asked = where.Question(cluster, worker)
         deadline = time.monotonic() + where.PATIENCE
         while time.monotonic() < deadline and not asked.answered:
             await asyncio.sleep(where.POLL)
-        await asyncio.sleep(where.POLL)
-        frames = asked.frames()
-        if frames:
-            inner = frames[0]
-            of_cell = next((frame.line for frame in frames if frame.in_cell), None)
-            if inner.in_cell:
-                return f" (it is in line {inner.line} of its cell)"
-            cell = f", called by line {of_cell} of its cell" if of_cell else ""
-            return f" (it is in {inner.function}, line {inner.line} of {inner.file}{cell})"
-    return ""
+        return asked.frames()
+    return []
+
+
+def _formats_traceback(frames: Sequence[where.Frame]) -> bool:
+    """Whether IPython formats an error, to show it or to keep it with the cell."""
+    return any(frame.function in _FORMATS and "/IPython/core/" in frame.file for frame in frames)
+
+
+def _say_place(frames: Sequence[where.Frame], cell: Cell) -> str:
+    """Return in words the innermost of these frames, and the line of the cell from which it was called."""
+    if not frames:
+        return ""
+    inner = frames[0]
+    of_cell = next((frame.line for frame in frames if is_cell(frame.file, cell.code)), None)
+    called = f", called by line {of_cell} of its cell" if of_cell else ""
+    if is_cell(inner.file, cell.code):
+        return f" (it is in line {inner.line} of its cell)"
+    of = "an earlier cell" if inner.in_cell else inner.file
+    return f" (it is in {inner.function}, line {inner.line} of {of}{called})"

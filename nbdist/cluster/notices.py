@@ -1,4 +1,4 @@
-"""What a running cell says of the workers that have failed in it: pure, errors in, a text out."""
+"""What a cell says of the workers that have failed in it, or were stopped: pure, errors in, a text out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from nbdist.cluster.arrange import label_of, say_names
 from nbdist.cluster.errors import WorkerError, grouped
 
-__all__ = ["say_failed"]
+__all__ = ["say_failed", "say_stopped"]
 
+_INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
 _LONGEST = 200
 """Letters of an error's text that are shown; the whole comes with the traceback, at the cell's end."""
 
@@ -24,6 +25,13 @@ def say_failed(errors: Sequence[WorkerError], running: Sequence[str], ends: str)
     return "".join(
         f"{label_of(tuple(error.worker for error in group))} {_say(group[0])} ({still})\n" for group in groups
     )
+
+
+def say_stopped(errors: Sequence[WorkerError]) -> list[str]:
+    """Return where an interrupt has stopped workers, in one text for all that were stopped at the same line."""
+    stopped = [error for error in errors if error.name in _INTERRUPTS and error.text]
+    groups = grouped(stopped, lambda error: error.text)
+    return [f"{say_names([error.worker for error in group])} {group[0].text}" for group in groups]
 
 
 def _say(error: WorkerError) -> str:

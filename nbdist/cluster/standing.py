@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.cluster.arrange import say_names
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.cells import Cell, Part
     from nbdist.cluster.cluster import Cluster
 
-__all__ = ["Lookout", "Place", "Stands"]
+__all__ = ["Lookout", "Place", "Stands", "say_where"]
 
 _LOOK_EVERY = 2.0
 _ANSWER_WITHIN = 0.4
@@ -37,6 +37,9 @@ _AT_REST = 0.05
 """The share of the time between two looks that a waiting thread may spend on the processor."""
 
 _SHOWN = 60
+_LOGGER = "/torch/distributed/c10d_logger.py"
+"""Holds the wrapper around each collective; an interrupt of a collective often ends in that wrapper."""
+
 _TOLD = ("src", "dst", "group_src", "group_dst", "to")
 """The arguments of a call that say for whom it waits."""
 
@@ -60,19 +63,46 @@ class Place(NamedTuple):
 def place() -> Place | None:
     """Return where this process's main thread is; None if it runs none of the user's code."""
     ident = threading.main_thread().ident or 0
-    innermost = frame = sys._current_frames().get(ident)
-    called: FrameType | None = None
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        if not _is_wrapper(frame):
-            called = frame
-        frame = frame.f_back
-    if frame is None or innermost is None:
+    innermost = sys._current_frames().get(ident)
+    if innermost is None:
         return None
-    file, number = frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno
-    name = "cell" if "ipykernel" in file else Path(file).name
-    call = _say_call(called) if called is not None else linecache.getline(file, number).strip()[:_SHOWN]
+    frames = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        frames.append((frame, frame.f_lineno or frame.f_code.co_firstlineno))
+        frame = frame.f_back
+    found = _find(frames)
+    if found is None:
+        return None
     processor = time.clock_gettime(time.pthread_getcpuclockid(ident))
-    return Place((id(innermost), innermost.f_lasti), processor, call, f"{name}:{number}")
+    return Place((id(innermost), innermost.f_lasti), processor, *found)
+
+
+def say_where(tb: TracebackType | None) -> str:
+    """Return what the user's code had called, and from which line, when an error came that has this traceback."""
+    frames = []
+    while tb is not None:
+        frames.append((tb.tb_frame, tb.tb_lineno))
+        tb = tb.tb_next
+    found = _find(frames[::-1])
+    return f"{found[0]}, {found[1]}" if found is not None else ""
+
+
+def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
+    """Return the call and the line of a `Place`, of frames with their lines, the innermost first."""
+    called = ""
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            name = "cell" if "ipykernel" in file else Path(file).name
+            return called or linecache.getline(file, number).strip()[:_SHOWN], f"{name}:{number}"
+        if file.endswith(_LOGGER):
+            inside = frame.f_locals
+            collective = inside.get("func_name") or getattr(inside.get("func"), "__name__", "")
+            called = called or (f"dist.{collective}()" if collective else "")
+        elif not _is_wrapper(frame):
+            called = _say_call(frame)
+    return None
 
 
 def _is_wrapper(frame: FrameType) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import sys
 import sysconfig
 import threading
@@ -87,7 +88,6 @@ def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
     with contextlib.suppress(OSError):  # they may end meanwhile
         while time.monotonic() < deadline and not all(question.answered for question in asked.values()):
             time.sleep(where.POLL)
-        time.sleep(where.POLL if asked else 0)
     found = {}
     for worker, question in asked.items():
         with contextlib.suppress(OSError):
@@ -113,9 +113,12 @@ def _told(name: str, number: int, line: str) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file holds the user's code: neither Python's, nor a package's, nor ours."""
+    """Return whether a file holds the user's code: neither Python's, nor a package's, nor ours.
+
+    A relative name is of compiled code, such as Cython's.
+    """
     installed = "/site-packages/" in file or "/dist-packages/" in file  # also where another environment is on the path
-    return not (installed or file.startswith((*_INNER, "<")))
+    return os.path.isabs(file) and not (installed or file.startswith(_INNER))
 
 
 def _status(worker: Worker, report: Report) -> WorkerStatus:

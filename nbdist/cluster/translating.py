@@ -2,18 +2,23 @@
 
 There are two such places: the end of a cell, and the end of a function that runs for a call. Inside of the user's own
 ``try`` the error stays torch's.
+
+An interrupt that ends a cell is given a text there, which says where it has stopped the cell. In a cell with ``await``
+the interrupt is a CancelledError.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from asyncio import CancelledError
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from nbdist.cluster.collectives import translate
+from nbdist.cluster.standing import say_where
 from nbdist.errors import GroupError
 
 __all__ = ["install", "raise_translated"]
@@ -45,6 +50,8 @@ def install(shell: Any) -> None:
         nonlocal translated
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
+            if error is not None and type(error) in (KeyboardInterrupt, CancelledError):
+                exc_tuple = _say_where_stopped(error)
             said = translate(error)
             if error is not None and said is not None:
                 translated = error, said
@@ -54,6 +61,16 @@ def install(shell: Any) -> None:
         return plain_show(exc_tuple, *args, **options)
 
     shell.run_code, shell.showtraceback = run_code, showtraceback
+
+
+def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
+    """Give an interrupt its text, and take away what torch went through after the interrupt had come."""
+    if not error.args and (where := say_where(error.__traceback__)):
+        error.args = (f"stopped in {where}",)
+    if translate(error.__context__) is not None:
+        error.__suppress_context__ = True
+        error.__traceback__ = _up_to_torch(error.__traceback__)
+    return type(error), error, error.__traceback__
 
 
 def _up_to_torch(tb: TracebackType | None) -> TracebackType | None:

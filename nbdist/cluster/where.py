@@ -20,6 +20,7 @@ PATIENCE = 0.3
 """Seconds in which a worker has written where it is."""
 POLL = 0.005
 _LARGE = 1 << 18
+_ENDS = ("in <module>\n", "  ...\n")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 
@@ -48,12 +49,14 @@ class Question:
 
     @property
     def answered(self) -> bool:
-        """Whether it has begun to write."""
-        return os.path.getsize(self._path) > self._before
+        """Whether it has written all its frames: the outermost, or the mark that there are more than are written."""
+        return self._written().endswith(_ENDS)
 
     def frames(self) -> list[Frame]:
-        """The frames that it has written, innermost first; a moment after `answered`, all of them."""
+        """Return the frames that it has written, innermost first."""
+        return [Frame(name, int(line), function) for name, line, function in _FRAME.findall(self._written())]
+
+    def _written(self) -> str:
         with open(self._path, errors="replace") as file:
             file.seek(self._before)
-            found = _FRAME.findall(file.read())
-        return [Frame(name, int(line), function) for name, line, function in found]
+            return file.read()

@@ -1,6 +1,7 @@
 """The stop button: interrupts the workers that a cell waits for, and them alone, at once."""
 
 import random
+import re
 import time
 
 import pytest
@@ -36,6 +37,7 @@ def test_a_cell_is_interrupted_where_it_is(two, code):
     cell = interrupt_when(two, two.send(f"%%remote 0\n{STARTED}{code}"), "started")
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert "on worker0" in cell.traceback
+    assert re.fullmatch(r"worker0 stopped in .*, cell:[12]", cell.error["evalue"])
     assert two.run("%%remote\nprint(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
 
 
@@ -45,6 +47,30 @@ def test_all_workers_of_the_cell_are_interrupted(two):
     assert cell.error["ename"] == "KeyboardInterrupt"
     said = cell.traceback  # of both together, or of each where they were not at the same place
     assert "worker0,1" in said or ("on worker0" in said and "on worker1" in said)
+
+
+SOON = "import threading, time; threading.Timer(0.5, print, ['started']).start()\n"  # when the cell is in its wait
+
+
+def test_it_is_said_at_which_line_each_worker_hung(two):
+    code = "def wait():\n    time.sleep(600)\nif rank: wait()\nrpc.rpc_sync('worker1', time.sleep, args=(1,))"
+    cell = interrupt_when(two, two.send(f"%%remote\n{SOON}{code}"), "started")
+    assert cell.error["evalue"] == (
+        "worker0 stopped in rpc.rpc_sync(to='worker1'), cell:5; worker1 stopped in time.sleep(600), cell:3"
+    )
+    assert "KeyboardInterrupt: stopped in time.sleep(600), cell:3" in cell.traceback
+
+
+def test_a_worker_that_formats_its_traceback_has_given_way(two):
+    two.run(
+        "%%remote 0\nimport time\nshown = get_ipython().InteractiveTB\nplain = shown.structured_traceback\n"
+        "def slow(*args, **options):\n    time.sleep(3)\n    return plain(*args, **options)\n"
+        "shown.structured_traceback = slow"
+    )
+    cell = interrupt_when(two, two.send(f"%%remote 0\n{SOON}time.sleep(600)"), "started")
+    two.run("%%remote 0\nshown.structured_traceback = plain")
+    assert cell.error["evalue"] == "worker0 stopped in time.sleep(600), cell:2"
+    assert "time.sleep(600)" in cell.traceback
 
 
 def test_workers_that_the_cell_does_not_wait_for_go_on(two):
@@ -61,6 +87,8 @@ def test_a_collective_is_interrupted_and_its_group_can_be_formed_anew(two):
     two.finish(cell)
     assert cell.error is not None
     assert "%dist_restart --process-group" in cell.traceback
+    assert "dist.all_reduce(), cell:2" in cell.error["evalue"]
+    assert "gloo" not in cell.traceback
     two.run("%dist_restart --process-group")
     cell = two.run("%%remote\nt = torch.ones(1); dist.all_reduce(t); print(t.item())")
     assert cell.stdout == "[worker0,1] 2.0\n"
@@ -111,7 +139,7 @@ def test_a_queued_cell_is_interrupted_when_its_turn_comes(two):
 def test_a_limit_of_time_interrupts(two):
     cell = two.run("%%remote -t 0.5\nimport time; time.sleep(600)", check=False)
     assert cell.error["ename"] == "CellTimeout"
-    assert "worker0,1 had not ended after 0.5 s" in cell.error["evalue"]
+    assert "worker0,1 had not ended after 0.5 s; worker0,1 stopped in " in cell.error["evalue"]
     assert two.run("%%remote\nprint(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
 
 
