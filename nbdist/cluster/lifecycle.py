@@ -243,7 +243,7 @@ class Lifecycle:
         async def kill() -> None:
             for worker in workers:
                 self.launcher.signal(worker.name, signal.SIGKILL)  # whatever is known of it
-                worker.lose("was restarted")
+                worker.lose("was restarted", "run the cell again")
             while not all(map(is_gone, workers)):
                 await asyncio.sleep(_POLL)
 
@@ -273,7 +273,7 @@ class Lifecycle:
 
     def _lose_all(self) -> None:
         for worker in self._workers:
-            worker.lose("has been shut down with its cluster")
+            worker.lose("has been shut down with its cluster", "`%dist_init` starts another")
             if worker.print_log is not None:
                 worker.print_log.close()
 

@@ -49,8 +49,8 @@ class WorkerStatus:
     """The line of the user's code at which it is."""
     waits: Mapping[str, int] = field(default_factory=dict)
     """So many calls it has made that are not answered, by whom they are awaited from."""
-    log: tuple[str, ...] = ()
-    """The end of what it has written."""
+    log: tuple[tuple[float, str], ...] = ()
+    """The last lines that it has printed, in whichever cells, each with the time at which it came."""
     sent: Mapping[str, int] = field(default_factory=dict)
     """Bytes that it has sent, by whom they were sent to; empty where it did not say."""
     gpu_memory: int | None = None
@@ -142,7 +142,7 @@ def _status(worker: Worker, report: Report) -> WorkerStatus:
         report.calls,
         report.where if runs else "",
         report.waits,
-        tuple(worker.log.lines()),
+        tuple(worker.log.timed_lines()),
         report.sent,
         report.gpu_memory,
     )

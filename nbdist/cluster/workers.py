@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,8 +152,11 @@ class Worker:
             self.lost = describe_exit(code)
         self.exited.set()
 
-    def lose(self, why: str) -> None:
-        """It is gone: all that waits for it fails."""
+    def lose(self, why: str, advice: str | None = None) -> None:
+        """Note that the worker is gone: its cells fail, for that reason and with that advice. Nothing the second time.
+
+        Without advice, they say how to start the worker again.
+        """
         if self._let_go:
             return
         self._let_go = True
@@ -162,7 +166,7 @@ class Worker:
         cells, self.cells = self.cells, []
         for cell in cells:
             try:
-                cell.on_lost(self.name, f"{why}\n`%dist_restart {self.name}` starts it again")
+                cell.on_lost(self.name, f"{why}\n{advice or f'`%dist_restart {self.name}` starts it again'}")
             except Exception:  # it must not keep the others from ending
                 _log.exception("a cell on %s could not be ended", self.name)
 
@@ -170,7 +174,7 @@ class Worker:
         """Keep what it has printed in a cell, and the end of it for the panel, and for the case that it dies."""
         if self.print_log is not None:
             self.print_log.write(cell, stream, text)
-        self.log.feed(text)
+        self.log.feed(text, time.time())
         if stream == "stderr":
             self.stderr.feed(text)
 

@@ -83,15 +83,18 @@ def test_a_worker_that_holds_the_gil_is_still_located(cluster):
     assert rows["worker1"]["where"].startswith("cell:4: return re.match(")
     assert "cell:4" in repr(StatusTable(collect(cluster)))
     cluster.restart("1")
-    with pytest.raises(nbdist.WorkerLost):
+    with pytest.raises(nbdist.WorkerLost, match=r"^worker1 was restarted\nrun the cell again$"):
         cell.wait(20)
 
 
 def test_the_end_of_what_it_has_written(cluster):
     panel = Panel(cluster)
     cluster.execute("import sys\nfor n in range(9): print('line', n)\nprint('oh', file=sys.stderr)", "0", quiet=True)
-    rows = until(panel, lambda rows: "oh" in rows["worker0"]["log"])
-    assert rows["worker0"]["log"] == [*(f"line {n}" for n in range(5, 9)), "oh"]
+    rows = until(panel, lambda rows: rows["worker0"]["log"] and rows["worker0"]["log"][-1][1] == "oh")
+    times, lines = zip(*rows["worker0"]["log"], strict=True)
+    assert list(lines) == [*(f"line {n}" for n in range(5, 9)), "oh"]
+    assert sorted(times) == list(times)
+    assert abs(times[-1] - time.time()) < 60
 
 
 def test_what_torch_has_of_a_gpu(monkeypatch):

@@ -1,5 +1,7 @@
 """The panel in a real page: buttons that interrupt and restart workers while a cell is busy."""
 
+import re
+
 import pytest
 from browser import needs_browser, notebook
 
@@ -12,15 +14,24 @@ import torch
 """
 BUSY = """%%remote 1
 import time
+print("training of the residual network begins")
 for second in range(600):
     time.sleep(0.1)
 """
+LONG = """%%remote 0 -a
+def train_one_epoch_of_the_residual_network(seconds):
+    import time
+    for second in range(seconds): time.sleep(0.1 + 0.0 * second * len("a line that is long enough to be cut"))
+train_one_epoch_of_the_residual_network(6000)
+"""
+CLIPPED = """panel => [...panel.querySelectorAll("th, td, pre, .nbdist-rows, .nbdist-talk")]
+    .filter(part => part.scrollWidth > part.clientWidth + 1).map(part => part.className + part.textContent)"""
 ALIVE = "%remote all rank"
 
 
 @pytest.mark.parametrize("front", ["lab", "notebook"])
 def test_interrupt_and_restart(front, tmp_path, request):
-    with notebook([START, "%dist_panel", BUSY, ALIVE], front, tmp_path) as page:
+    with notebook([START, "%dist_panel", BUSY, ALIVE, LONG], front, tmp_path) as page:
         page.finish(0)
         page.finish(1)
         panel = page.cell(1).locator(".nbdist-panel")
@@ -34,15 +45,27 @@ def test_interrupt_and_restart(front, tmp_path, request):
         panel.get_by_role("button", name="Interrupt").nth(1).click()
         page.ended(2)
         assert "KeyboardInterrupt" in page.told(2)
+        assert re.fullmatch(r"\d\d:\d\d:\d\d \[worker1\] training of.*", panel.locator(".nbdist-log").text_content())
 
         page.run(2)
         panel.get_by_text("busy").wait_for(timeout=10_000)
         panel.get_by_role("button", name="Restart").nth(1).click()
         page.ended(2)
-        assert "WorkerLost" in page.told(2)
+        assert "worker1 was restarted" in page.told(2)
+        assert "%dist_restart" not in page.told(2)
         panel.get_by_text("idle").nth(1).wait_for(timeout=30_000)
         page.finish(3)
         assert "[0, 1]" in page.told(3)
+
+        page.finish(4)
+        panel.get_by_text("def train_one_epoch_of_the_residual_network(seconds):").wait_for(timeout=10_000)
+        panel.get_by_text("time.sleep(0.1 + 0.0 * second").wait_for(timeout=10_000)
+        for width in (1400, 1050, 700):
+            page.page.set_viewport_size({"width": width, "height": 1000})
+            page.page.wait_for_timeout(500)
+            assert panel.evaluate(CLIPPED) == []
+            if picture:
+                panel.screenshot(path=f"{picture}/panel-{front}-{width}.png")
         assert not page.complaints
         assert not page.strangers
 

@@ -15,7 +15,11 @@ const COURSES = [
   { name: "in", title: "in", most: 100_000, told: rate },
   { name: "out", title: "out", most: 100_000, told: rate },
 ];
+const TITLES = ["worker", "", "state", "runs", "at", "calls", ...COURSES.map((each) => each.title)];
 const FIRST = 6; // the column of the first of them
+
+// When a line was written, as a clock on the wall says it.
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });
 
 function spark(title) {
   const svg = shape("svg", { class: "spark", width: WIDE, height: 18 });
@@ -30,7 +34,7 @@ function render({ model, el }) {
   const table = element("table");
   frame.append(table);
   const head = element("tr");
-  head.append(...["worker", "", "state", "runs", "at", "calls", ...COURSES.map((each) => each.title)].map((text) => element("th", "", text)));
+  head.append(...TITLES.map((text) => element("th", "", text)));
   table.append(head);
   const between = element("div", "nbdist-talk");
   const logs = element("pre", "nbdist-log");
@@ -43,7 +47,11 @@ function render({ model, el }) {
   function rowOf(name) {
     if (!rows.has(name)) {
       const row = element("tr");
-      const cells = Array.from({ length: FIRST + COURSES.length }, () => element("td"));
+      const cells = TITLES.map((title) => {
+        const cell = element("td");
+        cell.dataset.title = title;
+        return cell;
+      });
       const lines = COURSES.map((course, index) => {
         const line = spark(`${course.title}, the last minute`);
         const amount = element("span");
@@ -79,7 +87,7 @@ function render({ model, el }) {
       interrupt.disabled = told.lost || !snapshot.running;
     }
     between.textContent = [talk(snapshot.talk).join("   "), ...snapshot.blamed].filter(Boolean).join("\n");
-    const written = snapshot.rows.flatMap((told) => told.log.map((text) => `[${told.name}] ${text}`));
+    const written = snapshot.rows.flatMap((told) => told.log.map(([at, text]) => `${clock(at)} [${told.name}] ${text}`));
     logs.textContent = written.join("\n");
     logs.hidden = !written.length;
   }
