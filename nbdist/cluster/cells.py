@@ -24,6 +24,7 @@ from nbdist.cluster.jupyter_wire import new_id
 from nbdist.cluster.kernels import KernelThread, Message
 from nbdist.cluster.notices import say_failed, say_stopped
 from nbdist.cluster.outlet import Outlet
+from nbdist.cluster.page_lines import moved_down
 from nbdist.cluster.sinks import Sink
 
 __all__ = ["Cell", "Part"]
@@ -91,11 +92,14 @@ class Cell:
         answer: Callable[[str, str, Message], None],
         *,
         number: int,
+        above: int = 0,
         foreground: bool,
         quiet: bool = False,
         fail_fast: bool = False,
     ) -> None:
         self.code = code
+        self.source = moved_down(code, above)
+        """The code, with its lines where they are in the page's cell, and empty lines above it."""
         self.sink = sink
         self.parts = {worker: Part(worker, new_id()) for worker in workers}
         self._outlet = Outlet(thread, arranger, sink, number)

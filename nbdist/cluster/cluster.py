@@ -300,13 +300,14 @@ class Cluster:
         quiet: bool = False,
         fail_fast: bool = False,
         progress_after: float = 10.0,
+        above: int = 0,
     ) -> Cell:
         """Run a cell on workers; with ``block`` wait for it, which raises its errors.
 
         What it puts out appears here while it runs, and so does the error or death of a worker. ``fail_fast``
         interrupts the other workers then. ``progress_after`` seconds without output, a line says where workers stand
         that wait; 0 for never. ``timeout`` (seconds, more than 0) interrupts all; None is for no limit, and so is more
-        than 1e8.
+        than 1e8. Tracebacks count lines from ``above`` lines above the code.
         """
         if timeout is not None:
             timeout = durations.positive(timeout)
@@ -324,6 +325,7 @@ class Cluster:
             self._interrupt_cell,
             self._answer,
             number=number,
+            above=above,
             foreground=block,
             quiet=quiet,
             fail_fast=fail_fast,
@@ -337,7 +339,7 @@ class Cluster:
             "allow_stdin": allow_stdin,
             "stop_on_error": False,
         }
-        told = {METADATA: {"number": number, "keep": keep, "origin": self._router.origins.current()}}
+        told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": self._router.origins.current()}}
         packed = pack(request), pack(told)  # once for all
 
         def send() -> None:

@@ -213,9 +213,9 @@ def _say_place(frames: Sequence[where.Frame], cell: Cell) -> str:
     if not frames:
         return ""
     inner = frames[0]
-    of_cell = next((frame.line for frame in frames if is_cell(frame.file, cell.code)), None)
+    of_cell = next((frame.line for frame in frames if is_cell(frame.file, cell.source)), None)
     called = f", called by line {of_cell} of its cell" if of_cell else ""
-    if is_cell(inner.file, cell.code):
+    if is_cell(inner.file, cell.source):
         return f" (it is in line {inner.line} of its cell)"
     of = "an earlier cell" if inner.in_cell else inner.file
     return f" (it is in {inner.function}, line {inner.line} of {of}{called})"

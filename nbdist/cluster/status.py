@@ -99,7 +99,7 @@ def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
     """The innermost line of the user's code among these."""
     for frame in frames:
         if frame.in_cell:
-            codes = [cell.code for cell in worker.cells if is_cell(frame.file, cell.code)]
+            codes = [cell.source for cell in worker.cells if is_cell(frame.file, cell.source)]
             lines = codes[0].splitlines() if codes else []  # else it is a function of an earlier cell
             line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
             return _told("cell", frame.line, line)

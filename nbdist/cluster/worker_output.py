@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.autocall import IPyAutocall
 
+from nbdist.cluster.page_lines import Page, follow_page
 from nbdist.cluster.translating import raise_translated
 from nbdist.errors import RemoteError, UsageError
 from nbdist.rpc.functions import async_execution
@@ -60,6 +61,7 @@ def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
     shell.input_transformers_cleanup.append(_number)  # what comes before the shell looks at its own count
     shell.events.register("post_run_cell", _after)
     _keep_parent(shell)
+    follow_page(_shell.compile, _page)
 
 
 class _Exit(IPyAutocall):
@@ -108,6 +110,12 @@ def call_off(id: str) -> None:
     _called_off[id] = None
     if len(_called_off) > _REMEMBERED:
         del _called_off[next(iter(_called_off))]
+
+
+def _page() -> Page | None:
+    """Return the cell that runs, as far as the notebook has said where it is in the page's cell."""
+    told = _told()[1]
+    return Page(_shell.parent_header["content"]["code"], told["above"]) if "above" in told else None
 
 
 class _CalledOff(Exception):

@@ -137,7 +137,7 @@ class Worker:
         lines = _telling([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
         why = describe_exit(code)
         for cell in self.cells:
-            lines = [labels.rename_cell_frames(line, cell.code, cell.number, self.name) for line in lines]
+            lines = [labels.rename_cell_frames(line, cell.source, cell.number, self.name) for line in lines]
         if lines:
             why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
         try:

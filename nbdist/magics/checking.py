@@ -9,6 +9,7 @@ from typing import Any
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.cluster import labels
+from nbdist.cluster.page_lines import Page, moved_down
 from nbdist.errors import UsageError
 
 __all__ = ["check"]
@@ -26,10 +27,11 @@ class _BadCell(UsageError):
         return list(self.shown)
 
 
-def check(shell: Any, code: str, own: Container[str]) -> None:
+def check(shell: Any, code: str, own: Container[str], page: Page) -> None:
     """Raise a UsageError if a cell for workers has a syntax error, or uses one of the notebook's ``own`` magics."""
-    transformed = TransformerManager().transform_cell(code)
-    name = shell.compile.cache(transformed, labels.cell_number(), raw_code=code)
+    lines = page.lines_above(code) or 0
+    transformed = moved_down(TransformerManager().transform_cell(code), lines)
+    name = shell.compile.cache(transformed, labels.cell_number(), raw_code=moved_down(code, lines))
     try:
         compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except (SyntaxError, ValueError, OverflowError) as error:

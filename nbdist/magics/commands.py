@@ -19,6 +19,7 @@ from nbdist.cluster.cells import Cell
 from nbdist.cluster.comparing import differences
 from nbdist.cluster.holdings import collect as collect_holdings
 from nbdist.cluster.holdings import free
+from nbdist.cluster.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.print_log import read_logs
 from nbdist.cluster.sinks import current_sink
 from nbdist.cluster.status import collect
@@ -392,7 +393,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if options.out is not None:
             self._shell.user_ns[options.out] = watcher
         if options.noblock:
-            watcher.begin(lambda: self._run_here(cell), end)
+            page = self._session.page()  # now: the next cell may run when this one begins
+            watcher.begin(lambda: self._run_here(cell, page), end)
             return watcher if options.out is None else None
         try:
             with watcher:
@@ -400,11 +402,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         finally:
             end()
 
-    def _run_here(self, code: str) -> Any:
-        """Run code as this cell's; the value of its last expression."""
-        transformed = self._shell.transform_cell(code)
-        name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=code)
-        body = ast.parse(transformed, name).body
+    def _run_here(self, code: str, page: Page | None = None) -> Any:
+        """Run code as this cell's; return the value of its last expression."""
+        lines = (page or self._session.page()).lines_above(code) or 0
+        transformed = moved_down(self._shell.transform_cell(code), lines)
+        name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=moved_down(code, lines))
+        body: list[Any] = ast.parse(transformed, name).body
         silent = transformed.rstrip().endswith(";")
         last = body.pop() if body and isinstance(body[-1], ast.Expr) and not silent else None
         exec(compile(ast.Module(body, []), name, "exec"), self._shell.user_global_ns, self._shell.user_ns)
@@ -436,7 +439,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def _run(self, options: CellLine, code: str) -> Cell | None:
         cluster = self._session.cluster()
         cluster.select(options.targets)
-        check(self._shell, code, {*self.magics["line"], *self.magics["cell"]})
+        page = self._session.page()
+        check(self._shell, code, {*self.magics["line"], *self.magics["cell"]}, page)
         wait = not (options.noblock or options.local)
         cell = cluster.execute(
             code,
@@ -447,11 +451,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             fail_fast=options.fail_fast,
             progress_after=options.progress_after,
             keep=options.out is not None,
+            above=lines_above(page.text, code) or 0,
         )
         if options.noblock:
             self._session.reruns.begin(cell)
         if options.local:
-            self._shell.run_cell(code)
+            self._session.run_here(code)
             if not options.noblock:
                 cell.wait()
         if options.out is not None:

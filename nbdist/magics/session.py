@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster import labels
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.launchers.local import discard
+from nbdist.cluster.page_lines import Page, follow_page
 from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter
 from nbdist.magics.inspection import RemoteInspector
@@ -45,6 +46,9 @@ class Session:
         self._show_result: Any = hook.start_displayhook
         hook.start_displayhook = self._before_result
         self.reruns = Reruns(shell)
+        self._counted: Page | None = None
+        """The page's cell that is run in part here: its lines are counted from its top."""
+        follow_page(self._shell.compile, lambda: self._counted)
 
     @classmethod
     def of(cls, shell: Any) -> Session:
@@ -61,6 +65,19 @@ class Session:
             raise UsageError("no cluster runs; start one with %dist_init -n 4")
         return Cluster.current
 
+    def page(self) -> Page:
+        """Return the page's cell that runs; an empty one where there is no page."""
+        parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
+        return Page((parent or {}).get("content", {}).get("code", ""))
+
+    def run_here(self, code: str) -> None:
+        """Run a part of the page's cell as a cell of this kernel."""
+        page, self._counted = self._counted, self.page()
+        try:
+            self._shell.run_cell(code)
+        finally:
+            self._counted = page
+
     def close(self) -> None:
         """Undo what was done to the shell, and end the cluster."""
         if Cluster.current is not None:
@@ -71,6 +88,7 @@ class Session:
         self._completer.remove()
         if self._inspector is not None:
             self._inspector.remove()
+        del self._shell.compile.cache, self._shell.compile.ast_parse
         del self._shell.displayhook.start_displayhook
         del self._shell.InteractiveTB.structured_traceback  # the class's own shows again
         del self._shell._nbdist

@@ -37,7 +37,7 @@ def test_a_cell_is_interrupted_where_it_is(two, code):
     cell = interrupt_when(two, two.send(f"%%remote 0\n{STARTED}{code}"), "started")
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert "on worker0" in cell.traceback
-    assert re.fullmatch(r"worker0 stopped in .*, cell:[12]", cell.error["evalue"])
+    assert re.fullmatch(r"worker0 stopped in .*, cell:[23]", cell.error["evalue"])
     assert two.run("%%remote\nprint(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
 
 
@@ -56,9 +56,9 @@ def test_it_is_said_at_which_line_each_worker_hung(two):
     code = "def wait():\n    time.sleep(600)\nif rank: wait()\nrpc.rpc_sync('worker1', time.sleep, args=(1,))"
     cell = interrupt_when(two, two.send(f"%%remote\n{SOON}{code}"), "started")
     assert cell.error["evalue"] == (
-        "worker0 stopped in rpc.rpc_sync(to='worker1'), cell:5; worker1 stopped in time.sleep(600), cell:3"
+        "worker0 stopped in rpc.rpc_sync(to='worker1'), cell:6; worker1 stopped in time.sleep(600), cell:4"
     )
-    assert "KeyboardInterrupt: stopped in time.sleep(600), cell:3" in cell.traceback
+    assert "KeyboardInterrupt: stopped in time.sleep(600), cell:4" in cell.traceback
 
 
 def test_a_worker_that_formats_its_traceback_has_given_way(two):
@@ -69,7 +69,7 @@ def test_a_worker_that_formats_its_traceback_has_given_way(two):
     )
     cell = interrupt_when(two, two.send(f"%%remote 0\n{SOON}time.sleep(600)"), "started")
     two.run("%%remote 0\nshown.structured_traceback = plain")
-    assert cell.error["evalue"] == "worker0 stopped in time.sleep(600), cell:2"
+    assert cell.error["evalue"] == "worker0 stopped in time.sleep(600), cell:3"
     assert "time.sleep(600)" in cell.traceback
 
 
@@ -87,7 +87,7 @@ def test_a_collective_is_interrupted_and_its_group_can_be_formed_anew(two):
     two.finish(cell)
     assert cell.error is not None
     assert "%dist_restart --process-group" in cell.traceback
-    assert "dist.all_reduce(), cell:2" in cell.error["evalue"]
+    assert "dist.all_reduce(), cell:3" in cell.error["evalue"]
     assert "gloo" not in cell.traceback
     two.run("%dist_restart --process-group")
     cell = two.run("%%remote\nt = torch.ones(1); dist.all_reduce(t); print(t.item())")
@@ -122,7 +122,7 @@ def test_what_does_not_give_way_is_named_with_where_it_is(two):
     two.finish(cell)
     text = cell.traceback
     assert "worker1 has not given way within 2 s" in text
-    assert "line 4 of its cell" in text
+    assert "line 5 of its cell" in text
     assert "%dist_restart worker1" in text
     assert two.run("%%remote 0\nprint('here')").stdout == "here\n"
     two.run("%dist_restart worker1")

@@ -121,7 +121,7 @@ def test_a_long_text_is_cut_and_a_longer_one_begins_with_its_first_line():
 def test_one_line_says_where_each_worker_waits(notebook):
     cell = notebook.send("%%remote --progress-after 3\nif rank:\n    dist.recv(torch.ones(1), src=0)")
     notebook.until(lambda: line_of(cell))
-    assert re.fullmatch(r"worker1,2 wait in dist\.recv\(src=0\), cell:2, \d+ s; worker0 has ended", line_of(cell))
+    assert re.fullmatch(r"worker1,2 wait in dist\.recv\(src=0\), cell:3, \d+ s; worker0 has ended", line_of(cell))
     first = line_of(cell)
     notebook.until(lambda: line_of(cell) != first)  # in its place: `line_of` sees to that
     stop(notebook, cell)
@@ -138,7 +138,7 @@ def test_a_cell_that_computes_has_no_line(notebook):
 def test_all_that_run_wait(notebook):
     cell = notebook.send("%%remote --progress-after 2\nimport time\ntime.sleep(600)")
     notebook.until(lambda: line_of(cell))
-    assert re.fullmatch(r"worker0-2 wait in time\.sleep\(600\), cell:2, \d+ s", line_of(cell))
+    assert re.fullmatch(r"worker0-2 wait in time\.sleep\(600\), cell:3, \d+ s", line_of(cell))
     stop(notebook, cell)
 
 
