@@ -53,7 +53,7 @@ def _shown(cell: Any) -> list[tuple[str, str]]:
             shown.append(("result", content["data"]["text/plain"]))
         elif kind == "error":
             shown.append(("error", cell.traceback))
-        elif kind in ("display_data", "update_display_data"):
+        elif kind in ("display_data", "update_display_data") and "text/plain" in content["data"]:  # else a live view
             id = content.get("transient", {}).get("display_id", "")
             place = displays.setdefault(id, len(shown))
             if place == len(shown):

@@ -84,10 +84,11 @@ class Page:
 
 
 @contextlib.contextmanager
-def notebook(cells, front, folder, *, outputs=None, theme=None, env=None):
-    """A notebook of these cells in a front end, connected to its kernel; with outputs, as one that was sent by others.
+def notebook(cells, front, folder, *, outputs=None, theme=None, env=None, again=False):
+    """Open a notebook of these cells in a front end, connected to its kernel; with outputs, as one that others sent.
 
-    That is, it is not trusted, and there is no such kernel.
+    That is, it is not trusted, and there is no such kernel. With ``again`` it is the notebook that was saved there
+    before, with a new kernel.
     """
     from playwright.sync_api import sync_playwright
 
@@ -96,7 +97,8 @@ def notebook(cells, front, folder, *, outputs=None, theme=None, env=None):
         cell.outputs = told
     name = "python3" if outputs is None else "absent"
     book.metadata["kernelspec"] = {"name": name, "display_name": name, "language": "python"}
-    nbformat.write(book, folder / "book.ipynb")
+    if not again:
+        nbformat.write(book, folder / "book.ipynb")
     if theme is not None:
         settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True)

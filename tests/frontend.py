@@ -40,6 +40,12 @@ class Executed:
         return results[-1]["data"]["text/plain"] if results else None
 
     @property
+    def value(self):
+        """What shows the cell's value, by MIME type: its result, or a live view and the picture that is saved of it."""
+        results = self.of("execute_result")
+        return results[-1]["data"] if results else {kind: data for each in self.displays for kind, data in each.items()}
+
+    @property
     def displays(self):
         return [content["data"] for content in self.of("display_data")]
 

@@ -80,6 +80,8 @@ class Cluster:
         self._counter = 0
         self.awaited: list[str] = []
         """After a `restart`: the workers that have to become idle before the process group is formed anew."""
+        self.farewells: list[Callable[[], object]] = []
+        """Called when the cluster is about to be shut down, as long as all is there: each once."""
         first = 0 if driver is None else 1
         devices = self.spec.devices()
         self.workers = [
@@ -228,6 +230,8 @@ class Cluster:
                 steps.callback(api.finish, agent)
             if ask and lives is not None and all(worker.step == "ready" for worker in self.workers):
                 steps.callback(lives.say_goodbye)
+            while self.farewells:
+                steps.callback(self.farewells.pop())
         return sum(is_alive(pid, started) for pid, started in processes)
 
     def _forget(self) -> None:

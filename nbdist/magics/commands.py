@@ -386,7 +386,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         def end() -> None:
             watcher.shown = False
-            shown.update(watcher)
+            if watcher.view is not None:
+                watcher.view.save()
+            else:
+                shown.update(watcher)
             watcher.shown = True
 
         watcher.shown = True

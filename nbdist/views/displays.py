@@ -1,7 +1,8 @@
-"""Makes references show themselves where they are the value of a cell; registered with a shell, and taken back.
+"""Makes references, passes, panels and swarms show themselves as values of cells; registered with a shell, taken back.
 
-Who looks at a page sees a live card. Where nobody does (nbval, nbconvert), and on paper, it is a picture: that waits a
-moment for what is on its way anyway, so that it is the same each time.
+Where somebody may look, they are live views, each with a picture behind it for the saved notebook (`Shown`). Where
+nobody looks (nbval, nbconvert), they are pictures, which wait a moment for what is on its way anyway, so that they are
+the same each time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from html import escape
 from typing import Any
 
 from nbdist.autograd.watching import Watch
-from nbdist.cluster.sinks import current_sink
+from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.sinks import PlainSink, Sink, current_sink
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, report
 from nbdist.views.map import Mapped
 from nbdist.views.map import as_html as map_as_html
 from nbdist.views.panel import Panel
-from nbdist.views.references import Bundle, bundle, bundle_of_many, facts_of
+from nbdist.views.references import OVER, bundle, bundle_of_many, facts_of
+from nbdist.views.shown import Bundle
 from nbdist.views.watching import Watcher
 
 __all__ = ["register", "unregister"]
@@ -50,6 +53,16 @@ def register(shell: Any) -> None:
         dict: _show_many,
     }
     _before[:] = [(bundles, kind, bundles.for_type(kind, printer)) for kind, printer in printers.items()]
+    # What is shown twice shows itself: one output cannot be two.
+    selves = shell.display_formatter.ipython_display_formatter
+    live: dict[type | str, Any] = {
+        RRef: _live,
+        Watcher: _live_watched,
+        Watch: _live_watch,
+        Panel: _live_panel,
+        _SWARM: _live_swarm,
+    }
+    _before.extend((selves, kind, selves.for_type(kind, printer)) for kind, printer in live.items())
     if getattr(shell, "kernel", None) is not None:  # a terminal shows text only, and as much as is known
         texts = shell.display_formatter.formatters["text/plain"]
         _before.append((texts, RRef, texts.for_type(RRef, _print)))
@@ -78,11 +91,12 @@ def _print(rref: RRef[Any], printer: Any, _: bool) -> None:
     printer.text(cards.text(facts_of(rref)))
 
 
+# -- pictures -------------------------------------------------------------------------------------
+
+
 def _show(rref: RRef[Any]) -> Bundle:
-    if current_sink().interactive:
-        return bundle(rref, _live)
     _await([rref])
-    return bundle(rref, lambda _: {})
+    return bundle(rref)
 
 
 def _show_many(value: list[Any] | dict[Any, Any]) -> Any:
@@ -97,70 +111,115 @@ def _show_many(value: list[Any] | dict[Any, Any]) -> Any:
     return bundle_of_many(value)
 
 
-def _live(rref: RRef[Any]) -> Bundle:
-    from nbdist.views.widgets.card import card_of
-
-    return _widget(card_of(rref))
-
-
-def _widget(view: Any) -> Bundle:
-    """A live view for the page, if it is one still."""
-    found = view._repr_mimebundle_()
-    return {kind: told for kind, told in found[0].items() if kind != "text/plain"} if found is not None else {}
-
-
 def _show_watched(watcher: Watcher) -> Bundle:
-    """The view; where the value of the cell is the handle on a view that is there already, what can be done with it."""
+    """A pass; where it is the value of a cell that shows it already, what can be done with it."""
     if watcher.shown:
         return {"text/plain": f"<the pass above; {_HOW}>"}
-    found = watcher.backward
-    told = report.as_html(found, watcher.told()) if found is not None else escape(watcher.told())
-    shown: Bundle = {"text/plain": repr(watcher), "text/html": told}
-    if current_sink().interactive or watcher.view is not None:
-        shown |= _view_of(watcher)
-    return shown
+    return _picture_of_pass(watcher, watcher)
 
 
 def _show_watch(watch: Watch) -> Bundle:
     """The same for a watch that is the user's own."""
+    return _picture_of_pass(_watcher_of(watch), watch)
+
+
+def _picture_of_pass(watcher: Watcher, handle: object) -> Bundle:
+    found = watcher.backward
+    told = report.as_html(found, watcher.told()) if found is not None else escape(watcher.told())
+    return {"text/plain": repr(handle), "text/html": told}
+
+
+def _show_panel(panel: Panel) -> Bundle:
+    return {"text/plain": repr(panel), "text/html": panel._repr_html_()}
+
+
+def _show_swarm(swarm: Mapped) -> Bundle:
+    return _picture_of_swarm(swarm.snapshot(), repr(swarm), lasting=True)
+
+
+def _picture_of_swarm(snapshot: Any, text: str, *, lasting: bool) -> Bundle:
+    return {"text/plain": text, "text/html": map_as_html(snapshot, lasting=lasting)}
+
+
+def _watcher_of(watch: Watch) -> Watcher:
     if watch.view is None:
         watch.view = Watcher.of(watch)
-    return {**_show_watched(watch.view), "text/plain": repr(watch)}
+    found: Watcher = watch.view
+    return found
 
 
-def _view_of(watcher: Watcher) -> Bundle:
+# -- live views -----------------------------------------------------------------------------------
+
+
+def _sink() -> Sink:
+    """The running cell, if somebody may look at it; else NotImplementedError, by which the shell shows a picture."""
+    sink = current_sink()
+    if not sink.interactive or isinstance(sink, PlainSink):
+        raise NotImplementedError
+    return sink
+
+
+def _live(rref: RRef[Any]) -> None:
+    sink = _sink()
+    if facts_of(rref).standing in OVER:
+        raise NotImplementedError
+    from nbdist.views.widgets.card import card_of
+
+    card = card_of(rref)
+    card.show(sink, card.picture)
+
+
+def _live_watched(watcher: Watcher) -> None:
+    sink = _sink()
+    if watcher.shown:
+        raise NotImplementedError
+    _view_of(watcher).show(sink, partial(_picture_of_pass, watcher, watcher))
+
+
+def _live_watch(watch: Watch) -> None:
+    sink = _sink()
+    watcher = _watcher_of(watch)
+    _view_of(watcher).show(sink, partial(_picture_of_pass, watcher, watch))
+
+
+def _view_of(watcher: Watcher) -> Any:
     from nbdist.views.widgets.backward import BackwardView
 
     if watcher.view is None or watcher.view.comm is None:
         watcher.view = _keep(BackwardView(watcher))
-    return _widget(watcher.view)
+    return watcher.view
 
 
-def _show_panel(panel: Panel) -> Bundle:
-    shown: Bundle = {"text/plain": repr(panel), "text/html": panel._repr_html_()}
-    if current_sink().interactive:
-        from nbdist.views.widgets.panel import PanelView
+def _live_panel(panel: Panel) -> None:
+    sink = _sink()
+    from nbdist.views.widgets.panel import PanelView
 
-        shown |= _widget(_keep(PanelView(panel)))
-    return shown
+    _keep(PanelView(panel)).show(sink, partial(_show_panel, panel))
 
 
-def _show_swarm(swarm: Mapped) -> Bundle:
-    watched = current_sink().interactive
-    shown: Bundle = {"text/plain": repr(swarm), "text/html": map_as_html(swarm.snapshot(), lasting=not watched)}
-    if watched:
-        from nbdist.views.widgets.map import MapView
+def _live_swarm(swarm: Mapped) -> None:
+    sink = _sink()
+    from nbdist.views.widgets.map import MapView
 
-        shown |= _widget(_keep(MapView(swarm)))
-    return shown
+    view, text = _keep(MapView(swarm)), repr(swarm)
+    view.show(sink, lambda: _picture_of_swarm(view.look(), text, lasting=False))
 
 
 def _keep(view: Any) -> Any:
-    """A view that is live, until some more have come."""
+    """Have a view be live until some more have come, or the cluster is shut down."""
     _views.append(view)
     while len(_views) > _MOST:
         _views.popleft().close()
+    cluster = Cluster.current
+    if cluster is not None and _leave_pictures not in cluster.farewells:
+        cluster.farewells.append(_leave_pictures)
     return view
+
+
+def _leave_pictures() -> None:
+    """Close all live views: what they show and their buttons are about a cluster that is to go."""
+    while _views:
+        _views.popleft().close()
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards
 from nbdist.views.cards import Facts
+from nbdist.views.shown import Bundle
 
-__all__ = ["OVER", "Bundle", "bundle", "bundle_of_many", "facts_of", "over"]
+__all__ = ["OVER", "bundle", "bundle_of_many", "facts_of", "over"]
 
 OVER = frozenset({"failed", "dead", "released", "ended"})
 """The standings after which there is no news."""
-
-Bundle = dict[str, Any]
 
 
 def facts_of(rref: RRef[Any]) -> Facts:
@@ -39,14 +37,10 @@ def over(facts: Facts) -> Facts:
     return dataclasses.replace(facts, standing="released")
 
 
-def bundle(rref: RRef[Any], live: Callable[[RRef[Any]], Bundle]) -> Bundle:
-    """A reference for a page: as text and HTML, and ``live(rref)``, if that is to be had."""
+def bundle(rref: RRef[Any]) -> Bundle:
+    """Return a reference as text and HTML, the same however far it has come."""
     facts = facts_of(rref)
-    return {
-        "text/plain": cards.text(facts),
-        "text/html": cards.card(facts, lasting=True),
-        **(live(rref) if facts.standing not in OVER else {}),
-    }
+    return {"text/plain": cards.text(facts), "text/html": cards.card(facts, lasting=True)}
 
 
 def bundle_of_many(value: list[RRef[Any]] | dict[Any, RRef[Any]]) -> Bundle:

@@ -115,10 +115,10 @@ def test_pause_step_and_run(front, tmp_path, request):
         assert not page.strangers
 
         saved = page.save()
-        static = saved.cells[3].outputs[0]["data"]["text/html"]
+        static = saved.cells[3].outputs[1]["data"]["text/html"]
         assert "<img" in static
         assert "critical path" in static
-        assert "the first NaN or Inf came up at Sqrt@worker2" in saved.cells[5].outputs[0]["data"]["text/html"]
+        assert "the first NaN or Inf came up at Sqrt@worker2" in saved.cells[5].outputs[1]["data"]["text/html"]
 
 
 def test_the_handle_does_what_the_buttons_do(tmp_path):

@@ -21,11 +21,6 @@ def unwatched():
         yield notebook
 
 
-def shown(cell):
-    (result,) = cell.of("execute_result")
-    return result["data"]
-
-
 def states(notebook, model, name):
     """The values that a trait of a widget was given."""
     own = [each["content"] for each in notebook.comms if each["content"]["comm_id"] == model]
@@ -39,7 +34,7 @@ def closed(notebook, model):
 
 def test_where_somebody_watches_there_is_a_card(watched):
     cell = watched.run("rref = rpc.remote('worker1', torch.nn.Linear, args=(3, 2))\nrref")
-    told = shown(cell)
+    told = cell.value
     assert told["text/plain"] == "<RRef on worker1>"
     assert "worker1" in told["text/html"]
     model = told[WIDGET]["model_id"]
@@ -48,7 +43,7 @@ def test_where_somebody_watches_there_is_a_card(watched):
 
 def test_a_reference_has_one_card(watched):
     watched.run("one = rpc.remote('worker1', torch.ones, args=(3,))")
-    ids = {shown(watched.run("one"))[WIDGET]["model_id"] for _ in range(3)}
+    ids = {watched.run("one").value[WIDGET]["model_id"] for _ in range(3)}
     assert len(ids) == 1
     count = "len(__import__('ipywidgets').widgets.widget._instances)"
     before = int(watched.run(count).result)
@@ -57,8 +52,8 @@ def test_a_reference_has_one_card(watched):
 
 
 def test_a_card_keeps_nothing_alive_and_is_closed_with_its_reference(watched):
-    (told,) = watched.run("short = rpc.remote('worker1', torch.ones, args=(2,)); display(short)").displays
-    model = told[WIDGET]["model_id"]
+    shown = watched.run("short = rpc.remote('worker1', torch.ones, args=(2,)); display(short)")
+    model = shown.value[WIDGET]["model_id"]
     watched.run("del short; gc.collect()")
     watched.until(lambda: closed(watched, model))
     assert "released" in states(watched, model, "value")[-1]
@@ -86,20 +81,20 @@ def test_no_display_makes_a_call(watched):
 
 def test_lists_and_dicts_are_one_table(watched):
     watched.run("pair = [rpc.remote(name, torch.ones, args=(2,)) for name in ('worker0', 'worker1')]")
-    told = shown(watched.run("pair"))
+    told = watched.run("pair").value
     assert told["text/plain"] == "[<RRef on worker0>, <RRef on worker1>]"
     assert told["text/html"].count("<tr>") == 3
     assert WIDGET not in told
-    assert shown(watched.run("{'a': pair[0]}"))["text/plain"] == "{'a': <RRef on worker0>}"
+    assert watched.run("{'a': pair[0]}").value["text/plain"] == "{'a': <RRef on worker0>}"
     assert watched.run("[1, 2]").result == "[1, 2]"
     assert watched.run("{}").result == "{}"
-    assert "text/html" not in shown(watched.run("[pair[0], 1]"))
+    assert "text/html" not in watched.run("[pair[0], 1]").value
 
 
 def test_where_nobody_watches_it_is_the_same_each_time(unwatched):
     unwatched.run("def slowly(x):\n    import time; time.sleep(0.2)\n    return x")
     code = "x = rpc.remote('worker1', slowly, args=(torch.ones(2),))\nx"
-    first, second = (shown(unwatched.run(code)) for _ in range(2))
+    first, second = (unwatched.run(code).value for _ in range(2))
     assert first == second
     assert WIDGET not in first
     assert "Tensor float32(2,)" in first["text/html"]
@@ -150,12 +145,12 @@ def test_a_watch_of_the_users_own_is_a_view(watched):
         "seen = dist_autograd.watch(context_id, paused=True)\n"
         "seen"
     )
-    told = shown(cell)
+    told = cell.value
     assert told["text/plain"].startswith("<Watch of context ")
     model = told[WIDGET]["model_id"]
     watched.run("handle = context_id.backward_async(loss); len(seen.step(2))")
     watched.until(lambda: any(": 2 of " in each["told"] for each in states(watched, model, "snapshot")))
-    assert shown(watched.run("seen"))[WIDGET]["model_id"] == model
+    assert watched.run("seen").value[WIDGET]["model_id"] == model
     watched.run("seen.run(); handle.wait(); context_id.close()")
     watched.until(lambda: states(watched, model, "snapshot")[-1]["ended"])
 

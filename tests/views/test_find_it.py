@@ -87,8 +87,8 @@ def test_a_hang(notebook):
         "hung = rpc.rpc_async('worker0', chain, args=('waiting', torch.ones(2), ['worker1', 'worker2', 'worker3']))"
     )
     notebook.finish(cell)
-    notebook.until(lambda: "worker3, which is at" in notebook.run("%dist_panel").result)
-    told = notebook.run("%dist_panel").result
+    notebook.until(lambda: "worker3, which is at" in notebook.run("%dist_panel").value["text/plain"])
+    told = notebook.run("%dist_panel").value["text/plain"]
     (line,) = [line for line in told.splitlines() if "which is at" in line]
     assert line.startswith("notebook → worker0 → worker1 → worker2 → worker3, which is at ")
     assert "gate.wait()" in line

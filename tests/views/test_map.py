@@ -224,23 +224,18 @@ def test_a_snapshot_is_json(shown):
 SWARM = f"exec(open({swarm_double.__file__!r}).read())\nsw = three()"
 
 
-def result(cell):
-    (told,) = cell.of("execute_result")
-    return told["data"]
-
-
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_swarm_as_the_value_of_a_cell(watched):
     with Notebook(watched=watched) as notebook:
         notebook.run(SWARM)
         for _ in range(2):
-            told = result(notebook.run("sw"))
+            told = notebook.run("sw").value
             assert told["text/plain"] == "<Swarm of 30 blocks>"
             assert "nobody has blocks 10-19" in told["text/html"]
             assert (WIDGET in told) == watched
             assert ("tokens/s" in told["text/html"]) == watched
         notebook.run("%unload_ext nbdist")
-        assert set(result(notebook.run("sw"))) == {"text/plain"}
+        assert set(notebook.run("sw").value) == {"text/plain"}
         notebook.run("%load_ext nbdist")
-        assert "text/html" in result(notebook.run("sw"))
+        assert "text/html" in notebook.run("sw").value
         assert notebook.run("'transformers' in __import__('sys').modules").result == "False"

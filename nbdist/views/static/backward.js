@@ -1,7 +1,7 @@
 // The view of a backward pass: draws its snapshot, and sends what is pressed.
 
 import { bytes, time } from "./amounts.js";
-import { button, connect, element, leavePicture, shape } from "./buttons.js";
+import { beFound, button, connect, element, shape } from "./buttons.js";
 import { bars } from "./sparkline.js";
 import { BOX, count, details, label, layout, stateOf, whole } from "./graph.js";
 
@@ -24,6 +24,7 @@ function curve(from, to) {
 }
 
 function render({ model, el }) {
+  beFound(model, el);
   el.classList.add("nbdist-view");
   const head = element("div", "nbdist-row");
   const status = element("span", "nbdist-status");
@@ -206,7 +207,6 @@ function render({ model, el }) {
     model.off("change:outline", redraw);
     model.off("change:snapshot", draw);
     model.off("change:detail", retell);
-    leavePicture(el);
   };
 }
 

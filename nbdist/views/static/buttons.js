@@ -81,8 +81,7 @@ export function button(label, title, press) {
   return made;
 }
 
-/** A view that is closed would vanish from the page: let a copy of it stay in its place. */
-export function leavePicture(el) {
-  const place = el.closest(".jp-OutputArea-output") ?? el;
-  if (place.parentNode) place.parentNode.insertBefore(el.cloneNode(true), place);
+/** Lets the page find a view: while its element is there, the picture of it that was saved is hidden. */
+export function beFound(model, el) {
+  el.classList.add(model.get("mark"));
 }

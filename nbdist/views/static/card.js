@@ -1,6 +1,6 @@
 // The card of a remote reference: what is known of it, and buttons to ask for more.
 
-import { button, connect, element } from "./buttons.js";
+import { beFound, button, connect, element } from "./buttons.js";
 
 function render({ model, el }) {
   const body = element("div", "nbdist-known");
@@ -12,6 +12,7 @@ function render({ model, el }) {
   const peek = button("Peek", "Ask the owner what the value looks like", () => wire.press({ press: "peek" }));
   const release = button("Release", "Let go of the value", () => wire.press({ press: "release" }));
   row.append(peek, release);
+  beFound(model, el);
   el.classList.add("nbdist-card");
   el.append(body, row, peeked, line);
   const draw = () => {
@@ -24,8 +25,6 @@ function render({ model, el }) {
   return () => {
     wire.close();
     for (const name of ["value", "peeked", "live"]) model.off(`change:${name}`, draw);
-    row.hidden = true;
-    leavePicture(el);
   };
 }
 

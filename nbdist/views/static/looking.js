@@ -1,6 +1,6 @@
 // Whether somebody looks at a view, told to the kernel again and again: what nobody looks at need not be up to date.
 
-import { leavePicture } from "./buttons.js";
+import { beFound } from "./buttons.js";
 
 const AGAIN = 4000; // ms after which the page says once more that somebody looks
 
@@ -25,6 +25,7 @@ function tellLooking(model, el) {
 
 /** Draws a view now and with each snapshot, as long as there is a page; returns what ends that. */
 export function follow(model, el, wire, draw) {
+  beFound(model, el);
   model.on("change:snapshot", draw);
   draw();
   const stop = tellLooking(model, el);
@@ -32,6 +33,5 @@ export function follow(model, el, wire, draw) {
     stop();
     wire.close();
     model.off("change:snapshot", draw);
-    leavePicture(el);
   };
 }

@@ -18,6 +18,7 @@ from ipywidgets.widgets.widget_string import HTMLStyle
 
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, references
+from nbdist.views.shown import Bundle
 from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["MOST", "RRefCard", "card_of"]
@@ -46,15 +47,16 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         if references.facts_of(rref) != self._facts:  # there was news before anybody listened
             self.changed()
 
+    def picture(self) -> Bundle:
+        """Return what the card shows, as text and HTML."""
+        return {"text/plain": cards.text(self._facts), "text/html": cards.card(self._facts) + self.peeked}
+
     def publish(self) -> None:
         """Show what is known now; if the reference is no more, for the last time."""
         rref = self._known()
-        if rref is not None:
-            self._facts = references.facts_of(rref)
-            self.value = cards.card(self._facts)
+        self._facts = references.facts_of(rref) if rref is not None else references.over(self._facts)
+        self.value = cards.card(self._facts)
         if rref is None or self._facts.standing in references.OVER:
-            if rref is None:
-                self.value = cards.card(references.over(self._facts))
             self.freeze()
 
     def press(self, message: dict[str, Any]) -> None:

@@ -14,24 +14,35 @@ import queue
 import re
 import threading
 import time
+import uuid
 import weakref
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
+from nbdist.cluster.sinks import Sink
+from nbdist.views.shown import Bundle, Shown
+
 __all__ = ["View", "identity", "script", "style"]
 
 _STEADY, _BURST = 8, 2
 """So many snapshots a second, and so many more at once after a while without: ten a second at most, the first soon."""
 _GAP = 0.02
+_SAVE_EVERY = 5.0
+"""Seconds between two pictures of a view that changes: a notebook is saved with the last of them."""
+_PICTURES = 16
+"""So many places of one view have a picture that keeps up with it; those before keep the one that they have."""
 _LOOKING = 10.0
 """Seconds after which nobody looks any more, unless the page has said so again."""
 
 STATIC = Path(__file__).parent.parent / "static"
 _IMPORT = re.compile(r'^import .* from "\./.*";\n', re.MULTILINE)
 _BUNDLED = re.compile(r'^import \* as (\w+) from "\./(dagre)\.js";\n', re.MULTILINE)
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _log = logging.getLogger("nbdist.views")
 
 
@@ -69,12 +80,16 @@ class View(anywidget.AnyWidget):
     snapshot = traitlets.Dict().tag(sync=True)
     notice = traitlets.Unicode("").tag(sync=True)
     """What went wrong when a button was pressed last."""
+    mark = traitlets.Unicode().tag(sync=True)
+    """A class of the view's element in the page, by which a page finds it: see `Shown`."""
 
     _until = 0.0
+    _saved_at = 0.0
 
     def __init__(self, **traits: Any) -> None:
         _painter.start()
-        super().__init__(**traits)
+        self._places: deque[Shown] = deque(maxlen=_PICTURES)
+        super().__init__(mark=f"nbdist-{uuid.uuid4().hex}", **traits)
         self.on_msg(_receive)
 
     def add_traits(self, **traits: Any) -> None:
@@ -89,6 +104,33 @@ class View(anywidget.AnyWidget):
         # ipykernel from 7.4 on hands a message to the thread that published last, which may be the one that is busy.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = _where_it_was_sent
+
+    # -- the picture --------------------------------------------------------------------------
+
+    def show(self, sink: Sink, picture: Callable[[], Bundle]) -> None:
+        """Show the view below a cell, and the picture that stays there when the view is gone."""
+        found = self._repr_mimebundle_()
+        place = Shown(sink, self.mark, picture)
+        place.show({kind: data for kind, data in found[0].items() if kind == _WIDGET} if found is not None else {})
+        self._places.append(place)
+
+    def save(self) -> None:
+        """Have all pictures show what is known now."""
+        self._saved_at = time.monotonic()
+        for place in list(self._places):
+            place.update()
+
+    @property
+    def save_due(self) -> float:
+        """The time from which on the pictures may be drawn anew (of `time.monotonic`)."""
+        return self._saved_at + _SAVE_EVERY
+
+    def close(self) -> None:
+        """Leave the pictures, as they are now, and be gone from the page."""
+        places, self._places = self._places, deque()
+        for place in places:
+            place.end()
+        super().close()
 
     # -- the snapshot -------------------------------------------------------------------------
 
@@ -164,8 +206,14 @@ class _Painter:
 
     def _run(self) -> None:
         left, at = float(_BURST), time.monotonic()
+        stale: dict[weakref.ref[View], float] = {}
+        """The views whose pictures are older than they are, and when each may be drawn."""
         while True:
-            changed = {self._changed.get()}
+            try:
+                due = min(stale.values(), default=None)
+                changed = {self._changed.get(timeout=None if due is None else max(0.0, due - time.monotonic()))}
+            except queue.Empty:
+                changed = set()
             now = time.monotonic()
             left, at = min(_BURST, left + (now - at) * _STEADY), now
             if left < 1:
@@ -177,12 +225,23 @@ class _Painter:
             for known in changed:
                 view = known()
                 if view is not None:
-                    try:
-                        view.publish()
-                    except Exception:
-                        _log.exception("a view could not be drawn")
+                    _safely(view.publish)
+                    stale[known] = view.save_due
+                del view
+            for known in [known for known, due in stale.items() if due <= time.monotonic()]:
+                del stale[known]
+                view = known()
+                if view is not None:
+                    _safely(view.save)
                 del view
             time.sleep(_GAP)
+
+
+def _safely(draw: Callable[[], None]) -> None:
+    try:
+        draw()
+    except Exception:
+        _log.exception("a view could not be drawn")
 
 
 _painter = _Painter()
