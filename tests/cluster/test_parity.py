@@ -22,6 +22,7 @@ _ID = re.compile(r"\b(IPY_MODEL_)?([0-9a-f]{32})\b")
 _NEVER_TWICE = [
     (re.compile(r"0x[0-9a-f]{6,}"), "0x…"),  # where an object lies
     (re.compile(r"(ipykernel_\d+/)?\b\d{5,}\.py"), "….py"),  # the file of a cell: it has the pid, and a hash
+    (re.compile(r"(\\u001b\[32m      1\\u001b\[39m) .*?\\n"), r"\1 …\\n"),  # the first line of a cell, see `Pair.run`
     (re.compile(r"[\d.]+(e[+-]?\d+)? ?(ns|μs|µs|us|ms|s)\b"), "… s"),
 ]
 
@@ -63,7 +64,9 @@ class Pair:
         while len(set(self._counts.values())) > 1:
             self.only(min(self._counts, key=self._counts.__getitem__), "None")
         cells = []
-        for notebook, text in zip(self.both, (code, f"%%remote 0\n{code}"), strict=True):
+        # Lines are counted from the top, where the magic is.
+        local = code if code.startswith("%%") else f"# local\n{code}"
+        for notebook, text in zip(self.both, (local, f"%%remote 0\n{code}"), strict=True):
             prompts: list[dict] = []
             notebook.answers = [_answer(text, prompts) for text in answers]
             cells.append(notebook.send(text, **options))
@@ -190,7 +193,7 @@ CELLS = {
     "value behind output": "print('first')\n'second'",
     "last value": "11",
     "underscore": "_ + 1",
-    "Out": "Out[max(Out)], In[-1]",
+    "Out": "Out[max(Out)], In[-1].splitlines()[-1]",
     "object": "class Mine:\n    pass\n\nMine, Mine(), __name__",
     "unicode": "print('Grüße, 世界 🌍')\n'é\\u2028\\x00'",
     "long line": "print('x' * 100_000)",
@@ -279,7 +282,6 @@ ERRORS = {
     "note": "error = ValueError('v')\nerror.add_note('a note')\nraise error",
     "in a library": "import json\njson.loads('{')",
     "SyntaxError at run time": "eval('1 +')",
-    "KeyboardInterrupt": "raise KeyboardInterrupt",
     "sys.exit": "import sys\nsys.exit()",
     "sys.exit with a status": "sys.exit(3)",
     "after await": "async def bad():\n    await asyncio.sleep(0)\n    raise LookupError('async')\n\nawait bad()",
@@ -301,7 +303,14 @@ def test_a_syntax_error_is_found_before_anything_is_sent_and_is_no_worker_s(pair
     assert "on worker0" not in cells[1].traceback
 
 
-# Where a cell on a worker deliberately gives more: an `error` message, without which tools pass a broken notebook.
+# Where a cell on a worker deliberately gives more: where it was interrupted; and an `error` message, without which
+# tools pass a broken notebook.
+
+
+def test_an_interrupt_says_where_it_came(pair):
+    local, remote = pair.run("raise KeyboardInterrupt")
+    assert (reply(local)["ename"], reply(local)["evalue"]) == ("KeyboardInterrupt", "")
+    assert reply(remote)["evalue"] == "stopped in raise KeyboardInterrupt, cell:2"
 
 
 def test_an_exception_group_has_an_error_message_which_it_does_not_have_locally(pair):
