@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -77,6 +77,8 @@ class Context:
         """Who does not want to know any more, also where that overtakes that it wants to."""
         self.watch: Watch | None = None
         """What has come of that, where it is this worker."""
+        self.before_pass: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
+        """Called, if another worker watches, where a pass is about to begin here, with its roots."""
         self.lock = threading.Lock()
         self._gradients = Gradients()
         self._contributions: dict[object, Gradients] = {}

@@ -195,9 +195,20 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
             else:
                 found.edges += edges
                 touched += more
-    found.nodes = {record.name: found.nodes[record.name] for record in members.values() if record.name in found.nodes}
+    looking = _who_only_looks(context, here.me)
+    found.nodes = {
+        record.name: nodes
+        for record in members.values()
+        if (nodes := found.nodes.get(record.name)) is not None and (nodes or record.incarnation != looking)
+    }
     found.edges.sort(key=lambda edge: edge.autograd_message_id)
     return found
+
+
+def _who_only_looks(context: Context, me: int) -> int | None:
+    """Return who watches a context of another worker; it may be in that context for nothing else."""
+    watcher = me if context.watch is not None else context.watching.watcher if context.watching is not None else None
+    return watcher if watcher != context.maker else None
 
 
 def local_nodes(

@@ -6,6 +6,7 @@ of a pass says who watches it, so that whoever comes to a pass observes it, howe
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from nbdist.autograd import messages
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Observing"]
 
+_AWAITED = 64
+"""So many watches whose contexts are over wait for what is on its way to them; those before are complete or lost."""
+
 
 class Observing:
     """The watches and observers of one worker."""
@@ -38,6 +42,8 @@ class Observing:
     def __init__(self, transport: Transport, contexts: Contexts) -> None:
         self._transport = transport
         self._contexts = contexts
+        self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
+        """Watches whose contexts are over, but not all is here that was seen of the passes."""
 
     # -- for whoever watches ------------------------------------------------------------------
 
@@ -50,6 +56,10 @@ class Observing:
         return watch
 
     def _unwatch(self, watch: Watch) -> None:
+        if not watch.complete:
+            self._awaiting[watch.context_id, watch.id] = watch
+            while len(self._awaiting) > _AWAITED:
+                self._awaiting.popitem(last=False)
         context = self._contexts.find(watch.context_id)
         if context is not None:
             self._have_watched(context, watch.watching, over=True)
@@ -66,18 +76,24 @@ class Observing:
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_observed(message, sender)
+            self._forget_complete(watch)
 
     def on_over(self, message: messages.Over) -> None:
         """To the watcher: a pass has ended."""
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_over(message)
+            self._forget_complete(watch)
 
     def _find(self, context_id: int, id: int) -> Watch | None:
         context = self._contexts.find(context_id)
-        if context is None or context.watch is None or context.watch.id != id:
-            return None  # it is over
-        return context.watch
+        if context is not None and context.watch is not None and context.watch.id == id:
+            return context.watch
+        return self._awaiting.get((context_id, id))
+
+    def _forget_complete(self, watch: Watch) -> None:
+        if watch.complete:
+            self._awaiting.pop((watch.context_id, watch.id), None)
 
     # -- for all that a context touches -------------------------------------------------------
 
@@ -160,6 +176,9 @@ class Observing:
 
     def on_lost(self, worker: int) -> None:
         """A worker is gone: what it watched goes on, and what it has not told will not come."""
+        for watch in list(self._awaiting.values()):
+            watch.on_lost(worker)
+            self._forget_complete(watch)
         for context in self._contexts.all():
             if context.watching is not None and context.watching.watcher == worker:
                 context.watching = None

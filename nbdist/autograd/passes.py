@@ -95,6 +95,8 @@ class Passes:
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         if watch is not None:
             watch.prepare("smart" if smart else "fast", roots.edges)
+        elif context.before_pass is not None:
+            context.before_pass("smart" if smart else "fast", roots.edges)
         id = PassId(me, next(self._numbers))
         with context.lock:
             since = min((other.number for other in context.runs if other.root == me), default=id.number)

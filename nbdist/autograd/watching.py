@@ -109,6 +109,12 @@ class Watch:
             return list(self._passes.values())
 
     @property
+    def complete(self) -> bool:
+        """Whether all is here that was seen of the passes that have begun."""
+        with self._changed:
+            return all(seen.complete for seen in self._passes.values())
+
+    @property
     def halted(self) -> list[Event]:
         """Where passes are halted now, the longest wait first."""
         with self._changed:
@@ -267,7 +273,9 @@ class Watch:
             self._changed.notify_all()
         self._ended(self)
         self._tell_news()
-        self.on_begin = self.on_news = None
+        self.on_begin = None
+        if self.complete:
+            self.on_news = None  # else what is still on its way is news
 
     def __enter__(self) -> Watch:
         return self

@@ -4,25 +4,29 @@
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [loss])
 
-It is a handle on the pass that is under way, or was last: it pauses, steps and runs it, and is what a view draws. Of
-many contexts one after the other it watches one now and then (`nbdist.views.pace`), so that a training loop is not held
-up by being looked at; if it is to be paused, the next one. Contexts of other threads are none of its business.
+It is a handle on the pass that is under way, or was last: it pauses, steps and runs it, and is what a view draws. It
+watches the contexts that any thread opens while the cell runs, and those that other workers open, as a training loop in
+`%%remote` does (`nbdist.views.scouts`). Of many contexts one after the other it watches one now and then
+(`nbdist.views.pace`), so that such a loop is not held up by being looked at; if passes are to be paused, all of them.
+Of several passes at a time the handle is on one, and on the next when that is over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from nbdist.autograd import api
 from nbdist.autograd.contexts import Context
 from nbdist.autograd.edges import Node
-from nbdist.autograd.inspection import Plan, plan_from, planned, trace
-from nbdist.autograd.messages import PassId
+from nbdist.autograd.inspection import Plan, Trace, plan_from, planned, trace
+from nbdist.autograd.messages import PassId, Watching
 from nbdist.autograd.seen import Event, Pass
 from nbdist.autograd.watching import Until, Watch
 from nbdist.errors import UsageError
@@ -30,63 +34,82 @@ from nbdist.rpc.futures import blocking_wait
 from nbdist.views import report
 from nbdist.views.backward import Backward
 from nbdist.views.pace import Pace
+from nbdist.views.scouts import Scouts
 
 __all__ = ["Watcher"]
 
 T = TypeVar("T")
 
+_ON_ITS_WAY = 0.5
+"""Seconds for what other workers have seen of a pass to come when the cell has ended."""
+
+_cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()
+"""Whose cell a thread runs."""
+
 
 class Watcher:
-    """Watches the passes of contexts that a thread opens: that which makes it, or that of a cell in the background."""
+    """Watches the passes of contexts that are opened on any worker while a cell runs."""
 
-    def __init__(self, *, paused: bool = False, norms: bool = True) -> None:
+    def __init__(self, *, paused: bool = False, norms: bool = True, given: Watch | None = None) -> None:
+        """Watch from now on until `close`; or what ``given`` does, the user's own."""
         self.changed: Callable[[], None] = lambda: None
         """Called by whatever thread has news; it must not block."""
         self.shown = False
         """Whether there is a view of it already,"""
         self.view: Any = None
         """and which, if it is a live one."""
-        self.count = 0
-        """How many contexts there were."""
         self.error: BaseException | None = None
         """How the cell failed, if it runs in the background and has."""
         self._paused = paused
         self._norms = norms
         self._pace = Pace()
         self._watches: list[Watch] = []
-        self._plans: dict[Watch, Backward] = {}
+        self._plans: dict[Watch, tuple[int, Backward]] = {}
+        """What the next pass consists of, and the worker on which it begins."""
+        self._opened: dict[int, int] = {}
+        """How many contexts each worker has opened, as far as is known."""
         self._watch: Watch | None = None
         self._id: PassId | None = None
         self._pass: Backward | None = None
         self._outline: tuple[Plan, dict[str, Any]] | None = None
         self._waiting = 0
         """So many wait for a pass, to do something with it."""
-        self._due = False
-        """Whether the context that is being opened is to be looked at."""
+        self._due = set[int]()
+        """The threads that are opening a context which is to be looked at."""
         self._ended = False
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
-        self._own = threading.get_ident()
-        self._given: Watch | None = None
+        self._own = threading.get_ident() if given is None else 0
+        """The thread that runs the cell; it must not wait for a pass of its own."""
+        self._given = given
         """The one watch that this is about, if that is the user's."""
         self._recorder = api.recorder()
-        self._forget = self._recorder.when_opened(self._on_context, self._decide)
+        self._forget: Callable[[], None] = lambda: None
+        self._scouts: Scouts | None = None
+        if given is None:
+            self._forget = self._recorder.when_opened(self._on_context, self._decide)
+            self._scouts = Scouts(self, held=paused)
 
     @classmethod
     def of(cls, watch: Watch) -> Watcher:
-        """A handle on what the user watches already, and goes on watching."""
-        self = cls(paused=watch.paused)
-        self._forget()
-        self._own = 0
-        self._given = watch
+        """Return a handle on what the user watches already, and goes on watching."""
+        self = cls(paused=watch.paused, given=watch)
         self._follow(watch)
         self._on_news(watch)  # also where it has ended
         return self
 
     def __enter__(self) -> Watcher:
+        _cells.setdefault(self._own, self)  # of several in one thread, the first
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Close; if the cell has succeeded, when all has come that workers have seen of the last pass."""
+        with blocking_wait(), self._changed:
+            if error is None and self._watch is not None:
+                self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _ON_ITS_WAY)
         self.close()
 
     def close(self) -> None:
@@ -98,6 +121,10 @@ class Watcher:
             watches, self._watches = self._watches, []
             self._changed.notify_all()
         self._forget()
+        if _cells.get(self._own) is self:
+            del _cells[self._own]
+        if self._scouts is not None:
+            self._scouts.call_back()
         for watch in watches:
             watch.close()
         self._plans.clear()
@@ -110,12 +137,13 @@ class Watcher:
 
         def run() -> None:
             self._own = threading.get_ident()
+            _cells[self._own] = self
             try:
                 cell()
             except BaseException as error:
                 self.error = error
             finally:
-                self.close()
+                self._end(self.error)
                 then()
 
         self._own = 0
@@ -140,6 +168,11 @@ class Watcher:
         """Whether passes are to halt."""
         watch = self._open()
         return watch.paused if watch is not None else self._held()
+
+    @property
+    def count(self) -> int:
+        """How many contexts were opened until now, as far as is known."""
+        return sum(self._opened.values())
 
     @property
     def ended(self) -> bool:
@@ -167,6 +200,21 @@ class Watcher:
         """Let that many nodes run, wherever the pass is halted, or on one worker; what ran."""
         self._paused = True
         return self._with_pass(lambda watch: watch.step(count, worker)) or []
+
+    def trace(self) -> Trace:
+        """Return what the context of the pass has recorded on all workers.
+
+        Raises:
+            UsageError: there has been no pass yet.
+        """
+        with self._changed:
+            watch, found = self._watch, self._pass
+        if watch is not None and not watch.closed:
+            with contextlib.suppress(UsageError):  # the context has just ended
+                return trace(watch.context_id)
+        if found is None:
+            raise UsageError("there has been no backward pass to trace")
+        return found.plan.trace
 
     def _with_pass(self, act: Callable[[Watch], T]) -> T | None:
         """Do something with the pass that is under way, or with the next one, from its first node on.
@@ -199,6 +247,7 @@ class Watcher:
         """Have what is watched halt or not, as what comes next is to."""
         with self._changed:  # to the end: somebody else may want the opposite
             held = self._held()
+            self._tell_scouts()
             for watch in self._watches:
                 if watch is not but and watch.paused != held:
                     self._have(watch, held)
@@ -207,9 +256,14 @@ class Watcher:
         self._pace.disturbed()
         with self._changed:
             self._paused = paused
+            self._tell_scouts()
             for watch in self._watches:
                 self._have(watch, paused)
         self._news()
+
+    def _tell_scouts(self) -> None:
+        if self._scouts is not None and not self._ended:
+            self._scouts.hold(self._held())
 
     @staticmethod
     def _have(watch: Watch, paused: bool) -> None:
@@ -317,17 +371,23 @@ class Watcher:
     # -- what comes ---------------------------------------------------------------------------
 
     def _decide(self) -> bool:
-        """Whether the context that the calling thread is about to open is to be looked at."""
-        if threading.get_ident() != self._own:
-            return False
+        """Return whether the context that the calling thread is about to open is to be looked at."""
         now = time.monotonic()
         with self._changed:
-            self.count += 1
-        self._pace.begins(now)
-        self._due = not (self._ended or self.under_way) and (self._held() or self._pace.is_due(now))
-        if self._due:
-            self._pace.looks(now)
-        return self._due
+            if self._is_anothers():
+                return False
+            self._opened[self._recorder.me] = self._opened.get(self._recorder.me, 0) + 1
+            self._pace.begins(now)
+            due = not self._ended and (self._held() or (not self.under_way and self._pace.is_due(now)))
+            if due:
+                self._pace.looks(now)
+                self._due.add(threading.get_ident())
+        return due
+
+    def _is_anothers(self) -> bool:
+        """Return whether the calling thread runs the cell of another watcher."""
+        owner = _cells.get(threading.get_ident())
+        return owner is not None and owner is not self
 
     def _held(self) -> bool:
         """Whether the next pass is to be held before its first node."""
@@ -335,10 +395,32 @@ class Watcher:
             return self._paused or self._waiting > 0
 
     def _on_context(self, context: Context) -> None:
-        if threading.get_ident() != self._own or not self._due or context.watch is not None:
-            return
-        self._due = False
-        self._follow(self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms))
+        with self._changed:
+            if threading.get_ident() not in self._due:
+                return
+            self._due.discard(threading.get_ident())
+        if context.watch is None:
+            self._follow(self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms))
+
+    def look_at(self, context: Context, opened: int) -> Watching | None:
+        """Watch a context that another worker has opened, its ``opened``-th; return how, or None if not.
+
+        A scout calls it, and waits for the answer.
+        """
+        with self._changed:
+            self._opened[context.maker] = opened
+            if self._ended or context.watch is not None or not (self._held() or not self.under_way):
+                return None
+        watch = self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms)
+        self._follow(watch)
+        return watch.watching
+
+    def plan(self, context_id: int, root: int, plan: Plan) -> None:
+        """Take what a pass consists of that is about to begin on another worker."""
+        with self._changed:
+            watch = next((watch for watch in self._watches if watch.context_id == context_id), None)
+            if watch is not None:
+                self._plans[watch] = root, Backward(plan)
 
     def _follow(self, watch: Watch) -> None:
         """See what a watch sees."""
@@ -358,14 +440,17 @@ class Watcher:
         # By its id: the context is not to be kept by who looks at it.
         found = Backward(plan_from(self._recorder.contexts.get(watch.context_id), roots, mode))
         with self._changed:
-            self._plans[watch] = found
+            self._plans[watch] = self._recorder.me, found
 
     def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
         """A pass has begun unseen, or on another worker, which alone knows its roots; but no gradient comes to them."""
         seen = watch.seen(id)[0]
         if seen is None or watch.closed:
             return
-        recorded = trace(watch.context_id)
+        try:
+            recorded = trace(watch.context_id)
+        except UsageError:  # the context has ended
+            return
         whole = Backward(planned(recorded, []))
         roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before(key)]
         found = Backward(planned(recorded, roots, "fast" if seen.mode == "fast" else "smart"))
@@ -375,18 +460,37 @@ class Watcher:
         self._news()
 
     def _on_news(self, watch: Watch) -> None:
-        id = watch.latest
         with self._changed:
-            if id is not None and (watch is not self._watch or id != self._id) and not self._ended:
-                self._watch, self._id = watch, id
-                self._pass = self._plans.pop(watch, None) if id.root == self._recorder.me else None
-                if self._pass is None:
-                    self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
+            if not self._ended:
+                self._turn_to(watch)
             if watch is self._given and watch.closed:
                 self._ended = True
         self._news()
+
+    def _turn_to(self, watch: Watch) -> None:
+        """Be the handle on this watch's last pass, or on another one that is under way; with the lock held.
+
+        Never while the pass is under way that this is the handle on.
+        """
+        if self.under_way and watch is not self._watch:
+            return
+        if not _is_under_way(watch):
+            watch = next(filter(_is_under_way, self._watches), watch)
+        id = watch.latest
+        if id is None or (watch is self._watch and id == self._id):
+            return
+        self._watch, self._id = watch, id
+        root, found = self._plans.pop(watch, (None, None))
+        self._pass = found if root == id.root else None
+        if self._pass is None:
+            self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
 
     def _news(self) -> None:
         with self._changed:
             self._changed.notify_all()
         self.changed()
+
+
+def _is_under_way(watch: Watch) -> bool:
+    seen = watch.seen(watch.latest)[0] if watch.latest is not None and not watch.closed else None
+    return seen is not None and not seen.over
