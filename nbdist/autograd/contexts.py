@@ -26,6 +26,8 @@ from nbdist.autograd.messages import PassId, Watching
 from nbdist.errors import UsageError
 
 if TYPE_CHECKING:
+    from nbdist.autograd.inspection import Plan
+    from nbdist.autograd.observer import Observer
     from nbdist.autograd.run import Run
     from nbdist.autograd.watching import Watch
 
@@ -77,8 +79,12 @@ class Context:
         """Who does not want to know any more, also where that overtakes that it wants to."""
         self.watch: Watch | None = None
         """What has come of that, where it is this worker."""
+        self.before_step: Callable[[Plan], None] | None = None
+        """Called, if another worker watches, where a step of a pipeline is about to begin here,"""
         self.before_pass: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
-        """Called, if another worker watches, where a pass is about to begin here, with its roots."""
+        """and a backward pass, with its roots."""
+        self.step_observers: dict[PassId, Observer] = {}
+        """Who sees the steps of pipelines that are under way here."""
         self.lock = threading.Lock()
         self._gradients = Gradients()
         self._contributions: dict[object, Gradients] = {}

@@ -87,6 +87,8 @@ class Trace:
     edges: list[Edge] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
     """Workers that belong to it and could not be asked."""
+    of_step: bool = False
+    """Whether these are the operations of a pipeline's step. They are done in this order; a pass goes against it."""
     passes: list[Pass] = field(default_factory=list)
     """The backward passes in it, as far as they were seen by a `watch` of this worker's."""
 

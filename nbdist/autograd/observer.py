@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +44,19 @@ class Observer:
     """What is seen of one pass on one worker."""
 
     def __init__(
-        self, worker: str, numbers: Numbers, watching: Watching, send: Callable[[int, list[Happening], int], None]
+        self,
+        worker: str,
+        numbers: Numbers,
+        watching: Watching,
+        send: Callable[[int, list[Happening], int], None],
+        *,
+        in_engine: bool = True,
     ) -> None:
-        """``send(number, what happened, version of the control)`` tells the watcher."""
+        """``send(number, what happened, version of the control)`` tells the watcher.
+
+        With ``in_engine`` torch's engine runs the nodes, and while it halts, others are kept from the same leaves.
+        """
+        self._standing_still = halted if in_engine else nullcontext
         self.whose = (watching.watcher, watching.watch)
         self.sent = 0
         self._worker = worker
@@ -139,18 +149,23 @@ class Observer:
 
         def before(gradients: Gradients) -> None:
             if current_part() is part:  # the node may be in another pass as well
-                self._come_to(number, name, gradients, sends=sends)
+                self.come_to(number, name, gradients, sends=sends)
                 began[0] = time.perf_counter()
 
         def after(new: Gradients, given: Gradients) -> None:
             if current_part() is part:
-                self._ran(number, name, time.perf_counter() - began[0], new)
+                self.ran(number, name, time.perf_counter() - began[0], new)
 
         return before, after
 
-    def _come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
+    def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
+        """Tell of a node that is about to run; before, halt if the watcher says so.
+
+        Raises:
+            Stopped: the pass was given up meanwhile.
+        """
         known: dict[str, Any] = {}
-        if self._norms or self._control.until == "nan":
+        if gradients and (self._norms or self._control.until == "nan"):
             with suppress(Exception):  # of a kind of tensor that cannot be measured: the pass is not to fail for that
                 known["norm"], known["histogram"] = measure(gradients)
         self._check(number, name, gradients)
@@ -165,7 +180,8 @@ class Observer:
             or (control.until == "node" and (control.worker, control.node) == (self._worker, number))
         )
 
-    def _ran(self, number: int, name: str, seconds: float, new: Gradients) -> None:
+    def ran(self, number: int, name: str, seconds: float, new: Gradients) -> None:
+        """Tell of a node that has run, and has made the gradients ``new``."""
         self.note("done", node=number, name=name, seconds=seconds)
         self._check(number, name, new)
         if self._control.paused:
@@ -197,7 +213,7 @@ class Observer:
                     self.flush()
                     announced = control.version
                     self._pause(control)
-                with blocking_wait(), halted(), self._changed:
+                with blocking_wait(), self._standing_still(), self._changed:
                     while self._control.version == control.version and self._over < self._halts and not self._stopped:
                         self._changed.wait()
                 if self._stopped:

@@ -7,11 +7,13 @@ of a pass says who watches it, so that whoever comes to a pass observes it, howe
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nbdist.autograd import messages
 from nbdist.autograd.contexts import Context, Contexts
-from nbdist.autograd.messages import Head, Watching
+from nbdist.autograd.messages import Head, PassId, Watching
 from nbdist.autograd.observer import Observer
 from nbdist.autograd.watching import Watch
 from nbdist.errors import UsageError
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from nbdist.autograd import watching
+    from nbdist.autograd.inspection import Plan
     from nbdist.autograd.run import Run
 
     class Transport(watching.Transport, Protocol):
@@ -105,9 +108,9 @@ class Observing:
         known, new = context.watching, message.watching
         if message.over:
             context.watches_over.add((new.watcher, new.watch))
-            for run in list(context.runs.values()):
-                if run.observer is not None and run.observer.whose == (new.watcher, new.watch):
-                    run.observer.leave()
+            for _, observer in _observers(context):
+                if observer.whose == (new.watcher, new.watch):
+                    observer.leave()
             if known is not None and (known.watcher, known.watch) == (new.watcher, new.watch):
                 context.watching = None
         elif (new.watcher, new.watch) not in context.watches_over:
@@ -123,7 +126,7 @@ class Observing:
 
     # -- for the workers that run a pass ------------------------------------------------------
 
-    def observer(self, head: Head, context: Context) -> Observer | None:
+    def observer(self, head: Head, context: Context, *, in_engine: bool = True) -> Observer | None:
         """Who sees a pass here; None where nobody wants to know."""
         watching, me = head.watching, self._transport.me
         if watching is None or (watching.watcher, watching.watch) in context.watches_over:
@@ -138,17 +141,59 @@ class Observing:
                 self.on_observed(message, me)
 
         context.number_all()
-        observer = Observer(self._transport.name, context.numbers, watching, send)
+        observer = Observer(self._transport.name, context.numbers, watching, send, in_engine=in_engine)
         observer.note("began")
         observer.flush()  # so that the watcher knows of whom to ask what it wants
         return observer
 
+    # -- for the steps of pipelines -----------------------------------------------------------
+
+    def is_watched(self, context: Context) -> bool:
+        """Return whether somebody wants to see what begins here in a context."""
+        return context.watching is not None or (context.watch is not None and not context.watch.closed)
+
+    def begin_step(self, context: Context, id: PassId, plan: Plan) -> Head | None:
+        """Tell the watcher what a step consists of that begins here; return what its workers have to know of it."""
+        watch = context.watch if context.watch is not None and not context.watch.closed else None
+        if watch is not None:
+            watch.prepare_step(plan)
+        elif context.before_step is not None:
+            context.before_step(plan)
+        watching = watch.watching if watch is not None else context.watching
+        if watching is None:  # not any more
+            return None
+        if watch is not None:
+            watch.begin(id, "smart")
+        return Head(id, context.id, True, False, False, id.number, watching)
+
+    @contextmanager
+    def observed_step(self, head: Head, context: Context) -> Iterator[Observer | None]:
+        """Observe this worker's share of a step for the time of the block."""
+        observer = self.observer(head, context, in_engine=False)
+        if observer is None:
+            yield None
+            return
+        context.step_observers[head.id] = observer
+        try:
+            if not self._transport.is_there(observer.whose[0]) and observer.whose[0] != self._transport.me:
+                observer.leave()
+            yield observer
+        finally:
+            context.step_observers.pop(head.id, None)
+            observer.flush()
+
     def end(self, run: Run, error: str = "") -> None:
         """A pass is over; its root tells that to whoever watches it."""
         ledger, watching = run.ledger, run.head.watching
-        if ledger is None or watching is None:
+        if ledger is not None and watching is not None:
+            self.tell_over(run.head, run.context, error, ledger.observed)
+
+    def tell_over(self, head: Head, context: Context, error: str, observed: dict[int, int]) -> None:
+        """Tell the watcher that a pass is over, and how often each worker has told of it."""
+        watching = head.watching
+        if watching is None:
             return
-        over = messages.Over(run.head.id, run.context.id, watching.watch, error, {} if error else ledger.observed)
+        over = messages.Over(head.id, context.id, watching.watch, error, {} if error else observed)
         if watching.watcher != self._transport.me:
             self._transport.tell(watching.watcher, over)
         else:
@@ -163,16 +208,16 @@ class Observing:
         if known is not None and known.watch == message.watch and known.control.version < message.control.version:
             context.watching = known._replace(control=message.control)
         over = dict(message.over)
-        for run in list(context.runs.values()):
-            if run.observer is not None and run.observer.whose == (sender, message.watch):
-                run.observer.steer(message.control, over.get(run.head.id, 0))
+        for id, observer in _observers(context):
+            if observer.whose == (sender, message.watch):
+                observer.steer(message.control, over.get(id, 0))
 
     def on_go(self, message: messages.Go) -> None:
         """The watcher lets a halted node run."""
         context = self._contexts.find(message.context)
-        run = context.runs.get(message.id) if context is not None else None
-        if run is not None and run.observer is not None:
-            run.observer.steer(None, message.halts)
+        for id, observer in _observers(context) if context is not None else ():
+            if id == message.id:
+                observer.steer(None, message.halts)
 
     def on_lost(self, worker: int) -> None:
         """A worker is gone: what it watched goes on, and what it has not told will not come."""
@@ -184,11 +229,17 @@ class Observing:
                 context.watching = None
             if context.watch is not None:
                 context.watch.on_lost(worker)
-            for run in list(context.runs.values()):
-                if run.observer is not None and run.observer.whose[0] == worker:
-                    run.observer.leave()
+            for _, observer in _observers(context):
+                if observer.whose[0] == worker:
+                    observer.leave()
 
     def begun(self, run: Run) -> None:
         """A pass has begun here: by now, its watcher may be gone."""
         if run.observer is not None and not self._transport.is_there(run.observer.whose[0]):
             run.observer.leave()
+
+
+def _observers(context: Context) -> list[tuple[PassId, Observer]]:
+    """Return who observes something that is under way in a context, with the pass or the step that it is."""
+    of_passes = [(id, run.observer) for id, run in list(context.runs.items()) if run.observer is not None]
+    return [*of_passes, *list(context.step_observers.items())]

@@ -97,7 +97,7 @@ class Passes:
             watch.prepare("smart" if smart else "fast", roots.edges)
         elif context.before_pass is not None:
             context.before_pass("smart" if smart else "fast", roots.edges)
-        id = PassId(me, next(self._numbers))
+        id = self.new_id()
         with context.lock:
             since = min((other.number for other in context.runs if other.root == me), default=id.number)
         context.roots.update(dict.fromkeys(roots.edges))
@@ -111,6 +111,10 @@ class Passes:
         run.arrived.append(begun)
         run.part.begin(roots)
         return run
+
+    def new_id(self) -> PassId:
+        """Return the id of one more pass that begins here."""
+        return PassId(self._transport.me, next(self._numbers))
 
     def go(self, run: Run) -> None:
         """Run on this thread what can run at once of a pass that has begun here."""

@@ -160,6 +160,8 @@ class Recorder:
     def _end(self, context: Context) -> None:
         """End what belongs to a context that is here no more: its passes, its watch."""
         self.passes.release(context)
+        for observer in list(context.step_observers.values()):
+            observer.stop()
         if context.noting is not None:
             context.noting.__exit__(None, None, None)
         if context.watch is not None:

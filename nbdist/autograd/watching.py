@@ -32,6 +32,8 @@ from nbdist.rpc.futures import blocking_wait
 if TYPE_CHECKING:
     from typing import Protocol
 
+    from nbdist.autograd.inspection import Plan
+
     class Transport(Protocol):
         """What a watch needs of an agent."""
 
@@ -81,6 +83,8 @@ class Watch:
         self._changed = threading.Condition(threading.RLock())
         self.on_begin: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
         """Called where a pass begins on this worker, before there is anything of it."""
+        self.on_step: Callable[[Plan], None] | None = None
+        """The same, where a step of a pipeline begins."""
         self.on_news: Callable[[], None] | None = None
         """Called when something was seen, by whatever thread; it must not block."""
         self.view: Any = None
@@ -273,7 +277,7 @@ class Watch:
             self._changed.notify_all()
         self._ended(self)
         self._tell_news()
-        self.on_begin = None
+        self.on_begin = self.on_step = None
         if self.complete:
             self.on_news = None  # else what is still on its way is news
 
@@ -294,6 +298,11 @@ class Watch:
                 self.on_begin(mode, roots)
             except Exception:
                 _log.exception("a backward pass could not be drawn")
+
+    def prepare_step(self, plan: Plan) -> None:
+        """Show what a step of a pipeline consists of that is going to begin here."""
+        if self.on_step is not None:
+            self.on_step(plan)
 
     def begin(self, id: PassId, mode: Literal["smart", "fast"]) -> None:
         """A pass begins here."""

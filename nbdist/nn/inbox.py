@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import NbdistError, RemoteError
@@ -22,6 +23,8 @@ class Inbox:
     def __init__(self) -> None:
         self._failure: tuple[type[NbdistError], str] | None = None
         self._things: dict[Op, Any] = {}
+        self.on_fail: Callable[[], None] = lambda: None
+        """Called once, when nothing more will come."""
         self._changed = threading.Condition(threading.Lock())
 
     def put(self, op: Op, thing: Any) -> None:
@@ -39,10 +42,17 @@ class Inbox:
             (type(error), text) if isinstance(error, NbdistError) else (RemoteError, f"{type(error).__name__}: {text}")
         )
         with self._changed:
-            if self._failure is None:
-                self._failure = failure
-                self._things.clear()
-                self._changed.notify_all()
+            if self._failure is not None:
+                return
+            self._failure = failure
+            self._things.clear()
+            self._changed.notify_all()
+        self.on_fail()
+
+    def has(self, op: Op) -> bool:
+        """Whether what an operation needs has come."""
+        with self._changed:
+            return op in self._things
 
     def take(self, op: Op) -> Any:
         """What an operation needs, when it is there."""

@@ -26,6 +26,7 @@ from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.reports import PipelineTimeline
 from nbdist.nn.schedules import SCHEDULES, Span, Table, forward_only
 from nbdist.nn.station import Done, Order, Station, abandon_step, build_stages, call_station, run_share
+from nbdist.nn.watched import WatchedStep
 from nbdist.optim.local import ask_all
 from nbdist.optim.saving import differing
 from nbdist.rpc.api import current_agent
@@ -225,6 +226,7 @@ class Pipeline:
         outcome.all.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
         # Split here: no micro-batch on a worker has a history in common with another one.
         given, wanted = split(inputs, sizes), split(targets, sizes)
+        watched = WatchedStep(table, self.workers, self.stages) if options["train"] else None
         try:
             for worker, (name, rref) in enumerate(zip(self.workers, self._stations, strict=True)):
                 order = Order(
@@ -234,20 +236,26 @@ class Pipeline:
                     sizes,
                     reduction=self.reduction,
                     loss_fn=loss_fn if worker == last else None,
+                    head=watched.head if watched is not None else None,
                     **options,
                 )
                 args = rref, order, given if worker == 0 else [], wanted if worker == last else []
                 outcome.add(worker, agent.caller.asynchronous(name, run_share, args, None, 0))
             done: list[Done] = outcome.all.wait(agent.read_as_guest)
         except BaseException as error:
-            told = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
+            abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
+            if watched is not None:
+                watched.end(error, {})
             if isinstance(error, Exception):
-                for latch in told:  # so that nothing of the step is in the context when its error is seen
+                for latch in abandoned:  # so that nothing of the step is in the context when its error is seen
                     with contextlib.suppress(Exception):
                         latch.wait()
             raise
         finally:
             outcome.all.on_interrupt = None
+        if watched is not None:
+            told = {agent.find(name).incarnation: part.told for name, part in zip(self.workers, done, strict=True)}
+            watched.end(None, told)
         self._last = number, [part.spans for part in done]
         return done
 

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from nbdist import trace
 from nbdist.autograd.api import recorder
 from nbdist.autograd.leaves import Gradients, lent
+from nbdist.autograd.messages import Head
 from nbdist.autograd.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.nn.batches import Values, as_tuple
@@ -35,6 +36,7 @@ from nbdist.nn.losses import Reduction, loss_of
 from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.schedules import Op, Span
 from nbdist.nn.stage import Stage, shapes_of
+from nbdist.nn.watched import WatchedShare
 from nbdist.optim.local import on_cpu
 from nbdist.optim.parameters import name_parameter
 from nbdist.rpc.agent import Agent
@@ -46,6 +48,7 @@ from nbdist.wire.messages import Record
 __all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]
 
 _REMEMBERED = 1000
+_NOBODY = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Order:
     reduction: Reduction = "mean"
     finite: bool = True
     loss_fn: Callable[..., torch.Tensor] | None = None
+    head: Head | None = None
+    """By which whoever watches the step knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,8 @@ class Done:
     """By the worker's own clock."""
     losses: list[torch.Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    told: int = 0
+    """How often whoever watches the step was told of it."""
 
 
 class Station:
@@ -241,17 +248,22 @@ class _Step:
 
     def _run(self) -> Done:
         spans = []
-        with self._mode():
-            for op in self._order.row:
+        order, places = self._order, self._station.places
+        with self._mode(), WatchedShare.of(order.head, order.row, places, self._me, self._inbox) as watched:
+            for op in order.row:
+                if watched is not None and not self._inbox.has(op) and self._comes(op):
+                    watched.waits(op)
                 wanted, given = self._given(op)
                 start = time.monotonic()
-                if op.kind == "F":
-                    self._forward(op, given, wanted)
-                else:
-                    self._backward(op, given)
+                with watched.doing(op, given) if watched is not None else _NOBODY:
+                    if op.kind == "F":
+                        self._forward(op, given, wanted)
+                    else:
+                        self._backward(op, given)
                 del given
                 spans.append(Span(op, start, time.monotonic()))
                 trace.emit("micro_batch.ran", agent=self._me, start=start, **op._asdict())
+            told = watched.told if watched is not None else 0
         for latch in self._sent:
             latch.wait()
         if self._order.train:
@@ -261,21 +273,22 @@ class _Step:
                     if gradient is not None:
                         gradients.add(leaf, gradient)
             self._station.commit(self._order, self._inbox, gradients)
-        return Done(spans, self._losses, self._outputs)
+        return Done(spans, self._losses, self._outputs, told)
 
     def _mode(self) -> AbstractContextManager[Any]:
         if self._order.train:
             return torch.enable_grad()
         return torch.set_grad_enabled(self._order.recorded and torch.is_grad_enabled())
 
+    def _comes(self, op: Op) -> bool:
+        """Whether an operation needs what another one makes."""
+        return op.stage != (0 if op.kind == "F" else self._last)
+
     def _given(self, op: Op) -> tuple[int, Values]:
         """What an operation needs, and which of it is to have a gradient; it is waited for."""
-        if op.kind == "F" and op.stage == 0:
+        if not self._comes(op):
             self._inbox.check()
-            return 0, self._inputs[op.micro_batch]
-        if op.kind == "B" and op.stage == self._last:
-            self._inbox.check()
-            return 0, (None,)
+            return 0, self._inputs[op.micro_batch] if op.kind == "F" else (None,)
         found: tuple[int, Values] = self._inbox.take(op)
         return found
 

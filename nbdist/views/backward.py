@@ -75,12 +75,24 @@ class Backward:
             (e.autograd_message_id, i): (e.sender, s) for e in self.plan.trace.edges for i, s in enumerate(e.sources)
         }
         found: dict[Key, list[tuple[Key, int | None]]] = {}
+        if self.plan.trace.of_step:
+            return self._find_next_of_step()
         for (worker, number), node in self.nodes.items():
             targets: list[tuple[Key, int | None]] = [((worker, to), None) for to in node.inputs]
             if node.message is not None:
                 known = [(node.message, index) for index in node.tensors if (node.message, index) in sources]
                 targets += [(sources[each], node.message) for each in known]
             found[worker, number] = targets
+        return found
+
+    def _find_next_of_step(self) -> dict[Key, list[tuple[Key, int | None]]]:
+        found: dict[Key, list[tuple[Key, int | None]]] = {key: [] for key in self.nodes}
+        sources = {edge.autograd_message_id: (edge.sender, edge.sources[0]) for edge in self.plan.trace.edges}
+        for (worker, number), node in self.nodes.items():
+            for source in node.inputs:
+                found[worker, source].append(((worker, number), None))
+            if node.message is not None:
+                found[sources[node.message]].append(((worker, number), node.message))
         return found
 
     def before(self, key: Key) -> list[Key]:

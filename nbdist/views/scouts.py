@@ -168,6 +168,7 @@ class Scout:
         if context.watching is None:
             observing.on_watch(messages.Watch(context.id, context.maker, watching, False))
         context.before_pass = partial(self._plan, context.id)
+        context.before_step = partial(self._show, context.id)
 
     def _plan(self, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
         """Tell the notebook of what a pass consists that is about to begin."""
@@ -177,7 +178,11 @@ class Scout:
             except Exception:  # the pass is not to fail for that
                 _log.exception("a backward pass could not be drawn")
             else:
-                self._call(_show_plan, self._number, context_id, self._recorder.me, plan)
+                self._show(context_id, plan)
+
+    def _show(self, context_id: int, plan: Plan) -> None:
+        with self._recorder.contexts.outside():
+            self._call(_show_plan, self._number, context_id, self._recorder.me, plan)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Ask the notebook; return None if it does not answer."""

@@ -202,14 +202,15 @@ class Watcher:
         return self._with_pass(lambda watch: watch.step(count, worker)) or []
 
     def trace(self) -> Trace:
-        """Return what the context of the pass has recorded on all workers.
+        """Return what the context of the pass has recorded on all workers, or the operations of a pipeline's step.
 
         Raises:
             UsageError: there has been no pass yet.
         """
         with self._changed:
             watch, found = self._watch, self._pass
-        if watch is not None and not watch.closed:
+        of_step = found is not None and found.plan.trace.of_step
+        if watch is not None and not watch.closed and not of_step:
             with contextlib.suppress(UsageError):  # the context has just ended
                 return trace(watch.context_id)
         if found is None:
@@ -360,7 +361,9 @@ class Watcher:
         total = len(found.plan.waits_for) if found is not None else 0
         error = f": {seen.error.splitlines()[0]}" if seen.error else failed
         more = f"; {self.count} contexts until now" if self.count > 1 else ""
-        return f"{seen.mode.upper()} pass of {seen.root}: {ran} of {total} nodes, {self.state}{error}{more}"
+        of_step = found is not None and found.plan.trace.of_step
+        kind = f"pipeline step of {seen.root}" if of_step else f"{seen.mode.upper()} pass of {seen.root}"
+        return f"{kind}: {ran} of {total} nodes, {self.state}{error}{more}"
 
     def __repr__(self) -> str:
         found = self.backward
@@ -425,6 +428,7 @@ class Watcher:
     def _follow(self, watch: Watch) -> None:
         """See what a watch sees."""
         watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
+        watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
         watch.on_news = lambda: self._on_news(watch)
         with self._changed:
             ended = self._ended

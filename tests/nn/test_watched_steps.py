@@ -1,0 +1,184 @@
+"""A step of a pipeline that is watched: what it consists of, seen and held as a backward pass is, and its numbers."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.autograd.drawing import as_svg
+from nbdist.errors import WorkerLost
+from nbdist.nn import Pipeline
+from nbdist.nn.schedules import SCHEDULES, simulate
+from nbdist.nn.watched import plan_of_step
+from nbdist.testing import World
+from nbdist.views import report
+from nbdist.views.backward import Backward
+from nbdist.views.watching import Watcher
+
+CASES = [("gpipe", 2, 2), ("1f1b", 2, 2), ("interleaved", 2, 4), ("gpipe", 1, 2), ("1f1b", 1, 1)]
+
+
+@pytest.fixture
+def world():
+    with World(3) as world, world[2].activate():
+        yield world
+
+
+def stages(count):
+    torch.manual_seed(1)
+    return [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2)) for _ in range(count)]
+
+
+def pipeline(schedule="1f1b", workers=2, count=2):
+    places = [f"worker{index}" for index in range(workers)]
+    return Pipeline(stages(count), places, micro_batches=4, schedule=schedule, seed=3)
+
+
+def step(pipe):
+    with dist_autograd.context():
+        return pipe.train_step(torch.ones(8, 4), torch.zeros(8, 4), torch.nn.functional.mse_loss)
+
+
+def on_driver(world, cell):
+    def run():
+        with world[2].activate():
+            cell()
+
+    return run
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def states(watcher):
+    found = watcher.backward
+    return {key: found.state_of(key) for key in found.nodes}
+
+
+@pytest.mark.parametrize(("schedule", "workers", "count"), CASES)
+def test_the_plan_has_each_operation_and_whom_it_waits_for(schedule, workers, count):
+    table = SCHEDULES[schedule](workers, count, 4)
+    names = [f"worker{index}" for index in range(workers)]
+    plan = plan_of_step(7, table, names, count)
+    assert [len(plan.trace.nodes[name]) for name in names] == [len(row) for row in table]
+    found = Backward(plan)
+    ends = {
+        (names[row], at): span.end for row, spans in enumerate(simulate(table, count)) for at, span in enumerate(spans)
+    }
+    for key in found.nodes:
+        assert plan.waits_for[key] == len(found.before(key))
+        assert all(ends[before] < ends[key] for before in found.before(key))
+    assert [found.nodes[key].name for key in plan.roots] == ["F0", "F1", "F2", "F3"]
+    assert {found.nodes[key].module for key in found.nodes} == {f"stage {stage}" for stage in range(count)}
+    assert "F0" in as_svg(plan.trace)
+
+
+@pytest.mark.parametrize(("schedule", "workers", "count"), CASES)
+def test_a_step_is_seen_whole_and_its_numbers_are_the_same(world, schedule, workers, count):
+    plain = step(pipeline(schedule, workers, count))
+    pipe = pipeline(schedule, workers, count)
+    with Watcher() as watcher:
+        assert torch.equal(step(pipe), plain)
+    assert set(states(watcher).values()) == {"done"}
+    assert len(states(watcher)) == 8 * count
+    assert watcher.told() == f"pipeline step of worker2: {8 * count} of {8 * count} nodes, over"
+    assert "critical path" in "\n".join(report.as_text(watcher.backward))
+    assert "<area" in report.as_html(watcher.backward, "told")
+    outline, snapshot, found = watcher.drawn()
+    assert outline["workers"] == [f"worker{index}" for index in range(workers)]
+    assert set(snapshot["states"]) == {"d"}
+    assert all(state == "arrived" for _, state in snapshot["messages"])
+    normed = {found.nodes[key].module for key in found.norm}
+    assert normed == {f"stage {stage}" for stage in range(count - 1)}  # the last one's gradient is its own loss's
+
+
+def test_a_step_is_stepped_operation_by_operation(world):
+    plain = step(pipeline())
+    pipe = pipeline()
+    losses = []
+    watcher = Watcher(paused=True)
+    watcher.begin(on_driver(world, lambda: losses.append(step(pipe))))
+    done = [watcher.step(1)[0] for _ in range(4)]
+    assert [(event.worker, event.name) for event in done[:1]] == [("worker0", "F0")]
+    assert list(states(watcher).values()).count("done") == 4
+    assert not losses
+    last = watcher.run(until=("worker0", 7))
+    assert (last.worker, last.name) == ("worker0", "B3")
+    assert watcher.run(until="message") is None  # the first stage's sends none
+    watcher.run()
+    watcher.wait(30)
+    assert torch.equal(losses[0], plain)
+
+
+def test_a_step_in_a_context_of_another_worker(world):
+    plain = step(pipeline())
+    watcher = Watcher(paused=True)
+    losses = []
+    watcher.begin(on_driver(world, lambda: losses.append(rpc.rpc_sync("worker1", step_there))))
+    assert len(watcher.step(3)) == 3
+    assert watcher.last.root == "worker1"
+    assert watcher.trace().of_step
+    watcher.run()
+    watcher.wait(30)
+    assert torch.equal(losses[0], plain)
+    assert set(states(watcher).values()) == {"done"}
+
+
+def step_there():
+    return step(pipeline())
+
+
+def test_a_step_that_fails_is_over(world):
+    pipe = pipeline()
+    with Watcher() as watcher, dist_autograd.context(), pytest.raises(FloatingPointError):
+        pipe.train_step(torch.full((8, 4), torch.nan), torch.zeros(8, 4), torch.nn.functional.mse_loss)
+    assert "FloatingPointError" in watcher.told()
+    assert watcher.last.over
+
+
+def test_a_worker_that_is_lost_ends_a_step_that_is_held():
+    world = World(3)
+    with world, world[2].activate():
+        pipe = pipeline()
+        watcher = Watcher(paused=True)
+        watcher.begin(on_driver(world, lambda: step(pipe)))
+        watcher.step(2)
+        world.kill(1) if hasattr(world, "kill") else world[1].close("killed")
+        with pytest.raises(WorkerLost):
+            watcher.wait(20)
+        assert "WorkerLost" in watcher.told()
+
+
+def test_a_step_that_is_held_can_be_given_up(world):
+    pipe = pipeline()
+    held = threading.Event()
+    failed = []
+
+    def cell():
+        with dist_autograd.context() as context_id:
+            watch = dist_autograd.watch(context_id, paused=True)
+            held.set()
+            try:
+                pipe.train_step(torch.ones(8, 4), torch.zeros(8, 4), torch.nn.functional.mse_loss)
+            except Exception as error:
+                failed.append(error)
+            assert watch.passes
+
+    thread = threading.Thread(target=on_driver(world, cell))
+    thread.start()
+    held.wait(10)
+    context = None
+    wait_until(lambda: any(agent.recorder.contexts.all() for agent in (world[0],)))
+    context = world[2].recorder.contexts.all()[0]
+    wait_until(lambda: context.watch is not None and context.watch.halted)
+    pipe._abandon(0, context.id, "the test has had enough")
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "the test has had enough" in str(failed[0])
