@@ -370,7 +370,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @cell_magic
     @_shortly
     def watch(self, line: str, cell: str) -> Any:
-        """Run a cell here, and see the backward passes in it as they run.
+        """Run a cell here, and see the backward passes that run meanwhile, here and on workers, and steps of pipelines.
 
         %%watch [--paused] [-a] [-o NAME] [--no-norms]
 

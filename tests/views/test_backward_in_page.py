@@ -222,3 +222,58 @@ def test_it_reads_in_the_dark_and_is_reached_by_keys(theme, tmp_path, request):
     states = {name.split()[2] for name, _ in contrasts if name.startswith("node")}
     assert {"done", "halted", "waiting"} <= states
     assert all(ratio >= 4.5 for name, ratio in contrasts if "unused" not in name), contrasts
+
+
+TRAIN = """%%remote
+from nbdist import autograd as dist_autograd
+w = torch.full((4,), 2.0 + rank, requires_grad=True)
+
+def weigh(x):
+    return (x * w).tanh()
+
+def train(steps):
+    for _ in range(steps):
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", weigh, args=(w,)).sum()])
+"""
+PIPE = """from nbdist.nn import Pipeline
+stages = [torch.nn.Linear(4, 4) for _ in range(3)]
+pipe = Pipeline(stages, ["worker0", "worker1", "worker2"], micro_batches=4)
+
+def step():
+    with dist_autograd.context():
+        pipe.train_step(torch.ones(8, 4), torch.zeros(8, 4), torch.nn.functional.mse_loss)
+"""
+
+
+def test_training_on_a_worker_and_a_step_of_a_pipeline(tmp_path, request):
+    cells = [
+        START,
+        TRAIN,
+        PIPE,
+        "%%watch --paused\n%%remote 0\ntrain(2)",
+        "%%watch --paused\nstep()",
+    ]
+    with notebook(cells, "lab", tmp_path) as page:
+        for index in range(3):
+            page.finish(index)
+        page.run(3)
+        page.cell(3).locator(".node.halted").first.wait_for()
+        assert "pass of worker0" in page.cell(3).locator(".nbdist-status").text_content()
+        press(page, 3, "Step")
+        await_done(page, 3, 1)
+        press(page, 3, "Run")
+        page.ended(3)
+
+        page.run(4)
+        page.cell(4).locator(".node.halted").first.wait_for()
+        assert "pipeline step of notebook" in page.cell(4).locator(".nbdist-status").text_content()
+        for count in range(1, 4):
+            press(page, 4, "Step")
+            await_done(page, 4, count)
+        if picture := request.config.getoption("--pictures"):
+            page.cell(4).locator(".nbdist-view").screenshot(path=f"{picture}/step.png")
+        press(page, 4, "Run")
+        page.ended(4)
+        await_done(page, 4, 24)
+        assert not page.complaints
