@@ -274,7 +274,7 @@ def break_off(thread: int | None = None) -> str:
         if not sum(map(gloo.shut, left)):
             return ""
         _broken = True
-    return "its process group was broken off; `%dist_restart --process-group` forms it anew"
+    return "its process group was broken off; `%dist_restart -p` forms it anew"
 
 
 def _collective_of(ident: int) -> tuple[bool, str | None]:

@@ -47,10 +47,13 @@ class WorkerError:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The same for errors that differ in nothing but the worker, and in numbers within a long text."""
-        lines = _COLOUR.sub("", "\n".join(self.traceback))
-        shared = _shared(self.text)
-        return self.name, shared, _on(self.worker).sub("", lines.replace(self.text, shared) if self.text else lines)
+        """The same for errors that differ in nothing but the worker, and in numbers within long lines."""
+        text = _shared(self.text)
+        shown = _COLOUR.sub("", "\n".join(self.traceback))
+        if self.text:
+            shown = shown.replace(self.text, text)
+        shown = "\n".join(map(_shared, shown.split("\n")))  # notes and causes, too, are long texts with numbers
+        return self.name, text, _on(self.worker).sub("", shown)
 
     def lines(self, workers: str) -> list[str]:
         """Its traceback, as that of all who had the same one."""

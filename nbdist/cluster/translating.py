@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from asyncio import CancelledError
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from nbdist.cluster.collectives import translate
 from nbdist.cluster.standing import say_where
-from nbdist.errors import GroupError
+from nbdist.errors import GroupError, WorkerLost
 
 __all__ = ["install", "raise_translated"]
 
@@ -56,11 +57,26 @@ def install(shell: Any) -> None:
             if error is not None and said is not None:
                 translated = error, said
                 said.__traceback__ = _up_to_torch(error.__traceback__)
-                said.__suppress_context__ = True  # the cause, if it has one, is torch's error
-                exc_tuple = type(said), said, said.__traceback__
+                return _show_without_cause(plain_show, said, *args, **options)
         return plain_show(exc_tuple, *args, **options)
 
     shell.run_code, shell.showtraceback = run_code, showtraceback
+
+
+def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError, *args: Any, **options: Any) -> Any:
+    """Show an error with the first line of torch's error below it, not with torch's frames.
+
+    Each worker of a group has its own copy of those frames, and they tell nothing of the user's code. The error keeps
+    torch's error as its cause.
+    """
+    said.__suppress_context__ = True
+    cause, said.__cause__ = said.__cause__, None
+    if cause is not None:
+        said.add_note(f"torch's error was {type(cause).__name__}: {str(cause).partition(chr(10))[0]}")
+    try:
+        return show((type(said), said, said.__traceback__), *args, **options)
+    finally:
+        said.__cause__ = cause
 
 
 def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
@@ -74,7 +90,7 @@ def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseE
 
 
 def _up_to_torch(tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback before torch was entered: the rest is shown with torch's error, the cause."""
+    """Return the part of a traceback before torch was entered."""
     if tb is None or tb.tb_frame.f_code.co_filename.startswith(_TORCHS):
         return None
     return TracebackType(_up_to_torch(tb.tb_next), tb.tb_frame, tb.tb_lasti, tb.tb_lineno)

@@ -176,7 +176,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if names:
             print(f"Restarted {', '.join(names)}.")
         elif not found.process_group:
-            print("No worker has died; name those to restart, or `all`.")
+            print("No worker has died. Name workers to restart, or `all`; `-p` forms only the process group anew.")
         if cluster.awaited:
             print(f"The process group is formed anew once {say_names(cluster.awaited)} can take part.")
         elif found.process_group or len(names) == len(cluster.names):

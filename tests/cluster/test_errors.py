@@ -140,6 +140,16 @@ def test_long_texts_that_differ_by_numbers_only_are_one():
     assert error.traceback == ["[worker0,1]", "in line 3", texts[0]]
 
 
+def test_errors_are_one_whose_notes_differ_by_numbers_only():
+    notes = [
+        f"torch's error was RuntimeError: [third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        f"[127.0.0.1]:{port}"
+        for port in (12345, 54321)
+    ]
+    error = make_error([failed(rank, traceback=["in line 3", note]) for rank, note in enumerate(notes)], 2)
+    assert error.traceback == ["[worker0,1]", "in line 3", notes[0]]
+
+
 def test_different_kinds_are_a_cell_error():
     error = make_error([failed(0), failed(1, "KeyError", "'x'"), failed(2, "MemoryError", "")], 3)
     assert type(error) is CellError

@@ -86,7 +86,10 @@ def test_a_worker_that_waits_for_a_living_one_leaves_with_worker_lost(three, tmp
     late.cancel()
     wait_for(late)
     expect_lost(error)
-    assert "gloo" in "\n".join(error.traceback)  # of torch's own error, which is the cause
+    shown = "\n".join(error.traceback)
+    assert "torch's error was RuntimeError: " in shown
+    assert "gloo" in shown
+    assert "distributed_c10d.py" not in shown
 
 
 def test_all_that_wait_leave_and_the_cell_is_lost_as_a_whole(three, tmp_path):

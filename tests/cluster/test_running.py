@@ -214,7 +214,9 @@ def test_a_bad_line_is_a_short_error(two, line, name, text):
 
 
 def test_nobody_to_restart_is_said_and_no_error(two):
-    assert two.run("%dist_restart").stdout == "No worker has died; name those to restart, or `all`.\n"
+    assert two.run("%dist_restart").stdout == (
+        "No worker has died. Name workers to restart, or `all`; `-p` forms only the process group anew.\n"
+    )
 
 
 # --- targets, values ------------------------------------------------------------------------------
