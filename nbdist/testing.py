@@ -7,7 +7,7 @@
 ...         rpc.rpc_sync("worker1", max, args=(1, 2))
 2
 
-The words by which `Faults` names messages are those of `nbdist.wire.messages.kind`: ``call``, ``remote``,
+The words by which `Faults` names messages are those of `nbdist.wire.messages.Message.kind`: ``call``, ``remote``,
 ``fetch``, ``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on.
 """
 

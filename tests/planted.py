@@ -196,11 +196,11 @@ FAULTS = {
 SABOTAGE = {
     "resend twice": Fault(
         "rpc/links.py",
-        "frames, kind(message))\n        except ChannelError:\n            if isin",
-        "frames, kind(message))\n"
+        "frames, message.kind)\n        except ChannelError:\n            if isin",
+        "frames, message.kind)\n"
         "            if isinstance(message, Call) and outgoing.seq % 20 == 0:\n"
         "                again = connection.peer.send(message, frames, now, holds)\n"
-        "                connection.link.send(again.frames, kind(message))\n"
+        "                connection.link.send(again.frames, message.kind)\n"
         "        except ChannelError:\n            if isin",
         "chaos/test_chaos.py::test_a_storm_reports_exactly_what_was_broken_on_purpose",
     ),

@@ -32,7 +32,7 @@ class Link(Protocol):
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
         """Send ``frames``, from any thread, without waiting for the receiver.
 
-        ``kind`` is the message's word (`nbdist.wire.messages.kind`), for channels that inject faults.
+        ``kind`` is the message's word (`nbdist.wire.messages.Message.kind`), for channels that inject faults.
         Raises ChannelError where the message certainly does not go out.
         """
         ...

@@ -22,7 +22,7 @@ __all__ = ["Faults", "FaultyChannel"]
 
 @dataclass
 class Faults:
-    """What goes wrong; kinds are those of `nbdist.wire.messages.kind`, and ``"*"`` is any.
+    """What goes wrong; kinds are those of `nbdist.wire.messages.Message.kind`, and ``"*"`` is any.
 
     ``fail``: the first so many sends of a kind to one receiver raise. ``drop``, ``duplicate``,
     ``reorder``: the share of messages of a kind that this happens to (a reordered one waits up to 50 ms).

@@ -27,11 +27,11 @@ from nbdist.errors import NbdistError, ProtocolError, UnknownWorker, WorkerLost
 from nbdist.ids import IdSource
 from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.dispatch import Job, Pool
-from nbdist.rpc.links import CARRIERS, Links
+from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership, WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
 from nbdist.rpc.recording import Recorder, extend
-from nbdist.wire.messages import Cast, Envelope, Goodbye, Hello, Record, Refused, decode_envelope, kind
+from nbdist.wire.messages import Carrier, Cast, Envelope, Goodbye, Hello, Record, Refused, decode_envelope
 from nbdist.wire.peer import Standing
 
 __all__ = ["Agent", "Handler", "active_agent"]
@@ -267,9 +267,9 @@ class Agent:
             self.sharing.on_back(envelope.sender, envelope.back)
         handler = self._handlers.get(type(message))
         if handler is None:
-            _log.warning("%s has no handler for %s", self.me.name, kind(message))
+            _log.warning("%s has no handler for %s", self.me.name, message.kind)
             return None
-        if isinstance(message, CARRIERS) and message.payload.places:
+        if isinstance(message, Carrier) and message.payload.places:
             memory = self.sharing.begin(connection.record, message.payload.places)
             if memory is None:
                 return None  # as if it had not come: its sender will be known to be lost in a moment
@@ -277,7 +277,7 @@ class Agent:
         try:
             return handler(message, envelope.sender, frames[1:])
         except NbdistError as error:
-            _log.warning("%s could not act on %s: %s", self.me.name, kind(message), error)
+            _log.warning("%s could not act on %s: %s", self.me.name, message.kind, error)
             return None
 
     def _refuse(self, envelope: Envelope) -> None:

@@ -22,9 +22,7 @@ from nbdist.channel.contract import Buffer, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
 from nbdist.wire.messages import (
     Call,
-    Cast,
     Envelope,
-    GiveBack,
     Goodbye,
     Message,
     Nothing,
@@ -32,9 +30,7 @@ from nbdist.wire.messages import (
     Pong,
     Record,
     Refused,
-    Reply,
     encode_envelope,
-    kind,
 )
 from nbdist.wire.peer import PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
 from nbdist.wire.tensors import Slot
@@ -42,19 +38,13 @@ from nbdist.wire.tensors import Slot
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["CARRIERS", "Connection", "Links"]
+__all__ = ["Connection", "Links"]
 
 _SLEEP = 0.2
 """The reader looks at the clock that often even if nothing comes, so that most senders need not wake it."""
 
 _FILES = ("unix://", "ipc://")
 """How addresses begin that are files, which on another host are not there, or are somebody else's."""
-
-CARRIERS = (Call, Reply, Cast)
-"""The messages that have a payload."""
-
-_GIVES_BACK = (*CARRIERS, GiveBack)
-"""The messages that take blocks back to their owner."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -148,7 +138,7 @@ class Links:
         refuses raises ChannelError; anything else that must arrive is tried again.
         """
         now = time.monotonic()
-        back = self._agent.sharing.owed(to) if isinstance(message, _GIVES_BACK) else []
+        back = self._agent.sharing.owed(to) if message.gives_back else []
         with self._lock:
             connection = self.connections.get(to)
             if connection is None or self.closed:
@@ -160,7 +150,7 @@ class Links:
             for slot in slots:
                 connection.sent += slot.place.length
         try:
-            connection.link.send(outgoing.frames, kind(message))
+            connection.link.send(outgoing.frames, message.kind)
         except ChannelError:
             if isinstance(message, Call):
                 with self._lock:
@@ -187,7 +177,7 @@ class Links:
     def _transmit(self, connection: Connection, outgoing: Outgoing) -> None:
         """Send what the peer wants sent; if the channel refuses it, the peer will want it again."""
         try:
-            connection.link.send(outgoing.frames, kind(outgoing.message))
+            connection.link.send(outgoing.frames, outgoing.message.kind)
         except ChannelError:
             self._postpone(connection, outgoing)
 
@@ -264,7 +254,7 @@ class Links:
         _log.error(
             "%s did not take a %s message in %d tries; it is given up",
             connection.record.name,
-            kind(message),
+            message.kind,
             self._limits.retries,
         )
         self._agent.sharing.undelivered(connection.record.incarnation, message)

@@ -4,12 +4,13 @@ A message travels as a list of frames: the envelope (msgspec, decoded before any
 never able to run code), then, where the message carries values, the pickled body and the raw
 buffers. Fields are arrays rather than maps, so that an empty call costs some 60 bytes.
 
-``kind(message)`` is the word by which fault rules and traces name a message.
+Each message is a class, which says all that the layers above have to know of it: see `Message`.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar, Union
 
 import msgspec
 
@@ -18,8 +19,10 @@ from nbdist.ids import GlobalId
 
 __all__ = [
     "VERSION",
+    "AnyMessage",
     "AskShutdown",
     "Call",
+    "Carrier",
     "Cast",
     "ChildAccept",
     "Envelope",
@@ -51,7 +54,6 @@ __all__ = [
     "Welcome",
     "decode_envelope",
     "encode_envelope",
-    "kind",
 ]
 
 VERSION = 5
@@ -169,59 +171,103 @@ class Mode(IntEnum):
     METHOD_REMOTE = 4
 
 
-class Nothing(msgspec.Struct, array_like=True, frozen=True, tag=0):
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """A message, which says of itself all that others have to know; a new one is a subclass with a tag of its own.
+
+    Messages that must arrive are numbered, kept until they are acknowledged, and sent again. Those that can give back
+    take blocks of the receiver's arena along.
+    """
+
+    kind: ClassVar[str]
+    """The word by which fault rules and traces name it."""
+    must_arrive: ClassVar[bool] = False
+    gives_back: ClassVar[bool] = False
+
+
+class Carrier(Message, frozen=True):
+    """A message with a value in the frames behind its envelope."""
+
+    must_arrive: ClassVar[bool] = True
+    gives_back: ClassVar[bool] = True
+
+    @property
+    def payload(self) -> Payload:
+        """What those frames hold; a field of each subclass."""
+        raise NotImplementedError
+
+
+_CALL_KINDS: dict[int, str] = {mode: mode.name.lower() for mode in Mode}
+
+
+class Nothing(Message, frozen=True, tag=0):
     """No message: the envelope's acknowledgement is the point."""
 
+    kind: ClassVar[str] = "ack"
 
-class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1):
+
+class Hello(Message, frozen=True, tag=1):
     """First words on a new connection; repeated until answered."""
 
+    kind: ClassVar[str] = "hello"
+
     record: Record
     reads: bool = False
     """Whether the sender can read the receiver's arena."""
 
 
-class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=2):
+class Welcome(Message, frozen=True, tag=2):
     """The answer to a Hello."""
 
+    kind: ClassVar[str] = "welcome"
+
     record: Record
     reads: bool = False
     """Whether the sender can read the receiver's arena."""
 
 
-class Ready(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class Ready(Message, frozen=True, tag=3):
     """The sender has shaken hands with every member."""
 
+    kind: ClassVar[str] = "ready"
 
-class Refused(msgspec.Struct, array_like=True, frozen=True, tag=4):
+
+class Refused(Message, frozen=True, tag=4):
     """A message to incarnation ``about`` was not taken, and why."""
+
+    kind: ClassVar[str] = "refused"
 
     about: int
     reason: str
     version: int = VERSION
 
 
-class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=5):
+class Goodbye(Message, frozen=True, tag=5):
     """The sender leaves; nothing more will come from it. ``orderly``: as all do, the world having ended."""
+
+    kind: ClassVar[str] = "goodbye"
 
     reason: str
     orderly: bool = False
 
 
-class Ping(msgspec.Struct, array_like=True, frozen=True, tag=6):
+class Ping(Message, frozen=True, tag=6):
     """Asks for a Pong: are you there, what has reached you, what are you doing?"""
+
+    kind: ClassVar[str] = "ping"
 
     number: int
 
 
-class Pong(msgspec.Struct, array_like=True, frozen=True, tag=7):
+class Pong(Message, frozen=True, tag=7):
     """Answers a Ping."""
+
+    kind: ClassVar[str] = "pong"
 
     number: int
     doing: str = ""
 
 
-class Call(msgspec.Struct, array_like=True, frozen=True, tag=8):
+class Call(Carrier, frozen=True, tag=8):
     """Run a function (or fetch a value); the body is ``(function, args, kwargs)``."""
 
     id: int
@@ -235,9 +281,16 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag=8):
     """Whose work this is: the id of the message with which the user's cell began."""
     recording: Recording | None = None
 
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """The word for what the call does, by its mode."""
+        return _CALL_KINDS[self.mode]
 
-class Reply(msgspec.Struct, array_like=True, frozen=True, tag=9):
+
+class Reply(Carrier, frozen=True, tag=9):
     """The outcome of a call."""
+
+    kind: ClassVar[str] = "reply"
 
     id: int
     ok: bool
@@ -247,15 +300,21 @@ class Reply(msgspec.Struct, array_like=True, frozen=True, tag=9):
     recording: Recording | None = None
 
 
-class ForkRequest(msgspec.Struct, array_like=True, frozen=True, tag=10):
+class ForkRequest(Message, frozen=True, tag=10):
     """User to owner: I hold this fork."""
+
+    kind: ClassVar[str] = "fork_request"
+    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     fork: GlobalId
 
 
-class ForkConfirm(msgspec.Struct, array_like=True, frozen=True, tag=11):
+class ForkConfirm(Message, frozen=True, tag=11):
     """Owner to user: I know that you do."""
+
+    kind: ClassVar[str] = "fork_confirm"
+    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     fork: GlobalId
@@ -263,28 +322,39 @@ class ForkConfirm(msgspec.Struct, array_like=True, frozen=True, tag=11):
     gone: bool = False
 
 
-class ChildAccept(msgspec.Struct, array_like=True, frozen=True, tag=12):
+class ChildAccept(Message, frozen=True, tag=12):
     """User to the user it got the fork from: the owner knows me, you may let go."""
+
+    kind: ClassVar[str] = "child_accept"
+    must_arrive: ClassVar[bool] = True
 
     fork: GlobalId
 
 
-class UserDelete(msgspec.Struct, array_like=True, frozen=True, tag=13):
+class UserDelete(Message, frozen=True, tag=13):
     """User to owner: this fork is no more."""
+
+    kind: ClassVar[str] = "user_delete"
+    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     fork: GlobalId
 
 
-class RRefState(msgspec.Struct, array_like=True, frozen=True, tag=14):
+class RRefState(Message, frozen=True, tag=14):
     """Owner to users: the value has come to be (or failed to)."""
+
+    kind: ClassVar[str] = "rref_state"
+    must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     state: State
 
 
-class AskShutdown(msgspec.Struct, array_like=True, frozen=True, tag=15):
+class AskShutdown(Message, frozen=True, tag=15):
     """Leader to member, again and again: how far are you with ending round ``round``?"""
+
+    kind: ClassVar[str] = "ask_shutdown"
 
     round: int
     done: bool
@@ -293,11 +363,13 @@ class AskShutdown(msgspec.Struct, array_like=True, frozen=True, tag=15):
     look: int
 
 
-class ShutdownState(msgspec.Struct, array_like=True, frozen=True, tag=16):
+class ShutdownState(Message, frozen=True, tag=16):
     """Member to leader: reached this round, with so many calls sent, taken, and running.
 
     ``look`` is the question's own: an answer to an earlier look is older than what that look saw of others.
     """
+
+    kind: ClassVar[str] = "shutdown_state"
 
     round: int
     sent: int
@@ -306,86 +378,43 @@ class ShutdownState(msgspec.Struct, array_like=True, frozen=True, tag=16):
     look: int = 0
 
 
-class Cast(msgspec.Struct, array_like=True, frozen=True, tag=17):
+class Cast(Carrier, frozen=True, tag=17):
     """A one-way message of a higher layer, which registered a handler for its topic."""
 
     topic: str
     data: bytes
     payload: Payload
 
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """The topic, which stands for the message as well."""
+        return self.topic
 
-class Stop(msgspec.Struct, array_like=True, frozen=True, tag=18):
+
+class Stop(Message, frozen=True, tag=18):
     """Caller to callee: the user has given up on this call."""
+
+    kind: ClassVar[str] = "stop"
+    must_arrive: ClassVar[bool] = True
 
     id: int
 
 
-class GiveBack(msgspec.Struct, array_like=True, frozen=True, tag=19):
+class GiveBack(Message, frozen=True, tag=19):
     """Receiver to owner of an arena: what is in the envelope goes back, as nothing else went that way."""
+
+    kind: ClassVar[str] = "give_back"
+    must_arrive: ClassVar[bool] = True
+    gives_back: ClassVar[bool] = True
 
     shared: list[tuple[int, int]]
     """These, too; but a forked process may still read them, and they must not be used again."""
 
 
-Message = (
-    Nothing
-    | Hello
-    | Welcome
-    | Ready
-    | Refused
-    | Goodbye
-    | Ping
-    | Pong
-    | Call
-    | Reply
-    | ForkRequest
-    | ForkConfirm
-    | ChildAccept
-    | UserDelete
-    | RRefState
-    | AskShutdown
-    | ShutdownState
-    | Cast
-    | Stop
-    | GiveBack
-)
-
-_CALL_KINDS: dict[int, str] = {
-    Mode.CALL: "call",
-    Mode.REMOTE: "remote",
-    Mode.FETCH: "fetch",
-    Mode.METHOD: "method",
-    Mode.METHOD_REMOTE: "method_remote",
-}
-_KINDS: dict[type, str] = {
-    Nothing: "ack",
-    Hello: "hello",
-    Welcome: "welcome",
-    Ready: "ready",
-    Refused: "refused",
-    Goodbye: "goodbye",
-    Ping: "ping",
-    Pong: "pong",
-    Reply: "reply",
-    ForkRequest: "fork_request",
-    ForkConfirm: "fork_confirm",
-    ChildAccept: "child_accept",
-    UserDelete: "user_delete",
-    RRefState: "rref_state",
-    AskShutdown: "ask_shutdown",
-    ShutdownState: "shutdown_state",
-    Stop: "stop",
-    GiveBack: "give_back",
-}
-
-
-def kind(message: Message) -> str:
-    """The word for ``message`` in fault rules and traces."""
-    if isinstance(message, Call):
-        return _CALL_KINDS[message.mode]
-    if isinstance(message, Cast):
-        return message.topic
-    return _KINDS[type(message)]
+if TYPE_CHECKING:
+    AnyMessage = Message
+else:
+    AnyMessage = Union[tuple(set(Message.__subclasses__()) - {Carrier} | set(Carrier.__subclasses__()))]  # noqa: UP007  # what a decoder has to be told
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -401,7 +430,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     base: int
     ack: int
     more: list[int]
-    message: Message
+    message: AnyMessage
     back: list[tuple[int, int]] = []
     """Blocks of the receiver's arena, by segment and offset, that the sender needs no longer."""
 

@@ -19,21 +19,11 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from nbdist.wire.messages import (
-    Call,
-    Cast,
-    ChildAccept,
     Envelope,
-    ForkConfirm,
-    ForkRequest,
-    GiveBack,
     Message,
     Nothing,
     Ping,
     Pong,
-    Reply,
-    RRefState,
-    Stop,
-    UserDelete,
     encode_envelope,
 )
 from nbdist.wire.tensors import Buffer
@@ -51,7 +41,6 @@ __all__ = [
     "Undelivered",
 ]
 
-_RELIABLE = frozenset({Call, Reply, ForkRequest, ForkConfirm, ChildAccept, UserDelete, RRefState, Cast, Stop, GiveBack})
 _ACK_DELAY = 0.05
 _ACK_BYTES = 1 << 20
 PING_FIRST = 0.5
@@ -213,7 +202,7 @@ class Peer:
 
         ``back`` are blocks that it gives back; only a message that must arrive can.
         """
-        if type(message) in _RELIABLE:
+        if message.must_arrive:
             seq = self._next_seq
             self._next_seq = seq + 1
             outgoing = self._kept[seq] = Outgoing(seq, message, [b"", *frames], back or [], holds, now)

@@ -13,14 +13,13 @@ from nbdist.wire.messages import (
     Reply,
     UserDelete,
     encode_envelope,
-    kind,
 )
 
 A, B, C = (GlobalId(0, number, 1) for number in range(3))
 
 
 def name(names, message):
-    return names(kind(message), [encode_envelope(Envelope(1, 2, 1, 1, 0, [], message)), b"body"])
+    return names(message.kind, [encode_envelope(Envelope(1, 2, 1, 1, 0, [], message)), b"body"])
 
 
 def call(mode, *, builtin=False, result=None, target=None):
