@@ -19,28 +19,29 @@ Steps = Callable[[str], None]
 """Shows the newest line about an operation that takes seconds, in place of the line before."""
 
 _show: Callable[[], Steps] | None = None
-_listeners: tuple[Listener, ...] = ()
+listeners: tuple[Listener, ...] = ()
+"""Those who listen; code that runs with each call emits only if there are some."""
 _lock = threading.Lock()
 _log = logging.getLogger("nbdist.trace")
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
     """Send every later event to ``listener``; returns a function that ends that."""
-    global _listeners
+    global listeners
     with _lock:
-        _listeners = (*_listeners, listener)
+        listeners = (*listeners, listener)
 
     def unsubscribe() -> None:
-        global _listeners
+        global listeners
         with _lock:
-            _listeners = tuple(other for other in _listeners if other is not listener)
+            listeners = tuple(other for other in listeners if other is not listener)
 
     return unsubscribe
 
 
 def emit(event: str, **fields: Any) -> None:
     """Tell the listeners that ``event`` happened."""
-    for listener in _listeners:
+    for listener in listeners:
         try:
             listener(event, fields)
         except Exception:
@@ -49,9 +50,9 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def _drop(listener: Listener) -> None:
-    global _listeners
+    global listeners
     with _lock:
-        _listeners = tuple(other for other in _listeners if other is not listener)
+        listeners = tuple(other for other in listeners if other is not listener)
 
 
 def show_steps(show: Callable[[], Steps] | None) -> None:

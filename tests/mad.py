@@ -188,7 +188,7 @@ def _call(agent: Agent, victim: int, chance: random.Random) -> tuple[Message, li
 
 def _shared(agent: Agent, victim: int, chance: random.Random) -> tuple[Message, list[bytes]]:
     """A call whose tensor lies in this agent's arena."""
-    encoded = codec.encode(("workers:identity", (torch.ones(300_000),), {}), space=agent.sharing.space(victim))
+    encoded = codec.encode(("workers:identity", (torch.ones(300_000),), {}), space=agent.sharing.spaces.get(victim))
     for slot in encoded.slots:
         slot.send()
     return Call(chance.getrandbits(30), 0, "identity", encoded.payload), [bytes(frame) for frame in encoded.frames]

@@ -7,13 +7,13 @@ run of the same program takes the same steps, and counts of them can be compared
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import sys
 import time
 from collections import Counter, deque
 
+from nbdist.rpc.agent import here
 from nbdist.rpc.futures import set_blocking_hook
 from nbdist.testing import World
 
@@ -35,6 +35,19 @@ class Jobs:
 
     def close(self, timeout):
         return True
+
+
+class Blocked:
+    """The time in which a thread waits for others: they do all their work at its beginning."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def __enter__(self):
+        self.world.settle()
+
+    def __exit__(self, *error):
+        pass
 
 
 class SteppedWorld(World):
@@ -65,10 +78,8 @@ class SteppedWorld(World):
         time.monotonic = self._clock
         super().__exit__(*error)
 
-    @contextlib.contextmanager
     def _while_blocked(self):
-        self.settle()
-        yield
+        return Blocked(self)
 
     def settle(self):
         """Read all messages and run all jobs, until there are none."""
@@ -91,8 +102,11 @@ class SteppedWorld(World):
         else:
             job = agent.read(0)
         if job is not None:
-            with agent.activate():
+            before, here.agent = here.agent, agent
+            try:
                 job()
+            finally:
+                here.agent = before
         return True
 
     def count_calls(self, operation):

@@ -170,7 +170,8 @@ class Contexts:
         self._over: OrderedDict[tuple[int, int], None] = OrderedDict()
         """The contexts that have ended, as (id, incarnation of the maker)."""
         self._lock = threading.Lock()
-        self._thread = _PerThread()
+        self.here = _PerThread()
+        """What the calling thread is in; `current` says whether that has ended."""
         self.is_gone: Callable[[int], bool] = lambda maker: False
         """Whether a maker was a member and is one no more; set by who knows the members."""
         self.on_displaced: Callable[[Context], None] = lambda context: None
@@ -198,12 +199,12 @@ class Contexts:
     @property
     def current(self) -> Context | None:
         """The context of the calling thread, unless it has ended meanwhile."""
-        context = self._thread.context
+        context = self.here.context
         return context if context is not None and context.id in self._contexts else None
 
     def set_current(self, context: Context | None) -> Context | None:
         """Change the calling thread's; the one before."""
-        before, self._thread.context = self._thread.context, context
+        before, self.here.context = self.here.context, context
         return before
 
     @contextmanager

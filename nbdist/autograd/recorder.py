@@ -177,8 +177,8 @@ class Recorder:
     # -- what the agent asks ------------------------------------------------------------------
 
     def current(self) -> Context | None:
-        """The context in which the calling thread is."""
-        return self.contexts.current
+        """Return the context in which the calling thread is; None if in none, as with almost every call."""
+        return self.contexts.current if self.contexts.here.context is not None else None
 
     def _join(self, context: Context, worker: int) -> None:
         """A worker comes to a context."""
@@ -311,7 +311,7 @@ class Recorder:
                 by_value=True,
                 devices=self._devices(record),
                 receiver=record.name if record else "",
-                space=self._agent.sharing.space(to),
+                space=self._agent.sharing.spaces.get(to),
             )
         cast = Cast(_topic(type(message)), messages.encode(message), encoded.payload)
         self._agent.post(to, cast, encoded.frames, slots=encoded.slots)

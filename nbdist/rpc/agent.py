@@ -23,7 +23,7 @@ from nbdist import durations, trace
 from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
-from nbdist.errors import NbdistError, ProtocolError, UnknownWorker, WorkerLost
+from nbdist.errors import NbdistError, UnknownWorker, WorkerLost
 from nbdist.ids import IdSource
 from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.dispatch import Job, Pool
@@ -31,10 +31,10 @@ from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership, WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
 from nbdist.rpc.recording import Recorder, extend
-from nbdist.wire.messages import Carrier, Cast, Envelope, Goodbye, Hello, Record, Refused, decode_envelope
+from nbdist.wire.messages import NOT_A_MESSAGE, Carrier, Cast, Envelope, Goodbye, Hello, Record, Refused, decode
 from nbdist.wire.peer import Standing
 
-__all__ = ["Agent", "Handler", "active_agent"]
+__all__ = ["Agent", "Handler", "active_agent", "here"]
 
 Handler = Callable[[Any, int, list[bytes]], Job | None]
 """``handler(message, sender's incarnation, the frames behind the envelope)``."""
@@ -46,7 +46,8 @@ class _PerThread(threading.local):
     agent: Agent | None = None
 
 
-_thread = _PerThread()
+here = _PerThread()
+"""The agent for which the calling thread runs, if it runs for one."""
 
 
 def _drop(listeners: list[Any], listener: Any) -> None:
@@ -56,7 +57,7 @@ def _drop(listeners: list[Any], listener: Any) -> None:
 
 def active_agent() -> Agent | None:
     """The agent for which the calling thread runs, if it is one of an agent's threads."""
-    return _thread.agent
+    return here.agent
 
 
 class _Active:
@@ -68,11 +69,11 @@ class _Active:
         self._agent = agent
 
     def __enter__(self) -> Agent:
-        self._before, _thread.agent = _thread.agent, self._agent
+        self._before, here.agent = here.agent, self._agent
         return self._agent
 
     def __exit__(self, *exception: object) -> None:
-        _thread.agent = self._before
+        here.agent = self._before
 
 
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -219,18 +220,20 @@ class Agent:
 
     def _adopt(self) -> None:
         """The calling thread is one of the pool's."""
-        _thread.agent = self
+        here.agent = self
 
     def read(self, timeout: float | None) -> Job | None:
         """Wait for a message and deal with it, and with what is due; a job if there is something to run."""
         now = time.monotonic()
+        links, sharing = self.links, self.sharing
         if self.references.released:
             self.references.reap()
-        self.sharing.tend(now)
-        if now >= self.links.due:
+        if sharing.ended or sharing.owing or now >= sharing.trim_at:
+            sharing.tend(now)
+        if now >= links.due:
             with self._turn:
                 self._run_due(now)
-        frames = self.links.receive(now, timeout)
+        frames = self.channel.receive(links.nap(now, timeout))
         if not frames:
             return None
         with self._turn:
@@ -244,10 +247,10 @@ class Agent:
 
     def _take(self, frames: list[bytes]) -> Job | None:
         try:
-            envelope = decode_envelope(frames[0])
-        except ProtocolError as error:
+            envelope = decode(frames[0])
+        except NOT_A_MESSAGE as error:
             self.refused += 1
-            _log.warning("%s dropped a message: %s", self.me.name, error)
+            _log.warning("%s dropped a message: not a message of nbdist: %s", self.me.name, error)
             return None
         message = envelope.message
         connection = self.links.connections.get(envelope.sender)

@@ -22,7 +22,7 @@ from nbdist.channel.contract import Channel
 from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
 from nbdist.rpc import rref as rref_module
-from nbdist.rpc.agent import Agent, active_agent
+from nbdist.rpc.agent import Agent, here
 from nbdist.rpc.futures import Future, set_interrupt_hook
 from nbdist.rpc.hosted import take_on
 from nbdist.rpc.interrupts import InterruptWatch
@@ -60,8 +60,8 @@ class BackendType(Enum):
 
 def current_agent() -> Agent:
     """The agent for which this thread acts."""
-    agent = active_agent() or _agent
-    if agent is None or agent.closed:
+    agent = here.agent or _agent
+    if agent is None or agent.links.closed:
         raise NotInitialized(
             "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
         )
@@ -73,7 +73,7 @@ rref_module.set_agent_finder(current_agent)
 
 def is_initialized() -> bool:
     """Whether there is a current agent."""
-    agent = active_agent() or _agent
+    agent = here.agent or _agent
     return agent is not None and not agent.closed
 
 

@@ -16,6 +16,7 @@ from nbdist.errors import EncodeError, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.options import UNSET_RPC_TIMEOUT
 from nbdist.rpc.references import MessageForker
 from nbdist.rpc.rref import RRef, local_type
 from nbdist.wire import codec, culprit, names
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["Caller"]
 
 To = str | int | WorkerInfo
+
+_ARGS, _KWARGS = (tuple, list, type(None)), (dict, type(None))
+"""The usual types of a call's arguments, which need no closer look."""
 
 
 class _Encoded(NamedTuple):
@@ -140,8 +144,9 @@ class Caller:
         timeout: float,
         outcome: Promise[Any] | Latch,
     ) -> Pending:
-        _check(function, args, kwargs)
-        callee = self._agent.find(to)
+        if not callable(function) or type(args) not in _ARGS or type(kwargs) not in _KWARGS:
+            _check(function, args, kwargs)
+        callee = (self._agent.membership.names.get(to) if type(to) is str else None) or self._agent.find(to)
         named = names.describe(function)
         body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
         return self._send(callee, Mode.CALL, named.label, body, timeout, outcome, builtin=named.builtin)
@@ -208,13 +213,13 @@ class Caller:
     ) -> Pending:
         agent = self._agent
         call = Pending(
-            id=agent.pending.next_id(),
+            id=next(agent.pending.numbers),
             to=to.incarnation,
             worker=to.name,
             function=label,
             outcome=outcome,
             started=time.monotonic(),
-            timeout=agent.timeout_of(timeout),
+            timeout=agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else agent.timeout_of(timeout),
             thread=threading.get_ident(),
             result=result,
             target=target._id if target is not None else None,
@@ -223,7 +228,9 @@ class Caller:
             # Until it is answered, though the reference be let go of: it may be repeated, or wait there for others.
             call.hold = agent.references.hold_of(target)
         context = agent.recorder.current() if agent.recorder is not None else None
-
+        if context is None and target is None and (plain := codec.encode_plain_call(*body)) is not None:
+            self._send_plain(call, mode, builtin, plain)
+            return call
         first = self._encode(call, to, mode, builtin, body, target, context)
         ready = False
         try:
@@ -241,10 +248,31 @@ class Caller:
             if call.recording is not None and agent.recorder is not None:
                 agent.recorder.withdraw(call.recording)
             raise
-        if call.timeout > 0:
-            agent.links.hurry(call.started + call.timeout * 0.5)
-        trace.emit("call.sent", agent=agent.me.name, to=to.name, function=label, id=call.id)
+        self._on_sent(call)
         return call
+
+    def _send_plain(self, call: Pending, mode: Mode, builtin: bool, body: bytes) -> None:
+        """Send a call of a function by its name with atoms: there is nothing in it that others must hear of."""
+        agent = self._agent
+        origin = agent.origin() if agent.origin is not None else ""
+        message = Call(call.id, mode, call.function, _NO_PAYLOAD, builtin, call.result, None, origin)
+        agent.pending.add(call)
+        try:
+            call.seq = agent.post(call.to, message, [body])
+        except BaseException:
+            agent.pending.pop(call.id)
+            raise
+        self._on_sent(call)
+
+    def _on_sent(self, call: Pending) -> None:
+        """Count a call that has gone out, and have its half time noticed."""
+        agent = self._agent
+        with self._counting:
+            self.issued[call.to] = self.issued.get(call.to, 0) + 1
+        if call.timeout > 0 and call.started + call.timeout * 0.5 < agent.links.due:
+            agent.links.hurry(call.started + call.timeout * 0.5)
+        if trace.listeners:
+            trace.emit("call.sent", agent=agent.me.name, to=call.worker, function=call.function, id=call.id)
 
     def _encode(
         self,
@@ -278,7 +306,7 @@ class Caller:
                     devices={str(ours): str(theirs) for ours, theirs in device_map.items()} if device_map else None,
                     receiver=to.name,
                     record=context is not None and grad,
-                    space=agent.sharing.space(to.incarnation),
+                    space=agent.sharing.spaces.get(to.incarnation),
                 )
         except BaseException as error:
             forker.take_back()
@@ -312,8 +340,6 @@ class Caller:
         except NbdistError:
             encoded.forker.take_back()
             raise
-        with self._counting:
-            self.issued[call.to] = self.issued.get(call.to, 0) + 1
 
     # -- once more, with definitions ----------------------------------------------------------
 
@@ -349,6 +375,7 @@ class Caller:
         self._agent.pending.add(call)
         try:
             self._post(call, encode())
+            self._on_sent(call)
         except BaseException as error:
             if self._agent.pending.pop(call.id) is not None:
                 self._agent.outcomes.end(call, None, error)

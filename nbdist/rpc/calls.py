@@ -70,7 +70,8 @@ class PendingCalls:
     """A table of calls by id, and a heap of their deadlines. Thread-safe."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
+        """The ids of calls; take the next one with `next`."""
         self._calls: dict[int, Pending] = {}
         self._due: list[tuple[float, int]] = []
         self._frozen: set[int] = set()
@@ -79,10 +80,6 @@ class PendingCalls:
 
     def __len__(self) -> int:
         return len(self._calls)
-
-    def next_id(self) -> int:
-        """A fresh call id."""
-        return next(self._numbers)
 
     def add(self, call: Pending) -> None:
         """Await an answer."""

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ASYNC_MARK", "Executor", "Request"]
 
-_left_to_run = contextlib.suppress(NbdistError)
-"""For what `Request.run` meets again, and answers with."""
+_NO_PAYLOAD = Payload()
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, knows a function that returns a Future for its result."""
@@ -70,16 +69,16 @@ class Executor:
         return f"{function} for {name} since {time.monotonic() - since:.1f} s{more}"
 
     def _on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
-        request = Request(self._agent, self, call, sender, frames)
-        self._running[request.number] = (call.function, time.monotonic(), sender)
+        number = next(self._numbers)
+        self._running[number] = (call.function, time.monotonic(), sender)
+        request = Request(self._agent, self, number, call, sender, frames)
+        if call.target is None and call.result is None and not call.payload.forks:  # nothing to take hold of
+            request.decode_early()
+            return request.run
         return request.admit()
 
-    def next_number(self) -> int:
-        """A number for one more running call."""
-        return next(self._numbers)
-
     def end(self, number: int, sender: int) -> None:
-        """A call has been answered."""
+        """Count a call as answered."""
         self._running.pop(number, None)
         with self._counting:
             self.finished[sender] = self.finished.get(sender, 0) + 1
@@ -88,8 +87,10 @@ class Executor:
 class Request:
     """One call on its way through this worker."""
 
-    def __init__(self, agent: Agent, executor: Executor, call: Call, sender: int, frames: list[bytes]) -> None:
-        self.number = executor.next_number()
+    def __init__(
+        self, agent: Agent, executor: Executor, number: int, call: Call, sender: int, frames: list[bytes]
+    ) -> None:
+        self._number = number
         self._agent = agent
         self._executor = executor
         self._call = call
@@ -97,7 +98,7 @@ class Request:
         self._frames = frames
         self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks) if call.payload.forks else []
         self._target: Promise[Any] | None = None
-        self._decoded: Any = None
+        self._decoded: Any = codec.NOT_DECODED
         self._context: Any = None
         if call.recording is not None and agent.recorder is not None:
             self._context = agent.recorder.enter(call.recording, sender)
@@ -126,7 +127,7 @@ class Request:
 
     def _with_target(self) -> Job | None:
         if self._call.target is None:
-            self._decode_early()
+            self.decode_early()
             return self.run
         self._target = self._agent.references.retain(self._call.target, self._sender, self._later)
         if self._target is None:
@@ -136,15 +137,16 @@ class Request:
         self._target.add_done_callback(lambda _: self._agent.pool.submit(self.run))
         return None
 
-    def _decode_early(self) -> None:
+    def decode_early(self) -> None:
         """Decode what is small and runs nobody's code before another thread is woken to read.
 
         Making tensors lets go of the GIL, which the woken thread would take: a hand-over in the midst of a call.
         """
-        if codec.decodes_quickly(self._call.payload, self._frames):
-            attach = self._attach() if self._context is not None else None
-            with _left_to_run:
-                self._decoded = codec.decode(self._call.payload, self._frames, self._references, attach)
+        if self._context is None:
+            self._decoded = codec.decode_early(self._call.payload, self._frames, self._references)
+        elif codec.decodes_quickly(self._call.payload, self._frames):
+            with contextlib.suppress(NbdistError):  # `run` meets the error again, and answers with it
+                self._decoded = codec.decode(self._call.payload, self._frames, self._references, self._attach())
 
     def _attach(self) -> Attach | None:
         recorder, recording = self._agent.recorder, self._call.recording
@@ -184,9 +186,9 @@ class Request:
         if call.mode == Mode.FETCH:
             assert self._target is not None  # `run` is only made a job when it is there
             return self._target.value(), False
-        function, args, kwargs = self._decoded or codec.decode(
-            call.payload, self._frames, self._references, self._attach()
-        )
+        if self._decoded is codec.NOT_DECODED:
+            self._decoded = codec.decode(call.payload, self._frames, self._references, self._attach())
+        function, args, kwargs = self._decoded
         self._decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
             peer = self._agent.links.peer(self._sender)
@@ -200,16 +202,19 @@ class Request:
             if isinstance(function, str):
                 function = names.resolve(function)
             is_async = hasattr(function, ASYNC_MARK)
-        trace.emit("call.run", agent=self._agent.me.name, function=call.function, id=call.id)
-        recorder, recording = self._agent.recorder, call.recording
+        agent, key = self._agent, (self._sender, call.id)
+        if trace.listeners:
+            trace.emit("call.run", agent=agent.me.name, function=call.function, id=call.id)
         try:
-            with self._agent.stopping.running(self._sender, call.id):
-                if self._context is None or recorder is None or recording is None:
-                    return function(*args, **kwargs), is_async
-                with recorder.running(self._context, recording):
-                    return function(*args, **kwargs), is_async
+            agent.stopping.begin(key)
+            if self._context is None or agent.recorder is None or call.recording is None:
+                return function(*args, **kwargs), is_async
+            with agent.recorder.running(self._context, call.recording):
+                return function(*args, **kwargs), is_async
         finally:
-            trace.emit("call.ran", agent=self._agent.me.name, function=call.function, id=call.id)
+            agent.stopping.end(key)
+            if trace.listeners:
+                trace.emit("call.ran", agent=agent.me.name, function=call.function, id=call.id)
 
     def _answer_later(self, future: Any) -> None:
         if not is_torch_future(future):
@@ -239,6 +244,10 @@ class Request:
             self._agent.references.fulfil(self._call.result.rref, result, None)
             self._finish()
             return
+        if type(result) in codec.ATOMS:
+            self._reply(True, _NO_PAYLOAD, [codec.pickled(result)])
+            self._finish()
+            return
         forker = MessageForker(self._agent.references, self._sender)
         try:
             encoded = self._encode(result, forker)
@@ -249,30 +258,30 @@ class Request:
                 EncodeError(f"the result of {self._call.function} (a {what}) {error}") if _ours(error) else error
             )
             return
-        recording = self._record(encoded)
+        recording = self._record(encoded) if encoded.recorded else None
         self._reply(True, encoded.payload, encoded.frames, holds=forker, recording=recording, slots=encoded.slots)
         self._finish()
 
-    def _record(self, encoded: codec.Encoded) -> Recording | None:
-        if not encoded.recorded:
-            return None
+    def _record(self, encoded: codec.Encoded) -> Recording:
         recorder = self._agent.recorder
         assert recorder is not None  # or nothing would have been recorded
         return recorder.outgoing(self._context, self._sender, encoded.recorded, self._call.function)
 
     def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
-        agent, sender = self._agent, self._agent.links.connected(self._sender)
-        peer = agent.links.peer(self._sender)
-        known = peer.definitions if peer is not None else set[str]()
-        device_map = sender.device_maps.get(agent.me.name) if sender is not None else None
-        recording = self._call.recording
+        agent, recording = self._agent, self._call.recording
+        connection = agent.links.connections.get(self._sender)
+        if connection is None:  # the caller is gone
+            name, device_map, known = "", None, set[str]()
+        else:
+            name, known = connection.record.name, connection.peer.definitions
+            device_map = connection.record.device_maps.get(agent.me.name)
         encode = partial(
             codec.encode,
             forker=forker,
             devices={theirs: ours for ours, theirs in device_map.items()} if device_map else None,
-            receiver=sender.name if sender is not None else "",
+            receiver=name,
             record=self._context is not None and recording is not None and recording.grad,
-            space=agent.sharing.space(self._sender),
+            space=agent.sharing.spaces.get(self._sender),
         )
         try:
             return encode(result, by_value=True, known=known)
@@ -336,7 +345,7 @@ class Request:
         if call.target is not None and self._target is not None:
             self._target = None
             agent.references.release(call.target)
-        self._executor.end(self.number, self._sender)
+        self._executor.end(self._number, self._sender)
 
 
 def _leave_fork(error: BaseException | None) -> None:

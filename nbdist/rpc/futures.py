@@ -132,13 +132,19 @@ class Latch:
         return True
 
     def wait(self, read: Callable[[Latch], None] | None = None) -> Any:
-        """The outcome, once; Ctrl-C ends the wait. ``read`` may do something for it before this thread sleeps."""
+        """Return the outcome, once; Ctrl-C ends the wait. ``read`` may do something before this thread sleeps."""
+        hook = _thread.blocking
         try:
             try:
-                with blocking_wait():
+                if hook is None:  # the main thread, as a rule
                     if read is not None:
                         read(self)
                     self._lock.acquire()
+                else:
+                    with hook():
+                        if read is not None:
+                            read(self)
+                        self._lock.acquire()
             except KeyboardInterrupt as error:
                 if self.on_interrupt is not None:
                     self.on_interrupt()

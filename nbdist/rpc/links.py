@@ -138,17 +138,17 @@ class Links:
         refuses raises ChannelError; anything else that must arrive is tried again.
         """
         now = time.monotonic()
-        back = self._agent.sharing.owed(to) if message.gives_back else []
+        sharing = self._agent.sharing
+        back = sharing.owed(to) if (sharing.ended or sharing.owing) and message.gives_back else None
         with self._lock:
             connection = self.connections.get(to)
             if connection is None or self.closed:
                 raise self._no_connection(to)
             for slot in slots:
                 slot.send()  # before it can be seen, and before the receiver can be given up
+                connection.sent += slot.place.length
             outgoing = connection.peer.send(message, frames, now, holds, back)
             connection.sent += sum(map(len, outgoing.frames))
-            for slot in slots:
-                connection.sent += slot.place.length
         try:
             connection.link.send(outgoing.frames, message.kind)
         except ChannelError:
@@ -157,7 +157,8 @@ class Links:
                     connection.peer.withdraw(outgoing.seq)
                 for slot in slots:
                     slot.take_back()
-                self._agent.sharing.owe(to, back)
+                if back:
+                    sharing.owe(to, back)
                 if self.closed or self.connections.get(to) is None:
                     raise self._no_connection(to) from None  # it was lost in between
                 raise
@@ -197,14 +198,14 @@ class Links:
 
     # -- for the thread that reads ------------------------------------------------------------
 
-    def receive(self, now: float, timeout: float | None) -> list[bytes] | None:
-        """The next message; None once the clock must be looked at, or somebody has woken the reader."""
+    def nap(self, now: float, timeout: float | None) -> float:
+        """Return for how many seconds the reader may wait for a message before it must look at the clock."""
         # Announce the nap before measuring it: who moves `due` forward then sees that it must wake us.
         self._asleep_until = now + _SLEEP
         wait = self.due - now
         if not 0.0 <= wait <= _SLEEP:
             wait = _SLEEP if wait > 0.0 else 0.0
-        return self._channel.receive(wait if timeout is None or wait < timeout else timeout)
+        return wait if timeout is None or wait < timeout else timeout
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
         """Take note of an envelope; whether its message is new and to be acted upon."""

@@ -53,13 +53,14 @@ class Membership:
         self.me = me
         self._living: dict[int, Record] = {me.incarnation: me}
         self._known: dict[int, Record] = {me.incarnation: me}
-        self._names: dict[str, Record] = {me.name: me}
+        self.names: dict[str, Record] = {me.name: me}
+        """The living members by name."""
         self._ids: dict[int, Record] = {me.id: me}
         self._gone: dict[str | int, str] = {}
 
     def add(self, record: Record) -> None:
         """Let a member in; its name and id must be free."""
-        holder = self._names.get(record.name) or self._ids.get(record.id)
+        holder = self.names.get(record.name) or self._ids.get(record.id)
         if holder is not None and holder.incarnation != record.incarnation:
             taken = "name" if holder.name == record.name else "id"
             raise NotUnique(
@@ -67,7 +68,7 @@ class Membership:
                 f"{holder.name!r} (id {holder.id}) has"
             )
         self._living[record.incarnation] = self._known[record.incarnation] = record
-        self._names[record.name] = self._ids[record.id] = record
+        self.names[record.name] = self._ids[record.id] = record
         self._gone.pop(record.name, None)
         self._gone.pop(record.id, None)
 
@@ -75,7 +76,7 @@ class Membership:
         """A member has gone; its record if it was one."""
         record = self._living.pop(incarnation, None)
         if record is not None:
-            del self._names[record.name], self._ids[record.id]
+            del self.names[record.name], self._ids[record.id]
             self._gone[record.name] = self._gone[record.id] = why
         return record
 
@@ -84,13 +85,13 @@ class Membership:
         if isinstance(to, WorkerInfo):
             to = to.name
         if isinstance(to, str):
-            record = self._names.get(to)
+            record = self.names.get(to)
         elif isinstance(to, int) and not isinstance(to, bool):
             record = self._ids.get(to)
         else:
             raise UsageError(f"a worker is named by a str, an int or a WorkerInfo, not by {to!r}")
         if record is None:
-            raise UnknownWorker(f"unknown destination worker {to!r}; there are {', '.join(sorted(self._names))}")
+            raise UnknownWorker(f"unknown destination worker {to!r}; there are {', '.join(sorted(self.names))}")
         return record
 
     def why_gone(self, to: str | int | WorkerInfo) -> str | None:

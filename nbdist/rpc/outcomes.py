@@ -15,7 +15,7 @@ from nbdist import trace
 from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.failures import rebuild
-from nbdist.rpc.futures import Promise, without_first_frame
+from nbdist.rpc.futures import Latch, Promise, without_first_frame
 from nbdist.rpc.references import creation_error
 from nbdist.rpc.rref import RRef
 from nbdist.wire import codec
@@ -62,7 +62,7 @@ class Outcomes:
                 peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
         if call.result is not None:
             self._agent.references.confirm(call.result.fork, reply.state)
-        if call.is_waited_for and reply.ok and codec.decodes_quickly(reply.payload, frames):
+        if type(call.outcome) is Latch and reply.ok and codec.decodes_quickly(reply.payload, frames):
             self._settle(call, reply, frames, references)
             return None
         if type(call.outcome) is Promise and reply.ok and not frames:
@@ -102,7 +102,8 @@ class Outcomes:
         """Settle a call, which will not be sent again; callbacks are called here, unless a job is to do that."""
         if call.again is not None:
             call.drop_repeat()
-        trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
+        if trace.listeners:
+            trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
         if submit is not None and isinstance(call.outcome, Promise):
             call.outcome.try_settle(outcome, error, submit)
         else:

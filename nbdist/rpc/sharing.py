@@ -50,11 +50,17 @@ class Sharing:
         self._agent = agent
         self._arena = arena
         self._leases = Leases()
-        self._spaces: dict[int, Space] = {}
+        self.spaces: dict[int, Space] = {}
+        """Where to put what is large, by receiver; for one that has no entry it has to go in frames."""
         self._readable: dict[int, bool] = {}
-        self._owed: dict[int, _Owed] = {}
-        self._owing = threading.Lock()
-        self._trim_at = 0.0
+        self.ended = self._leases.ended
+        """The leases that have ended and that nobody has looked at: `tend` does."""
+        self.owing: dict[int, _Owed] = {}
+        """What is to go back to other agents."""
+        self._lock = threading.Lock()
+        """Guards `owing`."""
+        self.trim_at = 0.0
+        """When `tend` should be called although nothing is owed (of `time.monotonic`)."""
         agent.handle(GiveBack, self._on_give_back)
         agent.on_lost(self._on_lost)
         agent.at_close(self.close)
@@ -75,14 +81,10 @@ class Sharing:
 
     def on_met(self, other: int, reads: bool) -> None:
         """Another agent has said whether it can read this one's arena."""
-        if reads and self._arena is not None and other not in self._spaces:
-            self._spaces[other] = Space(self._arena, other)
+        if reads and self._arena is not None and other not in self.spaces:
+            self.spaces[other] = Space(self._arena, other)
 
     # -- sending ------------------------------------------------------------------------------
-
-    def space(self, receiver: int) -> Space | None:
-        """Where to put what is large; None where it has to go in frames."""
-        return self._spaces.get(receiver)
 
     def undelivered(self, receiver: int, message: Message) -> None:
         """A message is given up, although it may have arrived."""
@@ -100,12 +102,12 @@ class Sharing:
 
     def tend(self, now: float) -> None:
         """What the thread that reads does between two messages."""
-        if self._leases.ended:
+        if self.ended:
             self._collect(now)
-        if self._owed:
+        if self.owing:
             self._give_back(now)
-        if now >= self._trim_at:
-            self._trim_at = now + _TRIM_EVERY
+        if now >= self.trim_at:
+            self.trim_at = now + _TRIM_EVERY
             self._leases.trim(now)
             if self._arena is not None:
                 self._arena.trim()
@@ -114,32 +116,31 @@ class Sharing:
 
     def owed(self, to: int) -> list[tuple[int, int]]:
         """The blocks that a message to ``to`` can take back to it."""
-        if self._leases.ended:
+        if self.ended:
             self._collect(time.monotonic())
-        if not self._owed:
+        if not self.owing:
             return _NOTHING
-        with self._owing:
-            owed = self._owed.get(to)
+        with self._lock:
+            owed = self.owing.get(to)
             if owed is None:
                 return _NOTHING
             if not owed.shared:
-                del self._owed[to]
+                del self.owing[to]
             blocks, owed.blocks = owed.blocks, []
             return blocks
 
     def owe(self, to: int, blocks: Sequence[tuple[int, int]]) -> None:
         """A message that had blocks to take back has certainly not gone out."""
-        if blocks:
-            with self._owing:
-                self._owed.setdefault(to, _Owed(time.monotonic())).blocks += blocks
+        with self._lock:
+            self.owing.setdefault(to, _Owed(time.monotonic())).blocks += blocks
 
     def _collect(self, now: float) -> None:
         """Note what has ended, for the next message to its owner."""
-        with self._owing:
+        with self._lock:
             for lease in self._leases.take_ended():
-                owed = self._owed.get(lease.owner)
+                owed = self.owing.get(lease.owner)
                 if owed is None:
-                    owed = self._owed[lease.owner] = _Owed(now + _PATIENCE)
+                    owed = self.owing[lease.owner] = _Owed(now + _PATIENCE)
                 (owed.shared if lease.is_shared else owed.blocks).append((lease.segment, lease.offset))
                 owed.size += lease.length
                 if owed.size > _MUCH or lease.is_shared:
@@ -148,8 +149,8 @@ class Sharing:
     def _give_back(self, now: float) -> None:
         """Send what has waited for a message to its owner for too long."""
         due: dict[int, list[tuple[int, int]]] = {}
-        with self._owing:
-            for to, owed in self._owed.items():
+        with self._lock:
+            for to, owed in self.owing.items():
                 if owed.due <= now:
                     due[to], owed.shared = owed.shared, []
                 elif owed.due < self._agent.links.due:
@@ -170,18 +171,18 @@ class Sharing:
     # -- the end ------------------------------------------------------------------------------
 
     def _on_lost(self, record: Record, why: str) -> None:
-        self._spaces.pop(record.incarnation, None)
+        self.spaces.pop(record.incarnation, None)
         self._readable.pop(record.incarnation, None)
-        with self._owing:
-            self._owed.pop(record.incarnation, None)
+        with self._lock:
+            self.owing.pop(record.incarnation, None)
         self._leases.forget(record.incarnation)
         if self._arena is not None:
             self._arena.forget(record.incarnation, is_dead=not is_alive(record.pid, record.started))
 
     def close(self) -> None:
         """Let go of all memory but what tensors hold."""
-        self._trim_at = math.inf
-        self._spaces.clear()
+        self.trim_at = math.inf
+        self.spaces.clear()
         self._leases.close()
         if self._arena is not None:
             self._arena.close()

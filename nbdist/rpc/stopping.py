@@ -50,7 +50,7 @@ _TORCHS = os.path.dirname(torch.__file__)
 _PYTHONS = os.path.dirname(threading.__file__)
 
 _Key = tuple[int, int]
-"""The caller's incarnation, and its number for the call."""
+"""A running call: its caller's incarnation, and the caller's number for the call."""
 
 
 class Stopping:
@@ -68,21 +68,17 @@ class Stopping:
 
     # -- the callee's side --------------------------------------------------------------------
 
-    def running(self, caller: int, id: int) -> _Running:
-        """While the block runs, that call may be stopped in this thread."""
-        return _Running(self, (caller, id))
-
     def begin(self, key: _Key) -> None:
-        """A call runs in this thread."""
+        """Let a call be stopped in this thread until `end`, which must follow whatever this raises."""
         with self._lock:
             if self._stopped and key in self._stopped:
                 raise KeyboardInterrupt
             self._threads[key] = threading.get_ident()
 
     def end(self, key: _Key) -> None:
-        """A call no longer runs in this thread."""
+        """Let a call no longer be stopped."""
         with self._lock:
-            del self._threads[key]
+            self._threads.pop(key, None)
             if self._stopped and self._stopped.pop(key, 0) is None:
                 _raise_in(threading.get_ident(), None)  # what has not been raised must not hit the thread's next call
 
@@ -195,22 +191,6 @@ class Stopping:
         except NbdistError:
             return " and does not say where it is"
         return f" (it is in {found})" if found else ""
-
-
-class _Running:
-    """The time in which a call may be stopped."""
-
-    __slots__ = ("_key", "_stopping")
-
-    def __init__(self, stopping: Stopping, key: _Key) -> None:
-        self._stopping = stopping
-        self._key = key
-
-    def __enter__(self) -> None:
-        self._stopping.begin(self._key)
-
-    def __exit__(self, *exception: object) -> None:
-        self._stopping.end(self._key)
 
 
 def _where(caller: int, id: int) -> str:

@@ -12,6 +12,7 @@ Decoding runs code, as unpickling does; callers authenticate the sender first (G
 from __future__ import annotations
 
 import builtins
+import functools
 import io
 import pickle
 import sys
@@ -41,7 +42,23 @@ from nbdist.wire.tensors import (
     unpack_tensors,
 )
 
-__all__ = ["Encoded", "Forker", "decode", "decodes_quickly", "encode", "register_reducer", "register_reference"]
+__all__ = [
+    "ATOMS",
+    "NOT_DECODED",
+    "Encoded",
+    "Forker",
+    "decode",
+    "decode_early",
+    "decodes_quickly",
+    "encode",
+    "encode_plain_call",
+    "pickled",
+    "register_reducer",
+    "register_reference",
+]
+
+pickled = functools.partial(pickle.dumps, protocol=5)
+"""Encode a value whose type is one of `ATOMS`: the one frame of its message."""
 
 torch_private.load_layouts()
 
@@ -397,6 +414,19 @@ def _size(value: Any, depth: int = 2) -> int:
 _NO_TENSORS = Payload()
 
 
+def encode_plain_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
+    """Return the one frame of a call of a function by its name with atoms, or None where the call needs `encode`."""
+    if type(name) is not str:
+        return None
+    for value in args:
+        if type(value) not in ATOMS:
+            return None
+    for value in kwargs.values():
+        if type(value) not in ATOMS:
+            return None
+    return pickle.dumps((name, args, kwargs), 5)
+
+
 def encode(
     value: Any,
     *,
@@ -617,10 +647,31 @@ class _Unpickler(pickle.Unpickler):
 
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
     """Whether the thread that reads may decode this: it is small, and runs nobody's code."""
+    if not payload.plain:
+        return False
     # What lies in shared memory is not copied: be it ever so large, it is quick.
     if payload.places:
         frames = frames[: len(frames) - len(payload.places)]
-    return payload.plain and sum(map(len, frames)) < _QUICK
+    return sum(map(len, frames)) < _QUICK
+
+
+NOT_DECODED = object()
+"""What `decode_early` returns for what has to wait for a thread of its own."""
+
+
+def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
+    """Return the value in ``frames`` if the thread that reads may decode it, as `decodes_quickly` says.
+
+    The value is `NOT_DECODED` where that is not so, and where it cannot be decoded: `decode` raises the error then.
+    """
+    if not payload.plain:
+        return NOT_DECODED
+    try:
+        if len(frames) == 1 and not payload.form and not payload.tensors and len(frames[0]) < _QUICK:
+            return pickle.loads(frames[0])
+        return decode(payload, frames, references) if decodes_quickly(payload, frames) else NOT_DECODED
+    except Exception:
+        return NOT_DECODED
 
 
 def decode(

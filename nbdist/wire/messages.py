@@ -9,6 +9,7 @@ Each message is a class, which says all that the layers above have to know of it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, Union
 
@@ -52,6 +53,8 @@ __all__ = [
     "TensorMeta",
     "UserDelete",
     "Welcome",
+    "NOT_A_MESSAGE",
+    "decode",
     "decode_envelope",
     "encode_envelope",
 ]
@@ -435,18 +438,18 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     """Blocks of the receiver's arena, by segment and offset, that the sender needs no longer."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
+encode_envelope: Callable[[Envelope], bytes] = msgspec.msgpack.Encoder().encode
+"""Write the first frame of a message."""
 
+decode: Callable[[bytes], Envelope] = msgspec.msgpack.Decoder(Envelope).decode
+"""Read a first frame, as `decode_envelope` does, but raise one of `NOT_A_MESSAGE` for garbage."""
 
-def encode_envelope(envelope: Envelope) -> bytes:
-    """The first frame of a message."""
-    return _encoder.encode(envelope)
+NOT_A_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def decode_envelope(frame: bytes) -> Envelope:
     """Read a first frame; garbage is a ProtocolError, and nothing in it can run code."""
     try:
-        return _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return decode(frame)
+    except NOT_A_MESSAGE as error:
         raise ProtocolError(f"not a message of nbdist: {error}") from None

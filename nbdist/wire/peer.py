@@ -75,7 +75,14 @@ class Outgoing:
     __slots__ = ("back", "frames", "holds", "message", "pings", "retry_at", "sent_at", "seq", "tries")
 
     def __init__(
-        self, seq: int, message: Message, frames: list[Buffer], back: list[tuple[int, int]], holds: Any, now: float
+        self,
+        seq: int,
+        message: Message,
+        frames: list[Buffer],
+        back: list[tuple[int, int]],
+        holds: Any,
+        now: float,
+        pings: int,
     ) -> None:
         self.seq = seq
         self.message = message
@@ -84,7 +91,8 @@ class Outgoing:
         """The blocks that it gives back."""
         self.holds = holds
         self.sent_at = now
-        self.pings = 0
+        self.pings = pings
+        """How many pings had gone out before it did."""
         self.tries = 1
         self.retry_at = math.inf
 
@@ -202,27 +210,24 @@ class Peer:
 
         ``back`` are blocks that it gives back; only a message that must arrive can.
         """
+        seq = 0
         if message.must_arrive:
             seq = self._next_seq
             self._next_seq = seq + 1
-            outgoing = self._kept[seq] = Outgoing(seq, message, [b"", *frames], back or [], holds, now)
-            outgoing.pings = self._pings
-        else:
-            outgoing = Outgoing(0, message, [b"", *frames], back or [], holds, now)
-        self._seal(outgoing)
+        if back is None:
+            back = []
+        outgoing = Outgoing(seq, message, [self._envelope(seq, message, back), *frames], back, holds, now, self._pings)
+        if seq:
+            self._kept[seq] = outgoing
         return outgoing
 
-    def _seal(self, outgoing: Outgoing) -> None:
-        """Write the envelope, with what has arrived until now."""
-        above = self._arrived.above
-        more = sorted(above)[:_MORE] if above else []
-        mark = self._arrived.mark
-        envelope = Envelope(
-            self._me, self._other, outgoing.seq, self._first, mark, more, outgoing.message, outgoing.back
-        )
-        outgoing.frames[0] = encode_envelope(envelope)
+    def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]]) -> bytes:
+        """Write an envelope, which acknowledges what has arrived until now."""
+        arrived = self._arrived
+        more = sorted(arrived.above)[:_MORE] if arrived.above else []
         self.ack_due = math.inf
         self._ack_bytes = 0
+        return encode_envelope(Envelope(self._me, self._other, seq, self._first, arrived.mark, more, message, back))
 
     def withdraw(self, seq: int) -> None:
         """The channel refused the message and it is not to be tried again."""
@@ -255,12 +260,14 @@ class Peer:
             self.standing = Standing.LIVE
         if self._kept and (envelope.ack >= self._first or envelope.more):
             self._acknowledged(envelope.ack, envelope.more)
-        arrived = self._arrived
+        arrived, seq = self._arrived, envelope.seq
         if envelope.base > arrived.mark + 1:
             arrived.advance(envelope.base - 1)
-        if not envelope.seq:
+        if not seq:
             return True
-        if not arrived.add(envelope.seq):
+        if seq == arrived.mark + 1 and not arrived.above:
+            arrived.mark = seq  # in order, as almost all come
+        elif not arrived.add(seq):
             self.duplicates += 1
             self.ack_due = now
             return False
@@ -272,11 +279,17 @@ class Peer:
         return True
 
     def _acknowledged(self, mark: int, more: Sequence[int]) -> None:
-        while self._first <= mark and self._kept:
-            self.withdraw(self._first)
+        """Forget the messages up to ``mark``, and those in ``more``: they have arrived."""
+        kept, first, following = self._kept, self._first, self._next_seq
+        while first < following and (first <= mark or first not in kept):
+            gone = kept.pop(first, None)
+            if gone is not None and gone.retry_at != math.inf:
+                self._retrying -= 1
+            first += 1
+        self._first = first
         for seq in more:
             self.withdraw(seq)
-        if not self._kept:
+        if not kept:
             self._ping_wait = PING_FIRST
 
     def ponged(self, pong: Pong, now: float) -> list[Action]:
@@ -298,7 +311,7 @@ class Peer:
         kept.sent_at = now
         kept.pings = self._pings
         self.resent += 1
-        self._seal(kept)
+        kept.frames[0] = self._envelope(kept.seq, kept.message, kept.back)
         return [Transmit(kept)]
 
     # -- time ---------------------------------------------------------------------------------

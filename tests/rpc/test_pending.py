@@ -11,7 +11,7 @@ from nbdist.rpc.futures import Future
 
 
 def call(table, *, to=1, started=0.0, timeout=10.0):
-    pending = Pending(table.next_id(), to, "worker1", "f", Future(), started, timeout, 0)
+    pending = Pending(next(table.numbers), to, "worker1", "f", Future(), started, timeout, 0)
     table.add(pending)
     return pending
 
@@ -107,7 +107,7 @@ def test_ids_are_unique_over_threads():
     table, ids, lock = PendingCalls(), [], threading.Lock()
 
     def take():
-        mine = [table.next_id() for _ in range(1000)]
+        mine = [next(table.numbers) for _ in range(1000)]
         with lock:
             ids.extend(mine)
 
