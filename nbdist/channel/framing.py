@@ -59,27 +59,23 @@ class Cutter:
         """``max_message`` is the length, in bytes, of the longest message that is taken."""
         self._max_message = max_message
         self._rest = b""
-        self._large: memoryview | None = None
+        self.large: memoryview | None = None
+        """The memory of a large message that has begun: more bytes belong in `room` then, else into `feed`."""
         self._filled = 0
-
-    @property
-    def is_between(self) -> bool:
-        """Whether bytes should come by `feed`, rather than be written to `room`."""
-        return self._large is None
 
     @property
     def room(self) -> memoryview:
         """Where the rest of a large message should be written."""
-        assert self._large is not None
-        return self._large[self._filled :]
+        assert self.large is not None
+        return self.large[self._filled :]
 
     def wrote(self, count: int) -> list[Large]:
         """Note that ``count`` bytes were written to `room`. Returns the message, if it is whole now."""
-        assert self._large is not None
+        assert self.large is not None
         self._filled += count
-        if self._filled < len(self._large):
+        if self._filled < len(self.large):
             return []
-        whole, self._large = self._large, None
+        whole, self.large = self.large, None
         return [Large(whole)]
 
     def feed(self, data: bytes) -> list[list[bytes]]:
@@ -116,7 +112,7 @@ class Cutter:
         large = memoryview(_unfilled(None, length))
         self._filled = len(data) - start
         large[: self._filled] = memoryview(data)[start:]
-        self._large = large
+        self.large = large
 
 
 def _frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:

@@ -206,8 +206,15 @@ class LocalChannel:
 
     def _gather(self) -> None:
         """Take of every way that has something a part, so that none has to wait for another."""
-        for number in list(self._ready):
-            self._read(number, self._incoming[number])
+        for number in [*self._ready]:
+            incoming = self._incoming[number]
+            try:
+                self._arrived += incoming.read()
+            except (OSError, EOFError, ProtocolError, MemoryError) as error:
+                self._give_up(number, incoming, error)
+            else:
+                if incoming.is_empty:
+                    self._ready.discard(number)
         if self._more_beside:
             frames = self._beside.take()
             if frames is not None:
@@ -246,15 +253,6 @@ class LocalChannel:
                 self._try_again_at = time.monotonic() + _PAUSE  # of who waits there, the kernel does not tell again
                 return
             self._incoming[sock.fileno()] = _Incoming(sock, Cutter(self._max_message))
-
-    def _read(self, number: int, incoming: _Incoming) -> None:
-        try:
-            self._arrived += incoming.read()
-        except (OSError, EOFError, ProtocolError, MemoryError) as error:
-            self._give_up(number, incoming, error)
-        else:
-            if incoming.is_empty:
-                self._ready.discard(number)
 
     def _cut(self, message: _Uncut) -> list[bytes] | None:
         """Cut a large message into frames, which no other thread waits for; None where it was no message."""
@@ -344,7 +342,7 @@ class _Incoming:
         """Take a part of the bytes that have come. Returns the messages that are whole; raises EOFError at the end."""
         cutter = self._cutter
         try:
-            if cutter.is_between:
+            if cutter.large is None:
                 data = self.socket.recv(_AT_ONCE)
                 if not data:
                     raise EOFError

@@ -228,9 +228,12 @@ class Caller:
             # Until it is answered, though the reference be let go of: it may be repeated, or wait there for others.
             call.hold = agent.references.hold_of(target)
         context = agent.recorder.current() if agent.recorder is not None else None
-        if context is None and target is None and (plain := codec.encode_plain_call(*body)) is not None:
-            self._send_plain(call, mode, builtin, plain)
-            return call
+        if context is None and target is None:
+            name, args, kwargs = body
+            usual = codec.encode_usual_call(name, args, kwargs, agent.sharing.spaces.get(to.incarnation))
+            if usual is not None:
+                self._send_usual(call, mode, builtin, *usual)
+                return call
         first = self._encode(call, to, mode, builtin, body, target, context)
         ready = False
         try:
@@ -251,14 +254,14 @@ class Caller:
         self._on_sent(call)
         return call
 
-    def _send_plain(self, call: Pending, mode: Mode, builtin: bool, body: bytes) -> None:
-        """Send a call of a function by its name with atoms: there is nothing in it that others must hear of."""
+    def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
+        """Send a call in which there is nothing that references, recordings or definitions must hear of."""
         agent = self._agent
         origin = agent.origin() if agent.origin is not None else ""
-        message = Call(call.id, mode, call.function, _NO_PAYLOAD, builtin, call.result, None, origin)
+        message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
         agent.pending.add(call)
         try:
-            call.seq = agent.post(call.to, message, [body])
+            call.seq = agent.post(call.to, message, frames)
         except BaseException:
             agent.pending.pop(call.id)
             raise

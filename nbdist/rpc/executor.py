@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ASYNC_MARK", "Executor", "Request"]
 
-_NO_PAYLOAD = Payload()
-
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, knows a function that returns a Future for its result."""
 
@@ -73,7 +71,10 @@ class Executor:
         self._running[number] = (call.function, time.monotonic(), sender)
         request = Request(self._agent, self, number, call, sender, frames)
         if call.target is None and call.result is None and not call.payload.forks:  # nothing to take hold of
-            request.decode_early()
+            if call.recording is None:
+                request.decoded = codec.decode_early(call.payload, frames)
+            else:
+                request.decode_early()
             return request.run
         return request.admit()
 
@@ -98,7 +99,8 @@ class Request:
         self._frames = frames
         self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks) if call.payload.forks else []
         self._target: Promise[Any] | None = None
-        self._decoded: Any = codec.NOT_DECODED
+        self.decoded: Any = codec.NOT_DECODED
+        """The function and its arguments, where they could be decoded early."""
         self._context: Any = None
         if call.recording is not None and agent.recorder is not None:
             self._context = agent.recorder.enter(call.recording, sender)
@@ -143,10 +145,10 @@ class Request:
         Making tensors lets go of the GIL, which the woken thread would take: a hand-over in the midst of a call.
         """
         if self._context is None:
-            self._decoded = codec.decode_early(self._call.payload, self._frames, self._references)
+            self.decoded = codec.decode_early(self._call.payload, self._frames, self._references)
         elif codec.decodes_quickly(self._call.payload, self._frames):
             with contextlib.suppress(NbdistError):  # `run` meets the error again, and answers with it
-                self._decoded = codec.decode(self._call.payload, self._frames, self._references, self._attach())
+                self.decoded = codec.decode(self._call.payload, self._frames, self._references, self._attach())
 
     def _attach(self) -> Attach | None:
         recorder, recording = self._agent.recorder, self._call.recording
@@ -186,10 +188,10 @@ class Request:
         if call.mode == Mode.FETCH:
             assert self._target is not None  # `run` is only made a job when it is there
             return self._target.value(), False
-        if self._decoded is codec.NOT_DECODED:
-            self._decoded = codec.decode(call.payload, self._frames, self._references, self._attach())
-        function, args, kwargs = self._decoded
-        self._decoded, self._frames, self._references = None, [], []
+        if self.decoded is codec.NOT_DECODED:
+            self.decoded = codec.decode(call.payload, self._frames, self._references, self._attach())
+        function, args, kwargs = self.decoded
+        self.decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
             peer = self._agent.links.peer(self._sender)
             if peer is not None:
@@ -244,8 +246,9 @@ class Request:
             self._agent.references.fulfil(self._call.result.rref, result, None)
             self._finish()
             return
-        if type(result) in codec.ATOMS:
-            self._reply(True, _NO_PAYLOAD, [codec.pickled(result)])
+        usual = codec.encode_usual_result(result, self._agent.sharing.spaces.get(self._sender))
+        if usual is not None:
+            self._reply(True, *usual)
             self._finish()
             return
         forker = MessageForker(self._agent.references, self._sender)

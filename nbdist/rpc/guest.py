@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from nbdist.channel.local import SLEEPS
+from nbdist.rpc.agent import here
 from nbdist.rpc.futures import Latch
 from nbdist.torch_private import is_in_a_mode
 
@@ -68,20 +69,22 @@ class Guest:
             if not self._free.acquire(blocking=False):
                 return
             self._thread = threading.get_ident()
+            before, here.agent = here.agent, self._agent
             try:
-                with self._agent.activate():
-                    outcome.on_settle = self._call
-                    while not (outcome.is_settled or deferral.is_due or self._rest):
-                        self._read_one()
+                outcome.on_settle = self._call
+                while not (outcome.is_settled or deferral.is_due or self._rest):
+                    self._read_one()
             finally:
+                here.agent = before
                 outcome.on_settle = None
                 with self._calling:  # or who is about to call would call nobody, and all that read
                     self._thread = 0
-                self._come()
+                if self._is_called:
+                    self._come()
                 if not self._rest and self._rest_next > 1:
                     self._rest_next >>= 1
                 self._free.release()
-                if self._agent.channel.has_more() or self._agent.closed:
+                if self._agent.channel.has_more() or self._agent.links.closed:
                     self._agent.channel.wake()  # who sleeps there has not been told of what came together
 
     def _read_one(self) -> None:
@@ -90,10 +93,11 @@ class Guest:
         except Exception:  # not the waiting call's affair
             _log.exception("reading failed")
             job = None
-        self._come()
+        if self._is_called:
+            self._come()
         if job is not None:
             self._agent.pool.submit(job)
-        if job is not None or self._agent.closed:
+        if job is not None or self._agent.links.closed:
             self._tire()
 
     def _tire(self) -> None:
@@ -108,11 +112,11 @@ class Guest:
                 self._agent.channel.call()
 
     def _come(self) -> None:
-        if self._is_called:
-            with self._calling:
-                self._is_called = False
-                self._tire()
-                self._agent.channel.called()
+        """Note that the guest has heard that it was called."""
+        with self._calling:
+            self._is_called = False
+            self._tire()
+            self._agent.channel.called()
 
 
 class _Deferral:
@@ -130,7 +134,7 @@ class _Deferral:
 
     def __enter__(self) -> _Deferral:
         global _deferral
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == _main_thread:
             try:
                 _deferral = self
                 for number in _DEFERRED:
@@ -169,8 +173,13 @@ _deferral: _Deferral | None = None
 """The main thread's, if it reads."""
 
 
+_main_thread = threading.main_thread().ident
+"""The ident of the thread in which handlers of signals run."""
+
+
 def _after_fork() -> None:
-    global _deferral
+    global _deferral, _main_thread
+    _main_thread = threading.get_ident()
     deferral, _deferral = _deferral, None
     if deferral is not None:  # another thread has forked, and is the child's main one
         deferral.put_back()

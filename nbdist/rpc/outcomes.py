@@ -62,9 +62,15 @@ class Outcomes:
                 peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
         if call.result is not None:
             self._agent.references.confirm(call.result.fork, reply.state)
-        if type(call.outcome) is Latch and reply.ok and codec.decodes_quickly(reply.payload, frames):
-            self._settle(call, reply, frames, references)
-            return None
+        if type(call.outcome) is Latch and reply.ok:
+            if reply.recording is None:
+                value = codec.decode_early(reply.payload, frames, references)
+                if value is not codec.NOT_DECODED:
+                    self.end(call, value, None)
+                    return None
+            elif codec.decodes_quickly(reply.payload, frames):
+                self._settle(call, reply, frames, references)
+                return None
         if type(call.outcome) is Promise and reply.ok and not frames:
             self.end(call, None, None, self._agent.pool.submit)
             return None

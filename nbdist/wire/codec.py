@@ -12,7 +12,6 @@ Decoding runs code, as unpickling does; callers authenticate the sender first (G
 from __future__ import annotations
 
 import builtins
-import functools
 import io
 import pickle
 import sys
@@ -39,6 +38,7 @@ from nbdist.wire.tensors import (
     is_packable,
     pack_alone,
     refuse_uncarried,
+    unpack_alone,
     unpack_tensors,
 )
 
@@ -51,14 +51,12 @@ __all__ = [
     "decode_early",
     "decodes_quickly",
     "encode",
-    "encode_plain_call",
-    "pickled",
+    "encode_usual_call",
+    "encode_usual_result",
     "register_reducer",
     "register_reference",
 ]
 
-pickled = functools.partial(pickle.dumps, protocol=5)
-"""Encode a value whose type is one of `ATOMS`: the one frame of its message."""
 
 torch_private.load_layouts()
 
@@ -414,17 +412,52 @@ def _size(value: Any, depth: int = 2) -> int:
 _NO_TENSORS = Payload()
 
 
-def encode_plain_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
-    """Return the one frame of a call of a function by its name with atoms, or None where the call needs `encode`."""
+def encode_usual_call(
+    name: Any, args: tuple[Any, ...], kwargs: dict[str, Any], space: Space | None
+) -> tuple[Payload, list[Buffer]] | None:
+    """Return the payload and frames of a call as most are, by the function's name, with atoms and one small tensor.
+
+    Returns None where the call needs `encode`. What comes out is what `encode` would make of the call.
+    """
     if type(name) is not str:
         return None
-    for value in args:
+    tensor, place = None, 0
+    for at, value in enumerate(args):
         if type(value) not in ATOMS:
-            return None
+            if tensor is not None or type(value) is not torch.Tensor:
+                return None
+            tensor, place = value, at
     for value in kwargs.values():
         if type(value) not in ATOMS:
             return None
-    return pickle.dumps((name, args, kwargs), 5)
+    if tensor is None:
+        return _NO_TENSORS, [pickle.dumps((name, args, kwargs), 5)]
+    if tensor.requires_grad or not is_packable(tensor) or (alone := pack_alone(tensor, False, space)) is None:
+        return None
+    meta, data = alone
+    rest = [*args, *kwargs.values()]
+    rest[place] = None
+    payload = Payload([(0, 0, len(data))], [meta], form=quick.CALL, holes=[(place, quick.TENSOR, 0)])
+    return payload, [pickle.dumps((name, rest, tuple(kwargs)), 5), data]
+
+
+def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[Buffer]] | None:
+    """Return the payload and frames of a result as most are, an atom or one small tensor, else None.
+
+    What comes out is what `encode` would make of the value.
+    """
+    if type(value) in ATOMS:
+        return _NO_TENSORS, [pickle.dumps(value, 5)]
+    if type(value) is not torch.Tensor or value.requires_grad or not is_packable(value):
+        return None
+    alone = pack_alone(value, False, space)
+    if alone is None:
+        return None
+    meta, data = alone
+    return Payload([(0, 0, len(data))], [meta], form=quick.WHOLE, holes=[_WHOLE]), [b"", data]
+
+
+_WHOLE: Hole = (0, quick.TENSOR, 0)
 
 
 def encode(
@@ -667,8 +700,11 @@ def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence
     if not payload.plain:
         return NOT_DECODED
     try:
-        if len(frames) == 1 and not payload.form and not payload.tensors and len(frames[0]) < _QUICK:
-            return pickle.loads(frames[0])
+        if not payload.places and sum(map(len, frames)) < _QUICK:
+            if len(frames) == 1 and not payload.form and not payload.tensors:
+                return pickle.loads(frames[0])
+            if payload.form and not payload.recorded:
+                return _decode_quickly(payload, frames, (), references, None)
         return decode(payload, frames, references) if decodes_quickly(payload, frames) else NOT_DECODED
     except Exception:
         return NOT_DECODED
@@ -710,7 +746,9 @@ def decode(
 def _decode_quickly(
     payload: Payload, frames: Sequence[bytes], leased: Sequence[Buffer], references: Sequence[Any], attach: Attach
 ) -> Any:
-    tensors = unpack_tensors(payload.tensors, payload.buffers, frames[1:], leased)
+    metas, where, data = payload.tensors, payload.buffers, frames[1:]
+    alone = unpack_alone(metas[0], where, data) if len(metas) == 1 else None
+    tensors = [alone] if alone is not None else unpack_tensors(metas, where, data, leased)
     recorded = _with_history([tensors[place] for place in payload.recorded], attach) if payload.recorded else ()
     return quick.fill(frames[0], payload.form, payload.holes, (tensors, recorded, references))
 

@@ -58,32 +58,27 @@ def form_of(value: Any, references: Collection[type]) -> int:
     if kind in ATOMS:
         return PLAIN
     if kind is tuple and len(value) == 3 and type(value[2]) is dict and type(value[1]) is tuple:
-        name, args, kwargs = value
-        if type(name) is not str or not all(type(key) is str for key in kwargs):
+        name, items, kwargs = value
+        if type(name) is not str:
             return OTHER
-        found = _worst(args, references)
-        if kwargs and found != OTHER:
-            found = max(found, _worst(kwargs.values(), references))
-        return CALL if found == WHOLE else found
-    if kind is tuple or kind is list:
-        found = _worst(value, references)
-        if found == WHOLE:
-            return TUPLE if kind is tuple else LIST
-        return found
-    return WHOLE if kind in references or (is_tensor(value) and is_packable(value)) else OTHER
-
-
-def _worst(items: Collection[Any], references: Collection[type]) -> int:
-    """`PLAIN` where all are atoms, `WHOLE` where there are others that can be taken out, or else `OTHER`."""
+        if kwargs:
+            if not all(type(key) is str for key in kwargs):
+                return OTHER
+            items = (*items, *kwargs.values())
+        form = CALL
+    elif kind is tuple or kind is list:
+        items, form = value, TUPLE if kind is tuple else LIST
+    else:
+        return WHOLE if kind in references or is_packable(value) else OTHER
     if len(items) > _FEW:
         return OTHER
     found = PLAIN
     for item in items:
         kind = type(item)
         if kind not in ATOMS:
-            if kind not in references and not (is_tensor(item) and is_packable(item)):
+            if kind not in references and not is_packable(item):
                 return OTHER
-            found = WHOLE
+            found = form
     return found
 
 

@@ -166,10 +166,13 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
     length = tensor.nbytes
     if not 0 < length < (LARGE if space is None else min(LARGE, space.threshold)):
         return None
-    plain = _plain(tensor)
-    if plain is None:
+    if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
+        plain = tensor  # as almost all are
+    elif (found := _plain(tensor)) is not None:
+        plain = found
+    else:
         return None
-    flags = 0 if bare else _flags(tensor)
+    flags = 0 if bare or not (tensor.requires_grad or type(tensor) is torch.nn.Parameter) else _flags(tensor)
     meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
     return meta, ctypes.string_at(plain.data_ptr(), length)
 
@@ -343,7 +346,7 @@ def unpack_tensors(
     """The tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it."""
     if not metas:
         return []
-    if len(metas) == 1 and (alone := _unpack_simple(metas[0], where, frames)) is not None:
+    if len(metas) == 1 and (alone := unpack_alone(metas[0], where, frames)) is not None:
         return [alone]
     users: dict[int, int] = {}
     for meta in metas:
@@ -388,7 +391,7 @@ def unpack_tensors(
     return tensors
 
 
-def _unpack_simple(
+def unpack_alone(
     meta: TensorMeta, where: Sequence[tuple[int, int, int]], frames: Sequence[bytes]
 ) -> torch.Tensor | None:
     """The usual case, one small tensor in one frame, if this is it."""

@@ -98,7 +98,7 @@ def test_messages_are_cut_out_of_pieces_of_any_size(messages, data):
     stream = b"".join(whole(*frames) for frames in messages)
     cutter, cut = Cutter(1 << 20), []
     while stream:
-        room = None if cutter.is_between else cutter.room
+        room = None if cutter.large is None else cutter.room
         most = len(stream) if room is None else min(len(stream), len(room))
         size = data.draw(st.integers(1, most))
         piece, stream = stream[:size], stream[size:]
@@ -153,7 +153,7 @@ def test_headers_that_announce_large_messages_take_no_memory_and_hold_nobody_up(
         good = raw(door)
         good.sendall(whole(b"fine"))
         assert receive(door) == [b"fine"]
-        while sum(not incoming._cutter.is_between for incoming in door._incoming.values()) < len(large):
+        while sum(incoming._cutter.large is not None for incoming in door._incoming.values()) < len(large):
             assert door.receive(SOON) is None
         assert resident() - before < 100 << 20
 

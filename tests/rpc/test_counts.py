@@ -87,14 +87,14 @@ def ten_hops(mode):
 
 CASES = {
     # case: what makes it, agents, calls of functions by the caller and by all others, messages
-    "empty": (empty, 2, 38, 28, 2),
-    "empty, of __main__": (empty_of_main, 2, 87, 46, 2),
-    "empty, from a cell": (empty_from_a_cell, 2, 38, 32, 2),
-    "small tensor": (small_tensor, 2, 60, 48, 2),
-    "remote().to_here()": (created_and_fetched, 2, 140, 123, 5),
-    "step": (step, 2, 469, 454, 7),
-    "ten hops, SMART": (ten_hops("smart"), 4, 3265, 2881, 43),
-    "ten hops, FAST": (ten_hops("fast"), 4, 3396, 2928, 43),
+    "empty": (empty, 2, 36, 28, 2),
+    "empty, of __main__": (empty_of_main, 2, 85, 46, 2),
+    "empty, from a cell": (empty_from_a_cell, 2, 36, 32, 2),
+    "small tensor": (small_tensor, 2, 42, 34, 2),
+    "remote().to_here()": (created_and_fetched, 2, 122, 110, 5),
+    "step": (step, 2, 459, 453, 7),
+    "ten hops, SMART": (ten_hops("smart"), 4, 3166, 2811, 43),
+    "ten hops, FAST": (ten_hops("fast"), 4, 3297, 2858, 43),
 }
 
 
