@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import (
     DecodeError,
     EncodeError,
+    ForwardNaN,
     GroupError,
     Interrupted,
     MissingDefinition,
@@ -65,6 +66,7 @@ __all__ = [
     "Cluster",
     "DecodeError",
     "EncodeError",
+    "ForwardNaN",
     "GroupError",
     "Interrupted",
     "MissingDefinition",

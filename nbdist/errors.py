@@ -17,6 +17,7 @@
     │   └── NotUnique              ... because a name or rank is taken
     ├── GroupError                 a process group can no longer be used, or not yet
     ├── SecurityError              without a shared secret this is refused
+    ├── ForwardNaN                 (also a FloatingPointError) the model made a NaN, in a context that checks for it
     ├── ResourceError              (also an OSError) the system has no file, disk space or memory left
     ├── ProtocolError              a peer sent what no correct peer sends
     │   └── VersionMismatch        ... because it runs another version of nbdist
@@ -28,6 +29,7 @@ from __future__ import annotations
 __all__ = [
     "DecodeError",
     "EncodeError",
+    "ForwardNaN",
     "GroupError",
     "Interrupted",
     "MissingDefinition",
@@ -109,6 +111,19 @@ class GroupError(NbdistError):
 
 class SecurityError(NbdistError):
     """What was asked needs a secret that all members share, and there is none."""
+
+
+class ForwardNaN(NbdistError, FloatingPointError):
+    """An operation of a forward pass made a NaN, or was given one, in a context with ``check="nan"``."""
+
+    worker: str = ""
+    """The worker that computed it."""
+    operation: str = ""
+    """torch's name of the operation, or of the module if compiled code made the NaN."""
+    module: str | None = None
+    """The path of the module whose forward ran, such as ``Net.layers.2``; None outside of any module."""
+    line: str | None = None
+    """The line of the user's code, such as ``model.py:12: return torch.log(x)``; None if it is not known."""
 
 
 class ResourceError(NbdistError, OSError):

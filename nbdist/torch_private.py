@@ -16,6 +16,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,11 @@ __all__ = [
     "NEWEST_TESTED",
     "engine",
     "function_modes",
+    "graph_task",
     "is_in_a_mode",
     "is_process_group_known",
     "is_torch_future",
+    "is_transforming",
     "load_layouts",
     "pop_function_mode",
     "process_groups",
@@ -47,6 +50,8 @@ __all__ = [
     "torch_version",
     "validate_sparse",
     "warn_of_untested",
+    "without_dispatch_modes",
+    "without_function_modes",
     "keep_in_thread",
 ]
 
@@ -66,6 +71,9 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._push_on_torch_function_stack": "origins of nodes stay unknown",
     "torch._C._len_torch_dispatch_stack": "a thread is taken to be in no dispatch mode",
     "torch._C._functorch.peek_interpreter_stack": "a thread is taken to be outside of torch.func transforms",
+    "torch._C._current_graph_task_id": 'a context with check="nan" also looks at what a user\'s backward computes',
+    "torch._C.DisableTorchFunction": "function modes see how a tensor is searched for NaN",
+    "torch._C._DisableTorchDispatch": "dispatch modes see how a tensor is searched for NaN",
     "torch._C._collect_all": "torch.futures.wait_all waits for the rest after the first error of a call",
     "torch._C.Future": "torch.futures.Future, its subclass, is looked for",
     "torch._C._distributed_rpc": "torch was built without RPC, so no agent of torch's can run",
@@ -194,6 +202,21 @@ _dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack",
 _transforms: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack", lambda: None)
 
 
+graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
+"""Return the number of the backward pass for which the calling thread runs a node; negative outside of any."""
+
+without_function_modes: Callable[[], AbstractContextManager[Any]] = _find("torch._C.DisableTorchFunction", nullcontext)
+"""Return a context in which no function mode, and no ``__torch_function__`` of a subclass, sees what is called."""
+
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _find("torch._C._DisableTorchDispatch", nullcontext)
+"""Return a context in which no dispatch mode sees what is called."""
+
+
+def is_transforming() -> bool:
+    """Return whether the calling thread runs a function that torch.func transforms: vmap, grad and the like."""
+    return _transforms() is not None
+
+
 def is_in_a_mode() -> bool:
     """Return whether tensors that the calling thread makes differ from those it makes outside of any block.
 
@@ -204,7 +227,7 @@ def is_in_a_mode() -> bool:
         or torch.is_inference_mode_enabled()
         or function_modes()
         or _dispatch_modes()
-        or _transforms() is not None
+        or is_transforming()
     )
 
 

@@ -57,11 +57,13 @@ class Numbers:
 class Context:
     """The record of one iteration, on this worker."""
 
-    def __init__(self, id: int, maker: int, *, lines: bool = False) -> None:
+    def __init__(self, id: int, maker: int, *, lines: bool = False, check: bool = False) -> None:
         self.id = id
         self.maker = maker
         self.lines = lines
         """Whether it is noted where in the code nodes are made."""
+        self.check = check
+        """Whether what is computed is looked at for NaN."""
         self.noting: AbstractContextManager[None] | None = None
         """What does that for the thread that opened it, on the maker."""
         self.sends: dict[int, Sent] = {}
@@ -218,10 +220,10 @@ class Contexts:
 
     # -- life ---------------------------------------------------------------------------------
 
-    def new(self, *, lines: bool = False) -> Context:
+    def new(self, *, lines: bool = False, check: bool = False) -> Context:
         """Make one; this worker is to end it."""
         with self._lock:
-            context = Context(self._first + next(self._numbers), self._incarnation, lines=lines)
+            context = Context(self._first + next(self._numbers), self._incarnation, lines=lines, check=check)
             self._contexts[context.id] = context
         return context
 
@@ -244,7 +246,13 @@ class Contexts:
         return self._contexts.get(id)
 
     def enter(
-        self, id: int, maker: int, entered: Callable[[], Any] = lambda: None, *, lines: bool = False
+        self,
+        id: int,
+        maker: int,
+        entered: Callable[[], Any] = lambda: None,
+        *,
+        lines: bool = False,
+        check: bool = False,
     ) -> Context | None:
         """Return the context to which a message belongs, or None if that context is over.
 
@@ -255,6 +263,7 @@ class Contexts:
         context = self._contexts.get(id)
         if context is not None and context.maker == maker:
             context.lines = context.lines or lines  # that it is watched may have been known before
+            context.check = context.check or check
             return context
         with self._lock:
             before = self._contexts.get(id)
@@ -264,7 +273,7 @@ class Contexts:
                 return None
             if before is not None:
                 self._note_over(id, before.maker)
-            context = self._contexts[id] = Context(id, maker, lines=lines)
+            context = self._contexts[id] = Context(id, maker, lines=lines, check=check)
         if before is not None:
             self.on_displaced(before)
         entered()

@@ -1,5 +1,7 @@
 """Notes where the nodes of a graph come from: the module, and the line of the user's code, that made them.
 
+And has what the user's code computes looked at for NaN (`nbdist.autograd.nans`), which are to be told by the same.
+
 Functions of the user's own (`torch.autograd.Function`) are not seen by what sees torch's, and have no note; but it is
 known where their backward is. It is for looking only, and costs some 50 microseconds for each operation; so it is done
 where it was asked for, on the threads that run in such a context, on all workers. The note lies with the node, in the
@@ -14,7 +16,7 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 import nbdist
 from nbdist.autograd.edges import Node
+from nbdist.autograd.nans import Check, tensors_in
 from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
 
 __all__ = ["Origin", "noted", "origin_of"]
@@ -54,9 +57,22 @@ class Origin(NamedTuple):
         return f"{where}: {text}" if text else where
 
 
+class _Running:
+    """A module whose forward runs on some thread."""
+
+    __slots__ = ("module", "path")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.path = ""
+        """Its path, once somebody has asked for it: to find it takes a walk over all modules."""
+
+
 class _PerThread(threading.local):
-    modules: list[tuple[torch.nn.Module, str]] | None = None
-    """Those whose forward runs on this thread and their paths, the outermost first; None where nothing is noted."""
+    modules: list[_Running] | None = None
+    """Those whose forward runs on this thread, the outermost first; None where nothing is noted."""
+    checking: _Noting | None = None
+    """The mode that looks for NaN in what this thread computes."""
 
 
 _thread = _PerThread()
@@ -80,13 +96,23 @@ def origin_of(node: Node) -> Origin:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[None]:
-    """Note the origins of what the calling thread computes in the block, which may end on another thread."""
+def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
+    """Note the origins of what the calling thread computes in the block, which may end on another thread.
+
+    Args:
+        lines: Whether to note them with the nodes of the graph.
+        check: What looks for NaN, and raises in the block where it finds one; None looks for none.
+    """
     thread = threading.get_ident()
     outer, _thread.modules = _thread.modules, []
+    checking = _thread.checking
+    if checking is not None and not checking.is_over:
+        check = None  # it is looked for already, by the context that the thread is in
     _use_hooks(1)
     _leave(None)
-    mode: Any = _Noting()
+    mode: Any = _Noting(lines, check)
+    if check is not None:
+        _thread.checking = mode
     mode.__enter__()
     try:
         yield
@@ -95,7 +121,7 @@ def noted() -> Iterator[None]:
         _use_hooks(-1)
         if threading.get_ident() == thread:
             _leave(mode)
-            _thread.modules = outer
+            _thread.modules, _thread.checking = outer, checking
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
@@ -124,19 +150,33 @@ def _use_hooks(more: int) -> None:
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
     if _thread.modules is not None:
-        _thread.modules.append((module, _path(module)))
+        _thread.modules.append(_Running(module))
 
 
-def _leave_module(module: torch.nn.Module, *_: Any) -> None:
-    if _thread.modules is not None and any(other is module for other, _ in _thread.modules):
-        while _thread.modules.pop()[0] is not module:
-            pass
+def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
+    __tracebackhide__ = True
+    modules = _thread.modules
+    if modules is None or not any(running.module is module for running in modules):
+        return
+    while modules[-1].module is not module:
+        modules.pop()
+    try:
+        checking = _thread.checking
+        if checking is not None and not checking.is_over and checking.check is not None:
+            checking.check.returned(args, result, _here, type(module).__name__)
+    finally:
+        modules.pop()
 
 
-def _path(module: torch.nn.Module) -> str:
-    root = _thread.modules[0][0] if _thread.modules else module
-    path = next((name for name, other in root.named_modules() if other is module), type(module).__name__)
-    return f"{type(root).__name__}.{path}" if path else type(root).__name__
+def _path(index: int) -> str:
+    """Return the path of one of the modules whose forward runs on this thread, from the outermost one."""
+    assert _thread.modules is not None  # or there would be none
+    root, running = _thread.modules[0].module, _thread.modules[index]
+    if not running.path:
+        module = running.module
+        path = next((name for name, other in root.named_modules() if other is module), type(module).__name__)
+        running.path = f"{type(root).__name__}.{path}" if path else type(root).__name__
+    return running.path
 
 
 class _Noting(TorchFunctionMode):
@@ -144,28 +184,45 @@ class _Noting(TorchFunctionMode):
 
     is_over = False
 
+    def __init__(self, lines: bool, check: Check | None) -> None:
+        super().__init__()
+        self.check = check
+        self._lines = lines
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True  # IPython leaves this frame out
         kwargs = kwargs or {}
-        if self.is_over:
-            return func(*args, **kwargs)
-        for tensor in _tensors((*args, *kwargs.values())):
+        run = self._noted if self._lines and not self.is_over else _call
+        check = self.check if not self.is_over else None
+        if check is None:
+            return run(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if not check.applies(name):
+            result = run(func, args, kwargs)
+            check.pass_on(result)
+            return result
+        held = check.before(name, args, kwargs)
+        result = run(func, args, kwargs)
+        check.after(name, args, kwargs, result, held, _here)
+        return result
+
+    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.grad_fn is not None:
                 # Made where nothing was noted: what comes after must not be taken for its origin.
                 node: Node = tensor.grad_fn
                 node.metadata.setdefault(_KEY, None)
         result = func(*args, **kwargs)
-        changed = [tensor.grad_fn for tensor in _tensors((result, *args[:1])) if tensor.grad_fn is not None]
+        changed = [tensor.grad_fn for tensor in tensors_in((result, *args[:1])) if tensor.grad_fn is not None]
         if changed:
             _note(changed)
         return result
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    return func(*args, **kwargs)
 
 
 def _note(nodes: list[Node]) -> None:
@@ -176,13 +233,14 @@ def _note(nodes: list[Node]) -> None:
         if node is None or not node.next_functions or _KEY in node.metadata:
             continue
         if origin is None:
-            origin = Origin(_module(), *_line())
+            origin = _here()
         node.metadata[_KEY] = origin
         stack.extend(behind for behind, _ in node.next_functions)
 
 
-def _module() -> str | None:
-    return _thread.modules[-1][1] if _thread.modules else None
+def _here() -> Origin:
+    """Return where in the user's code the calling thread is."""
+    return Origin(_path(-1) if _thread.modules else None, *_line())
 
 
 def _line() -> tuple[str, int, str]:

@@ -22,6 +22,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
 
         def submit(self, job: Any) -> None:
             """Run a job on another thread."""
+
+        def noting(self, context: Context) -> AbstractContextManager[None]:
+            """Return what a thread enters that computes in a context whose lines are noted, or that is checked."""
 
 
 __all__ = ["Passes", "UnusedOutputs"]
@@ -283,7 +287,9 @@ class Passes:
                 alone, entries = run.threads == 1, run.entries
             start = time.monotonic()
             try:
-                waits = run.part.run(partial(self._before_step, run))
+                # What a checkpoint recomputes in a pass is a forward pass: that is checked as the first one was.
+                with self._transport.noting(run.context) if run.context.check else nullcontext():
+                    waits = run.part.run(partial(self._before_step, run))
             except BaseException as error:
                 run.part.stop()
                 self._fail(run, error)

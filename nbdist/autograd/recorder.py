@@ -19,6 +19,7 @@ import nbdist
 from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
+from nbdist.autograd.nans import Check
 from nbdist.autograd.origins import noted
 from nbdist.autograd.part import Roots
 from nbdist.autograd.passes import Passes
@@ -108,7 +109,7 @@ class Recorder:
 
     # -- contexts -----------------------------------------------------------------------------
 
-    def open(self, *, lines: bool = False) -> Context:
+    def open(self, *, lines: bool = False, check: bool = False) -> Context:
         """Make a context and have the calling thread enter it."""
         if self.contexts.current is not None:
             raise UsageError(
@@ -117,10 +118,10 @@ class Recorder:
         watchers = list(self._watchers)
         wanted = [wants_lines() for _, wants_lines in watchers]  # each of them is asked
         lines = lines or any(wanted)
-        context = self.contexts.new(lines=lines)
+        context = self.contexts.new(lines=lines, check=check)
         self.contexts.set_current(context)
-        if lines:
-            context.noting = noted()
+        if lines or check:
+            context.noting = self.noting(context)
             context.noting.__enter__()
         try:
             for then, _ in watchers:
@@ -129,6 +130,10 @@ class Recorder:
             self.close(context)
             raise
         return context
+
+    def noting(self, context: Context) -> AbstractContextManager[None]:
+        """Return what a thread enters that computes in a context whose lines are noted, or that is checked."""
+        return noted(lines=context.lines, check=Check(self.name, self.name_of) if context.check else None)
 
     def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
         """Call ``then`` with each context that is made here from now on; returns a function that ends that.
@@ -193,7 +198,7 @@ class Recorder:
         if tensors:
             message = self.contexts.next_message()
             context.sends[message] = edges.Sent(message, to, tensors, function)
-        return Recording(context.id, context.maker, message, torch.is_grad_enabled(), context.lines)
+        return Recording(context.id, context.maker, message, torch.is_grad_enabled(), context.lines, context.check)
 
     def withdraw(self, recording: Recording) -> None:
         """A message did not go out."""
@@ -209,7 +214,7 @@ class Recorder:
             if maker not in (sender, self._agent.me.incarnation):
                 self.tell(maker, messages.Entered(recording.context))
 
-        return self.contexts.enter(recording.context, maker, entered, lines=recording.lines)
+        return self.contexts.enter(recording.context, maker, entered, lines=recording.lines, check=recording.check)
 
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
         """How to make the tensors of a message that has come."""
@@ -224,7 +229,7 @@ class Recorder:
 
     def running(self, context: Context, recording: Recording) -> AbstractContextManager[None]:
         """A function runs for a call that was made in a context: it is in it, and in the caller's grad mode."""
-        return _Running(self.contexts, context, recording.grad)
+        return _Running(self, context, recording.grad)
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a pass from one tensor."""
@@ -407,10 +412,11 @@ class Recorder:
 class _Running:
     """The time in which a function runs in a context."""
 
-    __slots__ = ("_before", "_context", "_contexts", "_grad", "_grad_before", "_noting")
+    __slots__ = ("_before", "_context", "_contexts", "_grad", "_grad_before", "_noting", "_recorder")
 
-    def __init__(self, contexts: Contexts, context: Context, grad: bool) -> None:
-        self._contexts = contexts
+    def __init__(self, recorder: Recorder, context: Context, grad: bool) -> None:
+        self._recorder = recorder
+        self._contexts = recorder.contexts
         self._context = context
         self._grad = grad
 
@@ -419,7 +425,8 @@ class _Running:
         self._grad_before = torch.is_grad_enabled()
         if self._grad_before is not self._grad:
             set_grad_enabled(self._grad)
-        self._noting = noted() if self._context.lines else None
+        context = self._context
+        self._noting = self._recorder.noting(context) if context.lines or context.check else None
         if self._noting is not None:
             self._noting.__enter__()
 

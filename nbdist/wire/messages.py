@@ -145,6 +145,8 @@ class Recording(msgspec.Struct, array_like=True, frozen=True):
     """Whether autograd was on where the call was made."""
     lines: bool = False
     """Whether to note where in the code nodes are made."""
+    check: bool = False
+    """Whether to look for NaN in what is computed."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):

@@ -1,0 +1,380 @@
+"""A NaN of the forward pass is told from one of the backward pass, and `check="nan"` finds who made it."""
+
+import doctest
+import pickle
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import nbdist
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.autograd import api
+from nbdist.autograd.nans import holds_nan
+from nbdist.errors import ForwardNaN, UsageError
+from nbdist.nn import Pipeline
+from nbdist.torch_private import function_modes
+
+NAN, INF = float("nan"), float("inf")
+
+
+def leaf(*values):
+    return torch.tensor(values or (1.0, 2.0), dtype=torch.float64, requires_grad=True)
+
+
+def spoil(x):
+    return torch.log(x - 5.0)
+
+
+def by_way_of(name, function, *args):
+    return rpc.rpc_sync(name, function, args=args)
+
+
+class Spoils(torch.nn.Module):
+    def forward(self, x):
+        return (x - 5.0).log()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(2, 2, dtype=torch.float64)
+        self.second = torch.nn.Sequential(torch.nn.Hardtanh(), Spoils())
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Unseen(torch.autograd.Function):
+    """Makes a NaN where nothing of torch's sees it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.detach().numpy() * NAN)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class UnseenModule(torch.nn.Module):
+    def forward(self, x):
+        return Unseen.apply(x)
+
+
+def run_net(net, x):
+    return net(x)
+
+
+def run_checkpoint(net, x, reentrant):
+    return checkpoint(net, x, use_reentrant=reentrant)
+
+
+def fails(function, *args):
+    """The error of a call in a context that is checked."""
+    with pytest.raises(ForwardNaN) as caught, dist_autograd.context(check="nan"):
+        function(*args)
+    assert function_modes() == 0, "a mode is left on this thread"
+    return caught.value
+
+
+def passes(function, *args):
+    with dist_autograd.context(check="nan"):
+        found = function(*args)
+    assert function_modes() == 0
+    return found
+
+
+# --- check="nan" finds the operation --------------------------------------------------------------
+
+
+def test_made_here(world):
+    error = fails(spoil, leaf())
+    assert (error.worker, error.operation, error.module) == ("worker0", "log", None)
+    assert error.line.endswith("return torch.log(x - 5.0)")
+    assert "log made 2 NaN of 2 values (float64[2]) from argument 0 (float64[2], -4 to -3)" in str(error)
+
+
+def test_made_on_a_third_worker(world):
+    error = fails(rpc.rpc_sync, "worker1", by_way_of, ("worker2", spoil, leaf()))
+    assert (error.worker, error.operation) == ("worker2", "log")
+    assert "return torch.log(x - 5.0)" in error.line
+    assert any("raised on worker2" in note for note in error.__notes__)
+
+
+def test_made_by_a_function_that_is_torchs_own(world):
+    error = fails(rpc.rpc_sync, "worker1", torch.log, (leaf(-1.0),))
+    assert (error.worker, error.operation, error.line) == ("worker1", "log", None)
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_made_in_a_module_and_in_a_checkpoint(world, where, reentrant):
+    function, args = (run_net, (Net(), leaf())) if reentrant is None else (run_checkpoint, (Net(), leaf(), reentrant))
+    error = fails(function, *args) if where == "here" else fails(rpc.rpc_sync, "worker2", function, args)
+    assert (error.worker, error.operation) == ("worker0" if where == "here" else "worker2", "log")
+    assert error.module == "Net.second.1"
+    assert "return (x - 5.0).log()" in error.line
+
+
+_on = threading.Event()
+
+
+class SpoilsWhenRecomputed(torch.nn.Module):
+    def forward(self, x):
+        return (x - (5.0 if _on.is_set() else 0.0)).log().exp()  # else it would stop within the log
+
+
+def recompute(x, reentrant):
+    return checkpoint(SpoilsWhenRecomputed(), x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("where", ["worker0", "worker1"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_made_when_a_checkpoint_recomputes(world, where, reentrant):
+    _on.clear()
+    with dist_autograd.context(check="nan") as context_id:
+        x = leaf()
+        y = recompute(x, reentrant) if where == "worker0" else rpc.rpc_sync(where, recompute, args=(x, reentrant))
+        _on.set()
+        with pytest.raises(ForwardNaN) as caught:
+            context_id.backward(y.sum())
+    assert (caught.value.worker, caught.value.module) == (where, "SpoilsWhenRecomputed")
+
+
+def test_both_are_noted_at_once(world):
+    with dist_autograd.context(lines=True, check="nan") as context_id:
+        loss = rpc.rpc_sync("worker1", torch.exp, args=(leaf(),)).sum()
+        context_id.backward(loss)
+        lines = [node.line for node in dist_autograd.trace(context_id).nodes["worker0"]]
+        assert any(line is not None and "torch.exp, args" in line for line in lines)
+        with pytest.raises(ForwardNaN):
+            spoil(leaf())
+    assert function_modes() == 0
+
+
+def test_in_place_and_out(world):
+    assert fails(lambda: leaf(-1.0).detach().log_()).operation == "log_"
+    x = leaf(NAN).detach()
+    assert "argument 0 of add_ holds NaN already" in str(fails(lambda: x.add_(1.0)))
+    made = torch.empty(1, dtype=torch.float64)
+    assert "log made 1 NaN" in str(fails(lambda: torch.log(leaf(-1.0).detach(), out=made)))
+
+
+def test_from_data_parameters_and_messages(world):
+    assert "argument 1 of mul holds NaN already: it is data" in str(fails(lambda: leaf() * torch.tensor([NAN, 1.0])))
+    weight = torch.nn.Parameter(torch.tensor([[NAN, 1.0]]))
+    error = fails(lambda: torch.nn.functional.linear(torch.ones(1, 2), weight))
+    assert "argument 1 of linear holds NaN already: it is a leaf, such as a parameter (float32[1, 2])" in str(error)
+    assert "it is a number in your code" in str(fails(lambda: leaf() * NAN))
+    error = fails(lambda: rpc.rpc_sync("worker2", Unseen.apply, args=(leaf(),)) + 1.0)
+    assert "argument 0 of add holds NaN already: it came with message" in str(error)
+    assert "from worker2 (call of " in str(error)
+
+
+def test_made_by_what_torch_does_not_show(world):
+    assert "your Function Unseen made it" in str(fails(lambda: Unseen.apply(leaf()) + 1.0))
+    error = fails(lambda: torch.nn.Sequential(torch.nn.Identity(), UnseenModule())(leaf()))
+    assert (error.operation, error.module) == ("UnseenModule", "Sequential.1")
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.LogSigmoid(), torch.nn.Softplus(beta=NAN)))
+    assert fails(scripted, leaf()).operation == "RecursiveScriptModule"
+
+
+def test_the_error_travels_whole():
+    error = ForwardNaN("text")
+    error.worker, error.line = "worker1", "a.py:1"
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.worker, again.line) == ("text", "worker1", "a.py:1")
+    assert isinstance(again, FloatingPointError)
+    assert nbdist.ForwardNaN is ForwardNaN
+
+
+# --- what it lets pass ----------------------------------------------------------------------------
+
+
+def attention(x):
+    masked = x.masked_fill(torch.tensor([True, False]), -INF) + torch.tensor([1.0, 1.0]).log()
+    return torch.softmax(masked + torch.tensor([-INF, 0.0]), -1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        attention,
+        lambda x: x / 0.0,  # an Inf
+        lambda x: (x / 0.0).sum() - 1.0 + torch.tensor([INF, -INF]).sort().values[1],  # whose sum is a NaN
+        lambda x: torch.full_like(x, NAN),
+        lambda x: torch.full((2,), NAN).nan_to_num() + x,
+        lambda x: torch.where(torch.tensor([True, False]), x, torch.tensor(NAN)).detach()[:1],
+        lambda x: torch.full((2,), NAN).to(torch.float32).clone().reshape(2, 1).T,
+        lambda x: torch.tensor([NAN, 1.0]).nanmean(),
+        lambda x: torch.empty(3).fill_(0.0),
+        lambda x: torch.ones(2, device="meta") * x.to("meta"),
+        lambda x: x.to_sparse() * 2.0,
+        lambda x: torch.complex(x, x).exp(),
+        lambda x: x.to(torch.float8_e4m3fn).to(torch.float32),
+        lambda x: torch.vmap(lambda each: (each - 5.0).log())(x),
+        lambda x: torch.func.grad(lambda each: (each * each).sum())(x),
+        lambda x: torch.jit.trace(torch.nn.Hardtanh(), x),
+        lambda x: (x - 5.0).round().int().bool(),
+        lambda x: torch.nested.nested_tensor([x, x]) * 2.0,
+    ],
+)
+def test_no_error(world, function):
+    passes(function, leaf().detach())
+
+
+def test_a_mode_of_the_users_sees_nothing_of_it(world):
+    class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def counted():
+        with Counts() as counts:
+            leaf().exp()
+        return counts.seen
+
+    assert passes(counted) == counted()
+    with Counts():
+        assert fails(spoil, leaf()).operation == "log"
+
+
+def test_a_gradient_that_is_nan_is_no_matter_of_the_forward_pass(world):
+    def step():
+        x = leaf(0.0, 0.0)
+        with torch.no_grad():
+            x.grad = torch.zeros(2, dtype=torch.float64)
+        (x.sqrt() * 0.0).sum().backward()
+        assert x.grad.isnan().all()
+        torch.nn.utils.clip_grad_norm_([x], 1.0)
+        torch.optim.SGD([x], lr=1.0, momentum=0.5).step()
+
+    passes(step)
+    with dist_autograd.context(check="nan") as context_id:
+        x = leaf(0.0, 0.0)
+        context_id.backward((rpc.rpc_sync("worker1", torch.sqrt, args=(x,)) * 0.0).sum())
+        assert context_id.gradients()[x].isnan().all()
+        optimizer = nbdist.optim.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(x)], lr=0.1)
+        optimizer.step(context_id)
+
+
+def test_holds_nan():
+    assert holds_nan(torch.tensor([1.0, NAN]))
+    assert not holds_nan(torch.tensor([INF, -INF]))
+    assert holds_nan(torch.tensor([1.0, NAN]).to_sparse())
+    assert holds_nan(torch.tensor([1.0, NAN]).to(torch.float8_e5m2))
+    assert holds_nan(torch.tensor([complex(0, NAN)]))
+    assert not holds_nan(torch.tensor([], dtype=torch.float32))
+    assert not holds_nan(torch.tensor([1, 2]))
+
+
+# --- the same results, and nothing where it is not asked for ---------------------------------------
+
+
+def trained(**options):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout(), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    x = torch.rand(4, 2, requires_grad=True)
+    with dist_autograd.context(**options) as context_id:
+        loss = checkpoint(net, rpc.rpc_sync("worker1", torch.exp, args=(x,)), use_reentrant=False).sum()
+        context_id.backward(loss, retain_graph=True)
+        names = [node.name for node in dist_autograd.trace(context_id).nodes["worker0"]]
+        return [loss.detach(), *(context_id.gradients()[each] for each in (x, *net.parameters()))], names
+
+
+def test_results_and_graph_are_the_same(world):
+    plain, graph = trained()
+    checked, checked_graph = trained(check="nan")
+    assert all(torch.equal(one, other) for one, other in zip(plain, checked, strict=True))
+    assert sorted(graph) == sorted(checked_graph)  # of leaves, the order is any
+
+
+def test_two_contexts_on_two_threads(world):
+    made = []
+
+    def unchecked():
+        with world[0].activate(), dist_autograd.context():
+            made.append(rpc.rpc_sync("worker1", spoil, args=(leaf(),)))
+            made.append(spoil(leaf()))
+
+    with dist_autograd.context(check="nan"):
+        thread = threading.Thread(target=unchecked)
+        thread.start()
+        thread.join()
+        with pytest.raises(ForwardNaN):
+            rpc.rpc_sync("worker1", spoil, args=(leaf(),))
+    assert all(each.isnan().all() for each in made)
+    assert spoil(leaf()).isnan().all()
+
+
+def test_a_context_that_another_thread_ends(world):
+    context_id = dist_autograd.open(check="nan")
+    with pytest.raises(ForwardNaN):
+        spoil(leaf())
+
+    def end():
+        with world[0].activate():
+            context_id.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert spoil(leaf()).isnan().all()
+    with dist_autograd.context(lines=True):
+        UnseenModule()(leaf())
+    assert function_modes() == 0
+
+
+def test_what_is_done_when_a_future_is_done(world):
+    with dist_autograd.context(check="nan"):
+        then = rpc.rpc_async("worker1", torch.exp, args=(leaf(),)).then(lambda done: spoil(done.value() * 0.0))
+        with pytest.raises(ForwardNaN):
+            then.wait()
+
+
+def test_a_pipeline(world):
+    spoils = torch.nn.Sequential(torch.nn.Hardtanh(), Spoils())
+    pipe = Pipeline([torch.nn.Linear(2, 2), spoils], ["worker1", "worker2"], micro_batches=2)
+    x = torch.ones(4, 2)
+    for compute in (lambda: pipe(x), lambda: pipe.train_step(x, x, torch.nn.functional.mse_loss)):
+        with pytest.raises(ForwardNaN) as caught, dist_autograd.context(check="nan"):
+            compute()
+        assert (caught.value.worker, caught.value.operation) == ("worker2", "log")
+        assert caught.value.module == "Sequential.1"
+        assert "return (x - 5.0).log()" in caught.value.line
+
+
+def test_the_loss_of_a_pipeline(world):
+    pipe = Pipeline([torch.nn.Linear(2, 2), torch.nn.Identity()], ["worker1", "worker2"])
+    ignored = torch.full((4,), -100)
+    with pytest.raises(ForwardNaN) as caught, dist_autograd.context(check="nan"):
+        pipe.train_step(torch.ones(4, 2), ignored, torch.nn.functional.cross_entropy)
+    assert (caught.value.worker, caught.value.operation) == ("worker2", "cross_entropy")
+
+
+def test_the_gradients_of_a_pipeline(world):
+    """Which are summed up by what the check sees."""
+    pipe = Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], ["worker1", "worker2"], micro_batches=2)
+    with dist_autograd.context(check="nan"):
+        loss = pipe.train_step(torch.ones(4, 2), torch.ones(4, 2), lambda y, _: ((y - y.detach()).sqrt() * 0.0).sum())
+    assert loss == 0.0
+
+
+@pytest.mark.parametrize("given", ["inf", True, "NaN", 1])
+def test_nothing_else_can_be_checked(world, given):
+    for make in (dist_autograd.context, dist_autograd.open):
+        with pytest.raises(UsageError, match='check must be "nan"'):
+            make(check=given)
+
+
+def test_the_example_runs():
+    found = doctest.testmod(api, optionflags=doctest.ELLIPSIS)
+    assert found.attempted
+    assert not found.failed
