@@ -86,7 +86,9 @@ class context:
         lines: Note which module and which line of code made each node of the graph: `trace` shows it. That costs some
             50 microseconds for each operation.
         check: With ``"nan"``, raise `nbdist.ForwardNaN` at the first operation that makes a NaN, or is given one and
-            hands it on; the error names the worker, the module, the line and the operation. Inf is no error.
+            hands it on; the error names the worker, the module, the line and the operation. Inf is no error. That
+            costs some 20 microseconds for each operation, and a reading of what it returns: a tenth of a millisecond
+            for a million numbers. The forward pass of a small network took three times as long.
 
     >>> from nbdist import autograd as dist_autograd
     >>> from nbdist.testing import World
@@ -277,7 +279,7 @@ def watch(context_id: int | None = None, *, paused: bool = False, norms: bool = 
 
     What is paused and stepped is the pass itself, not a record of it; with ``paused`` each halts before its first node.
     A paused `backward` does not return, so one that is to be stepped from the same thread is begun by `backward_async`.
-    ``norms`` has the norm of the gradients computed that each node is given.
+    ``norms`` has the norm of the gradients computed that each node is given, and has the first NaN or Inf told of.
     """
     here = recorder()
     context = here.contexts.get(current_id() if context_id is None else int(context_id))

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Function
 
+from nbdist.autograd.measuring import is_finite
 from nbdist.errors import UsageError
 from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
@@ -87,6 +88,11 @@ class Sent:
 class Received:
     """The receiving end of a message's tensors."""
 
+    looked_at = False
+    """Whether it is known which of the tensors held a NaN or Inf when they came: where somebody watches the context,"""
+    spoilt: frozenset[int] = frozenset()
+    """and which those were."""
+
     def __init__(self, message: int, peer: int, function: str) -> None:
         self.message = message
         self.peer = peer
@@ -103,6 +109,12 @@ class Received:
         """One node, and what it made."""
         self._nodes.append(weakref.ref(node))
         self.like += [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+    def look(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note which of the tensors that have come hold a NaN or Inf."""
+        with suppress(Exception):  # of a kind of tensor that cannot be looked at
+            self.spoilt = frozenset(index for index, tensor in enumerate(tensors) if not is_finite(tensor))
+            self.looked_at = True
 
 
 def _enter(ctx: Any, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:

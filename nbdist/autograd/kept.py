@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nbdist.autograd.contexts import Context
-from nbdist.autograd.edges import Node
 from nbdist.autograd.graph import ACCUMULATE
+from nbdist.autograd.saved import saved_by
 
 __all__ = ["kept_by", "storage_of"]
-
-_RAW = "_raw_saved_"
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -39,31 +36,10 @@ def kept_by(context: Context) -> dict[int, int]:
             at = storage_of(node.variable)
             leaves.update([at[0]] if at is not None else [])
             continue
-        for tensor in _saved(node):
-            at = storage_of(tensor)
+        for saved in saved_by(node):  # as it is kept: to unpack it may compute it anew
+            at = storage_of(saved.tensor) if saved.tensor is not None else None
             found.update([at] if at is not None else [])
     for gradient in context.stored():
         at = storage_of(gradient)
         found.update([at] if at is not None else [])
     return {place: nbytes for place, nbytes in found.items() if place not in leaves}
-
-
-def _saved(node: Node) -> Iterator[torch.Tensor]:
-    """As they are kept: to unpack them may compute them anew."""
-    for name in dir(node):
-        if name.startswith(_RAW):
-            try:
-                raw = getattr(node, name)
-            except RuntimeError:  # a pass has been here, and let go of it
-                continue
-            for each in raw if isinstance(raw, tuple | list) else [raw]:
-                tensor = _data_of(each)
-                if isinstance(tensor, torch.Tensor):
-                    yield tensor
-
-
-def _data_of(saved: Any) -> Any:
-    try:
-        return saved.data
-    except (RuntimeError, AttributeError):  # it has been let go of
-        return None

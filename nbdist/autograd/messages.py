@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from nbdist.autograd.inherited import Inherited
 from nbdist.errors import ProtocolError
 from nbdist.rpc.peeking import Histogram
 
@@ -100,6 +101,8 @@ class Happening(NamedTuple):
     halt: int = -1
     """Which of the worker's halts this is, and by which version of the control."""
     version: int = -1
+    inherited: Inherited | None = None
+    """Of a NaN or Inf: what is known of it if it is of the forward pass."""
 
 
 class Head(msgspec.Struct, array_like=True, frozen=True):

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist.autograd.edges import RECEIVE, Node, current_part
+from nbdist.autograd.inherited import Inherited
 from nbdist.autograd.leaves import halted
 from nbdist.autograd.measuring import is_finite, measure
 from nbdist.autograd.messages import Control, Happening, Watching
+from nbdist.autograd.saved import Saved, saved_by
 from nbdist.errors import NbdistError
 from nbdist.rpc.futures import blocking_wait
 
@@ -49,10 +51,14 @@ class Observer:
         numbers: Numbers,
         watching: Watching,
         send: Callable[[int, list[Happening], int], None],
+        explain: Callable[[Node, Sequence[Saved]], Inherited | None] = lambda node, saved: None,
         *,
         in_engine: bool = True,
     ) -> None:
         """``send(number, what happened, version of the control)`` tells the watcher.
+
+        ``explain(node, what it had saved)`` returns where a NaN comes from that the node has made, if from the forward
+        pass.
 
         With ``in_engine`` torch's engine runs the nodes, and while it halts, others are kept from the same leaves.
         """
@@ -64,6 +70,9 @@ class Observer:
         self._norms = watching.norms
         self._control = watching.control
         self._send = send
+        self._explain = explain
+        self._found = False
+        """Whether a NaN or Inf has been found in a pass that is not to halt for it."""
         self._seen: list[Happening] = []
         self._sent_at = time.monotonic()
         self._sending = threading.Lock()
@@ -146,15 +155,22 @@ class Observer:
         sends = kind is RECEIVE
         name = node.name()
         began = [0.0]
+        saved: list[Saved] = []
 
         def before(gradients: Gradients) -> None:
             if current_part() is part:  # the node may be in another pass as well
                 self.come_to(number, name, gradients, sends=sends)
+                if self._looks:
+                    saved[:] = saved_by(node)  # which it lets go of when it has run
                 began[0] = time.perf_counter()
 
         def after(new: Gradients, given: Gradients) -> None:
             if current_part() is part:
-                self.ran(number, name, time.perf_counter() - began[0], new)
+                seconds = time.perf_counter() - began[0]
+                try:
+                    self.ran(number, name, seconds, new, given, lambda: self._explain(node, saved))
+                finally:
+                    saved.clear()
 
         return before, after
 
@@ -180,18 +196,54 @@ class Observer:
             or (control.until == "node" and (control.worker, control.node) == (self._worker, number))
         )
 
-    def ran(self, number: int, name: str, seconds: float, new: Gradients) -> None:
-        """Tell of a node that has run, and has made the gradients ``new``."""
+    def ran(
+        self,
+        number: int,
+        name: str,
+        seconds: float,
+        new: Gradients,
+        given: Gradients = (),
+        explain: Callable[[], Inherited | None] = lambda: None,
+    ) -> None:
+        """Tell of a node that has run, and has made the gradients ``new`` of those that it was ``given``.
+
+        If they hold the first NaN or Inf, ``explain()`` tells of what the forward pass gave it.
+        """
         self.note("done", node=number, name=name, seconds=seconds)
-        self._check(number, name, new)
+        self._check(number, name, new, given, explain)
         if self._control.paused:
             self.flush()
 
-    def _check(self, number: int, name: str, gradients: Gradients) -> None:
-        """Where a NaN is looked for and found, the next node is halted before."""
+    @property
+    def _looks(self) -> bool:
+        """Whether a NaN or Inf is looked for."""
+        return self._control.until == "nan" or (self._norms and not self._found)
+
+    def _check(
+        self,
+        number: int,
+        name: str,
+        gradients: Gradients,
+        given: Gradients = (),
+        explain: Callable[[], Inherited | None] | None = None,
+    ) -> None:
+        """Where a NaN is looked for and found, the next node is halted before; with norms, the first is told of."""
         control = self._control
-        if control.until == "nan" and not all(is_finite(gradient) for gradient in gradients):
-            self.note("nan", node=number, name=name, version=control.version)
+        halts = control.until == "nan"
+        if not halts and (explain is None or not self._looks):
+            return
+        if _are_finite(gradients):
+            return
+        made = explain is not None and _are_finite(given)
+        if not halts and not made:
+            return  # whoever has made it tells of it
+        self._found = True
+        found = None
+        if made and explain is not None:
+            with suppress(Exception):  # the pass is not to fail for that
+                found = explain()
+        self.note("nan", node=number, name=name, version=control.version if halts else -1, inherited=found)
+        if halts:
             self._pause(control)
 
     def _pause(self, control: Control) -> None:
@@ -218,3 +270,7 @@ class Observer:
                         self._changed.wait()
                 if self._stopped:
                     raise Stopped("the backward pass was given up while it was paused")
+
+
+def _are_finite(gradients: Gradients) -> bool:
+    return all(is_finite(gradient) for gradient in gradients)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
-from nbdist.autograd import messages
+from nbdist.autograd import inherited, messages
 from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.messages import Head, PassId, Watching
 from nbdist.autograd.observer import Observer
@@ -141,7 +142,8 @@ class Observing:
                 self.on_observed(message, me)
 
         context.number_all()
-        observer = Observer(self._transport.name, context.numbers, watching, send, in_engine=in_engine)
+        explain = partial(inherited.explain, context, self._transport.name, self._transport.name_of)
+        observer = Observer(self._transport.name, context.numbers, watching, send, explain, in_engine=in_engine)
         observer.note("began")
         observer.flush()  # so that the watcher knows of whom to ask what it wants
         return observer

@@ -222,6 +222,8 @@ class Recorder:
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
             made = edges.receive(end, tensors)
+            if context.watching is not None or context.watch is not None:
+                end.look(made)
             context.receives[recording.message] = end
             return made
 

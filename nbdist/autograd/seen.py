@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nbdist.autograd import messages
+from nbdist.autograd import inherited, messages
+from nbdist.autograd.inherited import Inherited
 from nbdist.rpc.peeking import Histogram
 
 __all__ = ["Event", "Key", "Pass", "Share"]
@@ -27,7 +28,8 @@ class Event:
         a node, with the norm and the distribution of the gradients it was given where norms are asked for, and the
         time it took.
     ``halted``, ``nan``
-        a node before which the pass was paused; a NaN or Inf that was looked for was given to it or made by it.
+        a node before which the pass was paused; a NaN or Inf that was looked for was given to it or made by it, also
+        the first that a worker comes to in a pass whose norms are asked for.
     """
 
     time: float
@@ -41,11 +43,27 @@ class Event:
     seconds: float | None = None
     norm: float | None = None
     histogram: Histogram | None = None
+    inherited: Inherited | None = None
+    """Of a ``nan``: where it is from, if the forward pass gave it to the node; None if the backward pass made it."""
+
+    @property
+    def told(self) -> str:
+        """In a sentence: of a ``nan``, also whether the forward pass gave it to the node, and from where."""
+        node = _named(self.worker, self.name or "", self.node)
+        if self.what == "nan":
+            return inherited.told(self.inherited, node, lambda end: _named(end.worker, end.name, end.node))
+        return f"{self.what} {node}" if self.name else f"{self.what} on {self.worker}"
 
     @property
     def key(self) -> Key | None:
         """The node, as `run` takes it."""
         return None if self.node is None else (self.worker, self.node)
+
+
+def _named(worker: str, name: str, node: int | None) -> str:
+    """Return how a node is called in a sentence."""
+    short = name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
+    return f"{short}@{worker} (node {node})"
 
 
 @dataclass

@@ -167,7 +167,8 @@ class Watch:
         Without ``until`` this returns at once. Else it waits until they are halted, where the first NaN or Inf comes up
         (``"nan"``), before the next node that sends gradients to another worker (``"message"``), or before a certain
         node (``("worker1", 5)``, by the numbers of the context's `trace`); or until they are over. What it returns
-        tells where that was; None where it did not come to that.
+        tells where that was; None where it did not come to that. Of a NaN, its ``told`` and ``inherited`` say so if the
+        node was given it by the forward pass already, and by which message it came.
         """
         if until is None:
             self._steer()
@@ -378,6 +379,7 @@ class Watch:
             happening.seconds if happening.seconds >= 0 else None,
             None if happening.norm < 0 else happening.norm,
             happening.histogram,
+            happening.inherited,
         )
         if event.what == "resting":
             worker.resting = True

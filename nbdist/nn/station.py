@@ -255,12 +255,11 @@ class _Step:
                     watched.waits(op)
                 wanted, given = self._given(op)
                 start = time.monotonic()
-                with watched.doing(op, given) if watched is not None else _NOBODY:
-                    if op.kind == "F":
-                        self._forward(op, given, wanted)
-                    else:
-                        self._backward(op, given)
-                del given
+                with watched.doing(op, given) if watched is not None else _NOBODY as seen:
+                    made = self._forward(op, given, wanted) if op.kind == "F" else self._backward(op, given)
+                    if seen is not None:
+                        seen += made
+                del given, made
                 spans.append(Span(op, start, time.monotonic()))
                 trace.emit("micro_batch.ran", agent=self._me, start=start, **op._asdict())
             told = watched.told if watched is not None else 0
@@ -292,7 +291,8 @@ class _Step:
         found: tuple[int, Values] = self._inbox.take(op)
         return found
 
-    def _forward(self, op: Op, given: Values, wanted: int) -> None:
+    def _forward(self, op: Op, given: Values, wanted: int) -> Values:
+        """Do it, send what it makes to the next stage, and return that."""
         stage, order = self._station.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
         if order.train:
@@ -320,6 +320,7 @@ class _Step:
             if not driver.device_maps.get(self._me):
                 value = _map(value, _on_cpu)
             self._outputs.append(value)
+        return as_tuple(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
         order = self._order
@@ -334,7 +335,8 @@ class _Step:
         self._losses.append(loss.detach().cpu())
         return loss
 
-    def _backward(self, op: Op, given: Values) -> None:
+    def _backward(self, op: Op, given: Values) -> Values:
+        """Do it, send the gradients that it makes to the stage before, and return them."""
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
             (root, gradient.to(root.device) if gradient is not None else None)
@@ -355,6 +357,7 @@ class _Step:
             raise
         if op.stage > 0:
             self._send(op._replace(stage=op.stage - 1), tuple(entry))
+        return tuple(entry)
 
     def _send(self, op: Op, values: Values) -> None:
         """To the stage that needs it; where that is here, nothing is sent."""

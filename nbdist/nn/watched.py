@@ -137,21 +137,27 @@ class WatchedShare:
         self._observer.flush()
 
     @contextmanager
-    def doing(self, op: Op, given: Sequence[Any]) -> Iterator[None]:
-        """Tell of an operation that is done in the block; before, halt if the watcher says so."""
+    def doing(self, op: Op, given: Sequence[Any]) -> Iterator[list[Any]]:
+        """Tell of an operation that is done in the block; before, halt if the watcher says so.
+
+        The block puts what the operation has made into the list that it gets.
+        """
         needs = what_it_needs(op, self._stages)
         if needs is not None and self._places[needs.stage] != self._me:
             self._observer.note("arrived", message=_message(op, self._stages))
-        gradients = [each for each in given if isinstance(each, torch.Tensor)] if op.kind == "B" else []
+        known = tuple(each for each in given if isinstance(each, torch.Tensor))
+        gradients = known if op.kind == "B" else ()
         number = self._numbers[op]
         try:
-            self._observer.come_to(number, _name(op), tuple(gradients), sends=self._sends(op))
+            self._observer.come_to(number, _name(op), gradients, sends=self._sends(op))
         except Stopped:
             self._inbox.check()  # which knows why
             raise
         began = time.perf_counter()
-        yield
-        self._observer.ran(number, _name(op), time.perf_counter() - began, ())
+        made: list[Any] = []
+        yield made
+        new = tuple(each for each in made if isinstance(each, torch.Tensor))
+        self._observer.ran(number, _name(op), time.perf_counter() - began, new, known, lambda: None)
 
     def _sends(self, op: Op) -> bool:
         """Return whether another worker needs what comes of an operation."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.autograd.drawing import name_of
+from nbdist.autograd.inherited import Inherited
 from nbdist.autograd.inspection import NodeInfo, Plan
 from nbdist.autograd.seen import Event, Key
 from nbdist.rpc.peeking import Histogram
@@ -67,7 +68,9 @@ class Backward:
         self.ended: dict[Key, float] = {}
         self.messages: dict[int, str] = {}
         self.bad: Key | None = None
-        """Where a NaN or Inf was found first."""
+        """Where a NaN or Inf was found first,"""
+        self.inherited: Inherited | None = None
+        """and where it is from, if the forward pass gave it to that node."""
 
     def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
         """Where the gradients of each node go, and by which message."""
@@ -134,7 +137,7 @@ class Backward:
                 if message is None:
                     self.got[target] += 1
         elif event.what == "nan" and self.bad is None:
-            self.bad = key
+            self.bad, self.inherited = key, event.inherited
 
     def _measured(self, key: Key, event: Event) -> None:
         if event.norm is not None:
@@ -214,6 +217,13 @@ class Backward:
         (worker, where), keys = max(spent.items(), key=lambda each: sum(self.seconds[key] for key in each[1]))
         return worker, where, sum(self.seconds[key] for key in keys), keys
 
+    def blamed(self) -> Key | None:
+        """The node that made the first NaN or Inf, backward or forward, as far as that is known."""
+        found = self.inherited
+        if found is not None and (found.worker, found.node) in self.nodes:
+            return found.worker, found.node
+        return self.bad
+
     def largest(self) -> Key | None:
         """The node that was given the gradient of the largest norm that is one, where norms were asked for."""
         found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}
@@ -267,7 +277,7 @@ class Backward:
             "norms": [_number(self.norm.get(key)) for key in self.nodes],
             "for": {index[key]: waits for key in self.nodes if (waits := self.waits(key))},
             "path": [index[key] for key in self.critical_path()],
-            "bad": index[self.bad] if self.bad is not None else None,
+            "bad": index[blamed] if (blamed := self.blamed()) is not None else None,
             "messages": [
                 [message, self.messages.get(message, "expected" if message in used else "unused")]
                 for _, _, message in self._crossings()

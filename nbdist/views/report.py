@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from html import escape
 
+from nbdist.autograd import inherited
 from nbdist.autograd.drawing import as_svg, name_of
 from nbdist.autograd.seen import Key
 from nbdist.pictures import as_image
@@ -12,7 +13,7 @@ from nbdist.views import tables
 from nbdist.views.amounts import duration
 from nbdist.views.backward import Backward
 
-__all__ = ["as_html", "as_text"]
+__all__ = ["as_html", "as_text", "remark_on_bad"]
 
 _SHOWN = 12
 """So many nodes of a path are named: its ends, and those that took the longest."""
@@ -66,14 +67,33 @@ def _remarks(found: Backward) -> list[str]:
         worker, where, seconds, keys = slowest
         count = f"{len(keys)} nodes" if len(keys) > 1 else f"node {keys[0][1]}"
         lines.append(f"most time, {duration(seconds)}, went into {where} on {worker} ({count})")
-    if found.bad is not None:
-        lines.append(f"the first NaN or Inf came up at {_where(found, found.bad)}")
+    bad = remark_on_bad(found)
+    if bad is not None:
+        lines.append(bad[0])
     largest = found.largest()
     if largest is not None:
         lines.append(f"the largest norm, {found.norm[largest]:.4g}, was given to {_where(found, largest)}")
     if found.plan.unused:
         lines.append(f"{len(found.plan.unused)} messages take no part")
     return lines
+
+
+def remark_on_bad(found: Backward) -> tuple[str, Key] | None:
+    """Return a sentence about the first NaN or Inf, and the node that made it as far as that is known."""
+    bad, blamed = found.bad, found.blamed()
+    if bad is None or blamed is None:
+        return None
+
+    if found.inherited is None:
+        return inherited.told(None, _where(found, bad), str), blamed
+
+    def where(end: inherited.Inherited) -> str:
+        node = found.nodes.get((end.worker, end.node))
+        if node is None:
+            return f"{end.name}@{end.worker} (node {end.node})"
+        return ", ".join([f"{name_of(node)}@{end.worker} (node {end.node})", *filter(None, (node.module, node.line))])
+
+    return inherited.told(found.inherited, f"{_named(found, bad)} (node {bad[1]})", where), blamed
 
 
 def _named(found: Backward, key: Key) -> str:

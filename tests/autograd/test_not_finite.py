@@ -16,6 +16,8 @@ from nbdist.autograd.nans import holds_nan
 from nbdist.errors import ForwardNaN, UsageError
 from nbdist.nn import Pipeline
 from nbdist.torch_private import function_modes
+from nbdist.views import report
+from nbdist.views.watching import Watcher
 
 NAN, INF = float("nan"), float("inf")
 
@@ -85,6 +87,237 @@ def passes(function, *args):
         found = function(*args)
     assert function_modes() == 0
     return found
+
+
+# --- a watched backward pass says what the forward pass gave it ------------------------------------
+
+
+def logs(x):
+    return torch.log(x - 5.0)
+
+
+def logs_beyond(x):
+    return rpc.rpc_sync("worker2", logs, args=(x,))
+
+
+def overflows(x):
+    return torch.exp(x * weight)
+
+
+weight = torch.nn.Parameter(torch.tensor([1e4, 1.0], dtype=torch.float64))
+
+
+def reported(make, **options):
+    """What the report of a watched cell says of the first NaN, and what is held of it."""
+    with Watcher() as watcher, dist_autograd.context(**options) as context_id:
+        context_id.backward(make(leaf()))
+    found = watcher.backward
+    lines = [line for line in report.as_text(found) if "NaN" in line]
+    assert len(lines) <= 1
+    return (lines or [""])[0].strip(), found
+
+
+def halted(make):
+    """Where a pass halts that is run to the first NaN, and is watched from the end of the forward pass on."""
+    with dist_autograd.context() as context_id:
+        loss = make(leaf())
+        watch = context_id.watch(paused=True)
+        handle = context_id.backward_async(loss)
+        event = watch.run(until="nan")
+        nodes = dist_autograd.trace(context_id).nodes
+        watch.run()
+        handle.wait()
+    return event, nodes
+
+
+def by_two_messages(x):
+    return rpc.rpc_sync("worker1", logs_beyond, args=(x,)).pow(2).sum()
+
+
+def test_a_nan_that_came_with_messages(world):
+    line, found = reported(by_two_messages, lines=True)
+    assert line.startswith("Pow@worker0 (node ")
+    assert "was given NaN by the forward pass already: it came with message" in line
+    assert "from worker1 (call of logs_beyond), and to worker1 with message" in line
+    assert "from worker2 (call of logs); made by Log@worker2 (node " in line
+    assert line.endswith("return torch.log(x - 5.0)")
+    assert "came up at" not in line
+    key = report.remark_on_bad(found)[1]
+    assert (key[0], found.nodes[key].name) == ("worker2", "LogBackward0")
+    index = [(worker, number) for worker, number in found.nodes].index(key)
+    assert found.snapshot()["bad"] == index  # the page marks that node, too
+    edges = {edge.autograd_message_id: edge for edge in found.plan.trace.edges}
+    for carried in found.inherited.messages:
+        assert edges[carried.message].sender == carried.sender
+
+
+def test_run_to_a_nan_of_the_forward_pass(world):
+    event, nodes = halted(by_two_messages)
+    assert (event.worker, nodes["worker0"][event.node].name) == ("worker0", "PowBackward0")
+    found = event.inherited
+    assert (found.value, found.end, found.worker, found.name) == ("NaN", "operation", "worker2", "LogBackward0")
+    assert nodes["worker2"][found.node].name == "LogBackward0"
+    assert [(each.sender, each.function) for each in found.messages] == [
+        ("worker1", "logs_beyond"),
+        ("worker2", "logs"),
+    ]
+    assert "was given NaN by the forward pass already" in event.told
+
+
+def test_a_nan_that_came_by_way_of_what_saves_nothing(world):
+    """Whether the tensor held it that came is known where the context was watched before."""
+
+    def make(x):
+        return (rpc.rpc_sync("worker2", logs, args=(x,)) + 1.0).pow(2).sum()
+
+    line, _ = reported(make)
+    assert "from worker2 (call of logs); made by Log@worker2" in line
+    event, _ = halted(make)
+    assert (event.inherited.end, event.inherited.worker, event.inherited.name) == ("unknown", "worker0", "AddBackward0")
+    assert "it came out of Add@worker0" in event.told
+    assert "it may have come with message" in event.told
+    assert 'context(check="nan") names the operation' in event.told
+
+
+def test_a_nan_of_this_worker(world):
+    event, _ = halted(lambda x: logs(rpc.rpc_sync("worker1", torch.exp, args=(x * 0.0,))).pow(2).sum())
+    found = event.inherited
+    assert (found.end, found.worker, found.name, found.messages) == ("operation", "worker0", "LogBackward0", ())
+
+
+def test_an_inf_of_the_forward_pass(world):
+    event, _ = halted(lambda x: (rpc.rpc_sync("worker1", overflows, args=(x,)) * 0.0).sum())
+    assert event.worker == "worker1"  # whose exp multiplies a gradient of zero by its Inf
+    found = event.inherited
+    assert (found.value, found.worker, found.name) == ("Inf", "worker1", "ExpBackward0")
+
+
+@pytest.mark.parametrize(
+    ("make", "end", "said"),
+    [
+        (lambda x: (torch.tensor([NAN, 1.0]) * x).sum(), "data", "held by an input, which needs no gradient, of Mul@"),
+        (lambda x: (torch.nn.Parameter(torch.tensor([NAN, 1.0])) * x).sum(), "leaf", "held by the leaf Parameter@"),
+        (lambda x: Unseen.apply(x).pow(2).sum(), "operation", "made by Unseen@worker0"),
+        (lambda x: (x * NAN + 1.0).pow(2).sum(), "unknown", "it came out of Add@worker0"),
+    ],
+)
+def test_a_nan_of_something_else(world, make, end, said):
+    event, _ = halted(make)
+    assert event.inherited.end == end
+    assert said in event.told
+
+
+def test_a_nan_of_the_backward_pass_is_its_nodes(world):
+    def make(x):
+        return rpc.rpc_sync("worker1", torch.sqrt, args=(x - 1.0,)).sum()
+
+    line, found = reported(make)
+    assert line.startswith("the first NaN or Inf came up at Sqrt@worker1")
+    assert found.inherited is None
+    event, _ = halted(make)
+    assert (event.worker, event.inherited) == ("worker1", None)
+    assert event.told.startswith("the first NaN or Inf came up at Sqrt@worker1")
+
+
+def squares(x):
+    return x.pow(2)
+
+
+def checkpointed(function, x, reentrant):
+    return checkpoint(function, x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("where", ["worker0", "worker1"])
+def test_a_nan_inside_of_a_checkpoint_is_blamed_on_no_node_backward(world, where, reentrant):
+    """What it recomputes is not looked at."""
+
+    def make(x):
+        args = log_squared, x, reentrant
+        return (checkpointed(*args) if where == "worker0" else rpc.rpc_sync(where, checkpointed, args=args)).sum()
+
+    line, found = reported(make)
+    assert f"@{where} (node" in line
+    assert "but may be of the forward pass" in line
+    assert 'context(check="nan") names the operation' in line
+    assert found.inherited.end == "hidden"
+
+
+def log_squared(x):
+    return logs(x).pow(2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_nan_that_a_checkpoint_was_given(world, reentrant):
+    line, _ = reported(
+        lambda x: checkpointed(squares, rpc.rpc_sync("worker2", logs, args=(x,)), reentrant).sum(), lines=True
+    )
+    assert "from worker2 (call of logs); made by Log@worker2" in line
+
+
+def test_saved_tensor_hooks_are_not_called(world):
+    called = []
+
+    def unpack(packed):
+        called.append(packed)
+        return packed[0]
+
+    def make(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), unpack):
+            return logs(x).pow(2).sum()
+
+    halted(make)
+    assert len(called) == 2  # by the two nodes, as they ran
+
+
+def test_a_pass_that_has_no_nan_says_nothing(world):
+    line, found = reported(lambda x: rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum())
+    assert (line, found.bad) == ("", None)
+
+
+def test_looking_changes_no_gradient(world):
+    def gradients(watched):
+        with dist_autograd.context() as context_id:
+            if watched:
+                context_id.watch(norms=True)
+            x = leaf()
+            context_id.backward((rpc.rpc_sync("worker1", overflows, args=(x * 1e-4,)) * x).sum())
+            return context_id.gradients()[x]
+
+    assert torch.equal(gradients(True), gradients(False))
+
+
+def test_a_worker_that_cannot_say_where_it_is_from(world):
+    """Here because it has ended the context's record; the pass does not fail for that."""
+
+    def make(x):
+        y = rpc.rpc_sync("worker2", logs, args=(x,)).pow(2).sum()
+        (context,) = world[2].recorder.contexts.all()
+        context.runs["another"] = context.runs["one more"] = None
+        forget.append(context.runs.clear)
+        return y
+
+    forget = []
+    with dist_autograd.context() as context_id:
+        loss = make(leaf())
+        watch = context_id.watch(paused=True)
+        handle = context_id.backward_async(loss)
+        event = watch.run(until="nan")
+        forget[0]()
+        watch.close()
+        handle.cancel()
+        assert (event.inherited.end, event.inherited.worker, event.inherited.node) == ("unknown", "worker2", -1)
+        assert event.told.endswith('(call of logs); context(check="nan") names the operation that made it')
+
+
+def test_a_nan_of_a_stage_of_a_pipeline(world):
+    spoils = torch.nn.Sequential(torch.nn.Hardtanh(), Spoils())
+    pipe = Pipeline([torch.nn.Linear(2, 2), spoils, torch.nn.Identity()], ["worker0", "worker1", "worker2"])
+    x = torch.ones(4, 2)
+    with Watcher() as watcher, dist_autograd.context():
+        pipe.train_step(x, x, lambda y, _: y.square().mean(), finite=False)
+    (line,) = [line for line in report.as_text(watcher.backward) if "NaN" in line]
+    assert "the first NaN or Inf came up at F0@worker1" in line
 
 
 # --- check="nan" finds the operation --------------------------------------------------------------
