@@ -89,7 +89,7 @@ class Received:
     """The receiving end of a message's tensors."""
 
     looked_at = False
-    """Whether it is known which of the tensors held a NaN or Inf when they came: where somebody watches the context,"""
+    """Whether it is known which of the tensors held a NaN or Inf when they came: in a context that is watched,"""
     spoilt: frozenset[int] = frozenset()
     """and which those were."""
 

@@ -222,8 +222,8 @@ class Recorder:
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
             made = edges.receive(end, tensors)
-            if context.watching is not None or context.watch is not None:
-                end.look(made)
+            if context.lines or context.watching is not None or context.watch is not None:
+                end.look(made)  # by its lines, which come with the call, a watched context is known here in time
             context.receives[recording.message] = end
             return made
 

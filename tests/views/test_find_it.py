@@ -31,6 +31,9 @@ def normalised(x):
     z = y.abs().sqrt()
     return z + x if rank == 2 else layer(x)
 
+def logs(x):
+    return torch.log(x - 1.0) if rank == 2 else x * 1.0
+
 def chain(function, x, ahead):
     y = globals()[function](x)
     if ahead:
@@ -67,6 +70,30 @@ def test_a_planted_nan(notebook):
     assert "@worker2" in line
     assert "z = y.abs().sqrt()" in line
     notebook.run("handle.run(); handle.wait(30)")
+
+
+def test_a_nan_of_the_forward_pass(notebook):
+    """Which shows in the notebook's own node, and is not that one's."""
+    cell = CALL.format("logs").replace("y.sum()", "y.pow(2).sum()")
+    shown = notebook.run("%%watch\n" + cell)
+    told = [message["content"] for message in shown.messages if message["msg_type"] == "update_display_data"]
+    (line,) = [line for line in told[-1]["data"]["text/plain"].splitlines() if "NaN" in line]
+    assert "Pow@notebook" in line
+    assert "was given NaN by the forward pass already: it came with message" in line
+    assert "from worker0 (call of chain), and to worker0 with message" in line
+    assert "made by Log@worker2" in line
+    assert line.endswith("return torch.log(x - 1.0) if rank == 2 else x * 1.0")
+
+
+def test_a_nan_that_is_checked_for(notebook):
+    """The cell fails where it calls, with the line of the worker."""
+    failed = notebook.run(CALL.format("logs").replace("context()", 'context(check="nan")'), check=False)
+    assert failed.error["ename"] == "ForwardNaN"
+    assert "log made 8 NaN of 8 values (float32[8])" in failed.error["evalue"]
+    assert "That was on worker2, at cell:" in failed.error["evalue"]
+    shown = "\n".join(failed.error["traceback"])
+    assert "raised on worker2, in chain" in shown
+    assert "__torch_function__" not in shown
 
 
 def test_a_straggler(notebook):
