@@ -132,7 +132,6 @@ class Check:
             and (graph_task() < 0 or torch.is_grad_enabled())
             and not is_transforming()
             and not _jit.is_tracing()
-            and not torch.compiler.is_compiling()
         )
 
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:

@@ -149,13 +149,13 @@ def _use_hooks(more: int) -> None:
 
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
-    if _thread.modules is not None:
+    if not torch.compiler.is_compiling() and _thread.modules is not None:
         _thread.modules.append(_Running(module))
 
 
 def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
     __tracebackhide__ = True
-    modules = _thread.modules
+    modules = _thread.modules if not torch.compiler.is_compiling() else None
     if modules is None or not any(running.module is module for running in modules):
         return
     while modules[-1].module is not module:
@@ -192,11 +192,13 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True  # IPython leaves this frame out
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # what is compiled is the user's code alone
+            return func(*args, **kwargs)
         run = self._noted if self._lines and not self.is_over else _call
         check = self.check if not self.is_over else None
         if check is None:
             return run(func, args, kwargs)
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # compiled code calls ``view.default``, say
         if not check.applies(name):
             result = run(func, args, kwargs)
             check.pass_on(result)

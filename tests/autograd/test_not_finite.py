@@ -479,6 +479,17 @@ def test_a_mode_of_the_users_sees_nothing_of_it(world):
         assert fails(spoil, leaf()).operation == "log"
 
 
+@pytest.mark.parametrize("options", [{"check": "nan"}, {"lines": True}])
+def test_compiled_code_stays_in_one_piece(world, options):
+    """Nothing of what looks at it is compiled into it."""
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Hardtanh())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with dist_autograd.context(**options):
+        assert torch.equal(compiled(leaf()), model(leaf()))
+    torch._dynamo.reset()
+
+
 def test_a_gradient_that_is_nan_is_no_matter_of_the_forward_pass(world):
     def step():
         x = leaf(0.0, 0.0)
