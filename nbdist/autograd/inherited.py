@@ -92,6 +92,7 @@ def explain(
 
     ``saved`` is what it had saved before it ran. The calling thread runs the node: what lies behind it has not run.
     """
+    saved = [*saved, *_set_on(node)]
     search = _Search(context, worker, name_of, node, saved)
     value = search.value_of(each.tensor for each in saved if not each.packed)
     if value:
@@ -112,7 +113,8 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
     if context is None or sent is None or len(context.runs) > 1:  # another pass may let go of what is looked at
         return None
     node, output = sent.slots[index].edge
-    return _Search(context, here.name, here.name_of, node, saved_by(node)).follow(node, output, value)
+    saved = [*saved_by(node), *_set_on(node)]
+    return _Search(context, here.name, here.name_of, node, saved).follow(node, output, value)
 
 
 class _Search:
@@ -134,7 +136,7 @@ class _Search:
             kind: Any = type(node)
             if kind is ACCUMULATE:
                 self.values[node, 0] = [node.variable]
-            for each in saved if node is start else saved_by(node):
+            for each in saved if node is start else [*saved_by(node), *_set_on(node)]:
                 self._enter(node, each)
 
     def _enter(self, node: Node, saved: Saved) -> None:
@@ -252,6 +254,13 @@ class _Search:
         if found is None:
             found = Inherited(value, "unknown", carried.sender)
         return found._replace(messages=(carried, *found.messages))
+
+
+def _set_on(node: Node) -> Iterator[Saved]:
+    """Yield the tensors that a user's Function has set on its ``ctx``."""
+    for name, value in getattr(node, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor):
+            yield Saved(f"ctx.{name}", value, False)
 
 
 def _behind(node: Node) -> list[Edge]:

@@ -106,8 +106,8 @@ def _holds_nan(values: torch.Tensor) -> bool:
         values = values.values()
     if values.is_floating_point() and values.itemsize == 1:
         values = values.float()  # of which torch knows how to make a sum
-    total = values.sum()  # which is a NaN if any of them is, and costs a tenth of isnan
-    return bool(total != total) and bool(values.isnan().any())  # Inf - Inf is one, too
+    total = values.sum().item()  # which is a NaN if any of them is, and costs a tenth of isnan
+    return total != total and bool(values.isnan().any())  # Inf - Inf is one, too
 
 
 class Check:

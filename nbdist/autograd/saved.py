@@ -44,7 +44,7 @@ def saved_by(node: Node) -> list[Saved]:
             with contextlib.suppress(RuntimeError, AttributeError):  # there is none, or it has been let go of
                 data = each.data
                 tensor = data if isinstance(data, torch.Tensor) else None
-                packed = getattr(each, "unpack_hook", None) is not None
+                packed = getattr(each, "unpack_hook", None) is not None or (tensor is None and data is not None)
                 if tensor is not None or packed:
                     found.append(Saved(name.removeprefix(_RAW), tensor, packed))
     return found

@@ -207,6 +207,26 @@ def test_a_nan_of_something_else(world, make, end, said):
     assert said in event.told
 
 
+class OnCtx(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def test_a_nan_that_a_function_keeps_on_its_ctx(world):
+    event, _ = halted(lambda x: OnCtx.apply(x, torch.tensor([NAN, 1.0])).sum())
+    assert (event.inherited.end, event.inherited.name) == ("data", "OnCtxBackward")
+    event, _ = halted(lambda x: OnCtx.apply(x, rpc.rpc_sync("worker1", logs, args=(x,))).sum())
+    assert (event.inherited.end, event.inherited.worker) == ("operation", "worker1")
+    event, _ = halted(lambda x: (OnCtx.apply(x, torch.tensor([1.0, 1.0])) * 0.0).sqrt().sum())
+    assert event.inherited is None
+
+
 def test_a_nan_of_the_backward_pass_is_its_nodes(world):
     def make(x):
         return rpc.rpc_sync("worker1", torch.sqrt, args=(x - 1.0,)).sum()
@@ -538,6 +558,13 @@ def test_results_and_graph_are_the_same(world):
     checked, checked_graph = trained(check="nan")
     assert all(torch.equal(one, other) for one, other in zip(plain, checked, strict=True))
     assert sorted(graph) == sorted(checked_graph)  # of leaves, the order is any
+
+
+def test_no_hook_is_left_on_modules(world):
+    trained(check="nan")
+    fails(rpc.rpc_sync, "worker1", run_net, (Net(), leaf()))
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_two_contexts_on_two_threads(world):
