@@ -65,6 +65,8 @@ class Inherited(NamedTuple):
         it is a leaf, such as a parameter, that holds it.
     ``data``
         an input of it that needs no gradient holds it.
+    ``kept``
+        a Function of the user's keeps it: as an input that needs no gradient, or as what it made.
     ``unknown``
         it, or something behind it, made it: not all that it was given has been saved. ``node`` is negative where only
         the worker is known.
@@ -213,9 +215,12 @@ class _Search:
             held = {edge: self._holds(edge) for edge in behind}
             spoilt = next((edge for edge in behind if held[edge]), None)
             if spoilt is None:
-                if constant := self.value_of(self._constants.get(node, ())):
-                    return self.end("data", node, constant)
-                unknown = len(behind) < len(node.next_functions) - len(self._constants.get(node, ()))
+                is_users = hasattr(node, "_forward_cls")
+                constants = self._constants.get(node, ())
+                if constant := self.value_of(constants):
+                    return self.end("kept" if is_users else "data", node, constant)
+                # The inputs that need no gradient, of which a user's Function may have saved other things instead.
+                unknown = len(behind) < len(node.next_functions) - (0 if is_users else len(constants))
                 if not unknown and not self.hides(node) and False in held.values() and None not in held.values():
                     return self.end("operation", node, value)
                 spoilt = self.nearest(node)
@@ -295,6 +300,7 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
         "operation": f"made by {end}",
         "leaf": f"held by the leaf {end}",
         "data": f"held by an input, which needs no gradient, of {end}",
+        "kept": f"kept by {end}, which was given it or made it",
         "unknown": f"it came out of {end}{_perhaps(found)}; {_TELLS}" if end else _TELLS,
     }
     already = f"{node} was given {found.value} by the forward pass already: "

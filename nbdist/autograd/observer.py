@@ -27,7 +27,7 @@ from nbdist.rpc.futures import blocking_wait
 if TYPE_CHECKING:
     from nbdist.autograd.contexts import Numbers
 
-__all__ = ["Observer", "Stopped"]
+__all__ = ["Observer", "Stopped", "are_finite"]
 
 _START = time.time() - time.monotonic()
 """Added to the monotonic clock: the time of day, which does not jump while this process runs."""
@@ -160,7 +160,7 @@ class Observer:
         def before(gradients: Gradients) -> None:
             if current_part() is part:  # the node may be in another pass as well
                 self.come_to(number, name, gradients, sends=sends)
-                if self._looks:
+                if self.looks:
                     saved[:] = saved_by(node)  # which it lets go of when it has run
                 began[0] = time.perf_counter()
 
@@ -214,8 +214,14 @@ class Observer:
         if self._control.paused:
             self.flush()
 
+    def made(self, number: int, name: str, new: Gradients, given: Gradients) -> None:
+        """Tell at once of a NaN or Inf that an operation of a pipeline has made, if what it was ``given`` has none."""
+        if not are_finite(new) and are_finite(given):
+            self._check(number, name, new, given, lambda: None)
+            self.flush()
+
     @property
-    def _looks(self) -> bool:
+    def looks(self) -> bool:
         """Whether a NaN or Inf is looked for."""
         return self._control.until == "nan" or (self._norms and not self._found)
 
@@ -230,11 +236,11 @@ class Observer:
         """Where a NaN is looked for and found, the next node is halted before; with norms, the first is told of."""
         control = self._control
         halts = control.until == "nan"
-        if not halts and (explain is None or not self._looks):
+        if not halts and (explain is None or not self.looks):
             return
-        if _are_finite(gradients):
+        if are_finite(gradients):
             return
-        made = explain is not None and _are_finite(given)
+        made = explain is not None and are_finite(given)
         if not halts and not made:
             return  # whoever has made it tells of it
         self._found = True
@@ -272,5 +278,6 @@ class Observer:
                     raise Stopped("the backward pass was given up while it was paused")
 
 
-def _are_finite(gradients: Gradients) -> bool:
+def are_finite(gradients: Gradients) -> bool:
+    """Return whether there is no NaN and no Inf in any of these."""
     return all(is_finite(gradient) for gradient in gradients)

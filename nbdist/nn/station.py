@@ -48,7 +48,10 @@ from nbdist.wire.messages import Record
 __all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]
 
 _REMEMBERED = 1000
-_NOBODY = nullcontext()
+Look = Callable[[Sequence[Any]], None]
+"""Looks at what an operation has made, for whoever watches."""
+
+_NOBODY: AbstractContextManager[Look] = nullcontext(lambda made: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +258,12 @@ class _Step:
                     watched.waits(op)
                 wanted, given = self._given(op)
                 start = time.monotonic()
-                with watched.doing(op, given) if watched is not None else _NOBODY as seen:
-                    made = self._forward(op, given, wanted) if op.kind == "F" else self._backward(op, given)
-                    if seen is not None:
-                        seen += made
-                del given, made
+                with watched.doing(op, given) if watched is not None else _NOBODY as look:
+                    if op.kind == "F":
+                        self._forward(op, given, wanted, look)
+                    else:
+                        self._backward(op, given, look)
+                del given
                 spans.append(Span(op, start, time.monotonic()))
                 trace.emit("micro_batch.ran", agent=self._me, start=start, **op._asdict())
             told = watched.told if watched is not None else 0
@@ -291,8 +295,7 @@ class _Step:
         found: tuple[int, Values] = self._inbox.take(op)
         return found
 
-    def _forward(self, op: Op, given: Values, wanted: int) -> Values:
-        """Do it, send what it makes to the next stage, and return that."""
+    def _forward(self, op: Op, given: Values, wanted: int, look: Look) -> None:
         stage, order = self._station.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
         if order.train:
@@ -306,6 +309,7 @@ class _Step:
         except Exception as error:
             error.add_note(f"that is stage {op.stage} of {self._last + 1}, on {self._me}")
             raise
+        look(as_tuple(value))
         if order.train:
             self._kept[op.stage, op.micro_batch] = entry, value
         elif order.recorded and (op.stage == self._last or self._station.places[op.stage + 1] != self._me):
@@ -320,7 +324,6 @@ class _Step:
             if not driver.device_maps.get(self._me):
                 value = _map(value, _on_cpu)
             self._outputs.append(value)
-        return as_tuple(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
         order = self._order
@@ -335,8 +338,7 @@ class _Step:
         self._losses.append(loss.detach().cpu())
         return loss
 
-    def _backward(self, op: Op, given: Values) -> Values:
-        """Do it, send the gradients that it makes to the stage before, and return them."""
+    def _backward(self, op: Op, given: Values, look: Look) -> None:
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
             (root, gradient.to(root.device) if gradient is not None else None)
@@ -355,9 +357,9 @@ class _Step:
         except Exception as error:
             error.add_note(f"in stage {op.stage}, backward of micro-batch {op.micro_batch}, on {self._me}")
             raise
+        look(entry)
         if op.stage > 0:
             self._send(op._replace(stage=op.stage - 1), tuple(entry))
-        return tuple(entry)
 
     def _send(self, op: Op, values: Values) -> None:
         """To the stage that needs it; where that is here, nothing is sent."""

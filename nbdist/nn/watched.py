@@ -14,7 +14,7 @@ tell the watcher what they do, and halt before a node if it says so, by the same
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from nbdist.autograd.api import recorder
 from nbdist.autograd.inspection import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.messages import Head
-from nbdist.autograd.observer import Observer, Stopped
+from nbdist.autograd.observer import Observer, Stopped, are_finite
 from nbdist.autograd.origins import Origin
 from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import Op, Table, what_it_needs
@@ -109,6 +109,8 @@ class WatchedShare:
         self._places = places
         self._me = me
         self._inbox = inbox
+        self._spoilt = set[tuple[int, int]]()
+        """The stages and micro-batches whose forward operation here made a NaN or Inf, or handed one on."""
         inbox.on_fail = observer.stop
 
     @classmethod
@@ -137,10 +139,11 @@ class WatchedShare:
         self._observer.flush()
 
     @contextmanager
-    def doing(self, op: Op, given: Sequence[Any]) -> Iterator[list[Any]]:
+    def doing(self, op: Op, given: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Tell of an operation that is done in the block; before, halt if the watcher says so.
 
-        The block puts what the operation has made into the list that it gets.
+        The block calls what it gets with what the operation has made, before it sends that: a NaN is told of by who
+        made it before others come to it.
         """
         needs = what_it_needs(op, self._stages)
         if needs is not None and self._places[needs.stage] != self._me:
@@ -154,12 +157,26 @@ class WatchedShare:
             self._inbox.check()  # which knows why
             raise
         began = time.perf_counter()
-        made: list[Any] = []
-        yield made
-        new = tuple(each for each in made if isinstance(each, torch.Tensor))
-        self._observer.ran(number, _name(op), time.perf_counter() - began, new, known, lambda: None)
+        yield lambda made: self._look(op, number, made, known)
+        self._observer.ran(number, _name(op), time.perf_counter() - began, ())
+
+    def _look(self, op: Op, number: int, made: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
+        if not self._observer.looks:
+            return
+        new = _numbers_in(made)
+        if op.kind == "B" and (op.stage, op.micro_batch) in self._spoilt:
+            return  # its gradients follow from what its own forward operation has made
+        if op.kind == "F" and not are_finite(new):
+            self._spoilt.add((op.stage, op.micro_batch))
+        self._observer.made(number, _name(op), new, _numbers_in(given))
 
     def _sends(self, op: Op) -> bool:
         """Return whether another worker needs what comes of an operation."""
         after = op.stage + 1 if op.kind == "F" else op.stage - 1
         return 0 <= after < self._stages and self._places[after] != self._me
+
+
+def _numbers_in(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that may hold a NaN."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return tuple(tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())

@@ -218,9 +218,24 @@ class OnCtx(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def test_a_nan_that_a_function_keeps_on_its_ctx(world):
+class OwnExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+def test_a_nan_that_a_function_keeps(world):
     event, _ = halted(lambda x: OnCtx.apply(x, torch.tensor([NAN, 1.0])).sum())
-    assert (event.inherited.end, event.inherited.name) == ("data", "OnCtxBackward")
+    assert (event.inherited.end, event.inherited.name) == ("kept", "OnCtxBackward")
+    event, _ = halted(lambda x: OwnExp.apply(x * 1e4).sum() * 0.0)
+    assert (event.inherited.value, event.inherited.end, event.inherited.name) == ("Inf", "kept", "OwnExpBackward")
+    assert "kept by OwnExp@worker0" in event.told
     event, _ = halted(lambda x: OnCtx.apply(x, rpc.rpc_sync("worker1", logs, args=(x,))).sum())
     assert (event.inherited.end, event.inherited.worker) == ("operation", "worker1")
     event, _ = halted(lambda x: (OnCtx.apply(x, torch.tensor([1.0, 1.0])) * 0.0).sqrt().sum())
@@ -331,13 +346,31 @@ def test_a_worker_that_cannot_say_where_it_is_from(world):
 
 
 def test_a_nan_of_a_stage_of_a_pipeline(world):
+    """Who made it tells of it before others come to it, and their backward operations are not blamed."""
     spoils = torch.nn.Sequential(torch.nn.Hardtanh(), Spoils())
     pipe = Pipeline([torch.nn.Linear(2, 2), spoils, torch.nn.Identity()], ["worker0", "worker1", "worker2"])
     x = torch.ones(4, 2)
-    with Watcher() as watcher, dist_autograd.context():
+
+    def step():
         pipe.train_step(x, x, lambda y, _: y.square().mean(), finite=False)
+
+    with Watcher() as watcher, dist_autograd.context():
+        step()
+    events = [event for event in watcher.last.events if event.what == "nan"]
+    assert [(event.worker, event.name) for event in events] == [("worker1", "F0")]
     (line,) = [line for line in report.as_text(watcher.backward) if "NaN" in line]
     assert "the first NaN or Inf came up at F0@worker1" in line
+    with Watcher(paused=True) as watcher:
+
+        def cell():
+            with world[0].activate(), dist_autograd.context():
+                step()
+
+        watcher.begin(cell)
+        event = watcher.run(until="nan")
+        assert (event.worker, event.name) == ("worker1", "F0")
+        watcher.run()
+        watcher.wait(30)
 
 
 # --- check="nan" finds the operation --------------------------------------------------------------
