@@ -279,7 +279,7 @@ def test_a_pass_in_a_context_of_another_worker(world):
     assert {watcher.backward.state_of(key) for key in wanted} == {"done"}
     assert watcher.count in (1, 2)  # as far as is known: it is told with each context that is worth a look
     assert watcher.trace() is watcher.backward.plan.trace  # of the last, whose context is over
-    assert not world[1].recorder._watchers
+    wait_until(lambda: not world[1].recorder._watchers)  # it is told, and nobody waits for that
 
 
 def test_of_many_contexts_of_another_worker_some_are_looked_at(world):
