@@ -59,7 +59,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 5
+VERSION = 6
 """Raised with every change of what goes over the wire."""
 
 
