@@ -514,3 +514,69 @@ def test_only_torchs_operators_are_builtin():
     assert not names.is_builtin(len)
     assert not names.is_builtin(test_display_names)
     assert not names.is_builtin(torch.nn.Linear)
+
+
+# -- the usual calls and results, which take a shorter way ---------------------------------------------------------
+
+
+def made(kind):
+    """Calls by name and results: those of the usual kind, and those that only look like it."""
+    ones = torch.ones(2, 3)
+    usual = {
+        "nothing": ("m:f", (), {}),
+        "atoms": ("m:f", (1, "two", None, b"3", 4.0, True), {"five": 5}),
+        "a tensor": ("m:f", (ones,), {}),
+        "a tensor among atoms": ("m:f", (1, ones, "x"), {"alpha": 2}),
+        "an expanded tensor": ("m:f", (torch.ones(1).expand(4),), {}),
+    }
+    others = {
+        "no name": (torch.add, (1,), {}),
+        "two tensors": ("m:f", (ones, ones), {}),
+        "a tensor by keyword": ("m:f", (), {"x": ones}),
+        "a list": ("m:f", ([1],), {}),
+        "a tensor that requires grad": ("m:f", (torch.ones(1, requires_grad=True),), {}),
+        "a parameter": ("m:f", (torch.nn.Parameter(ones),), {}),
+        "a transposed tensor": ("m:f", (torch.arange(6).reshape(2, 3).T,), {}),
+        "no values": ("m:f", (torch.ones(0),), {}),
+        "a large tensor": ("m:f", (torch.ones(1 << 20),), {}),
+        "a sparse tensor": ("m:f", (ones.to_sparse(),), {}),
+        "a subclass of int": ("m:f", (Small(3),), {}),
+    }
+    return usual if kind == "usual" else others
+
+
+class Small(int):
+    pass
+
+
+@pytest.mark.parametrize("call", made("usual"))
+def test_the_usual_call_is_encoded_as_by_the_general_way(call):
+    value = made("usual")[call]
+    general = codec.encode(value, forker=None)
+    assert codec.encode_usual_call(*value, None) == (general.payload, general.frames)
+
+
+@pytest.mark.parametrize("call", made("other"))
+def test_any_other_call_is_left_to_the_general_way(call):
+    assert codec.encode_usual_call(*made("other")[call], None) is None
+
+
+@pytest.mark.parametrize("result", [None, 1, "two", torch.ones(2), torch.arange(3)], ids=str)
+def test_the_usual_result_is_encoded_as_by_the_general_way(result):
+    general = codec.encode(result, by_value=True)
+    assert codec.encode_usual_result(result, None) == (general.payload, general.frames)
+
+
+@pytest.mark.parametrize("result", [[1], torch.ones(1, requires_grad=True), torch.ones(1 << 20), Small(1)], ids=str)
+def test_any_other_result_is_left_to_the_general_way(result):
+    assert codec.encode_usual_result(result, None) is None
+
+
+def test_what_cannot_be_decoded_early_is_left_to_whoever_runs_it():
+    encoded = codec.encode(torch.ones(2))
+    assert torch.equal(codec.decode_early(encoded.payload, encoded.frames), torch.ones(2))
+    assert codec.decode_early(encoded.payload, [b"", b"short"]) is codec.NOT_DECODED  # and `decode` says why
+    with pytest.raises(NbdistError):
+        codec.decode(encoded.payload, [b"", b"short"])
+    own = codec.encode([Small(1)])
+    assert codec.decode_early(own.payload, own.frames) is codec.NOT_DECODED  # it runs somebody's code
