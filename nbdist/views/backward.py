@@ -16,6 +16,8 @@ from nbdist.autograd.inherited import Inherited
 from nbdist.autograd.inspection import NodeInfo, Plan
 from nbdist.autograd.seen import Event, Key
 from nbdist.rpc.peeking import Histogram
+from nbdist.views.intervals import Interval, uncovered
+from nbdist.views.remarks import remarks
 
 __all__ = ["Backward", "Share"]
 
@@ -28,15 +30,10 @@ class Share:
     nodes: int = 0
     done: int = 0
     busy: float = 0.0
-    first: float | None = None
-    last: float | None = None
+    idle: float = 0.0
+    """Seconds between its first node and its last in which it ran nothing and no worker was halted."""
     waits_for: list[str] = field(default_factory=list)
     """The workers whose gradients it has still to get."""
-
-    @property
-    def idle(self) -> float:
-        """From its first node to its last, without what it ran."""
-        return max(0.0, (self.last or 0.0) - (self.first or 0.0) - self.busy)
 
 
 class Backward:
@@ -66,6 +63,10 @@ class Backward:
         self.norm: dict[Key, float] = {}
         self.histogram: dict[Key, Histogram] = {}
         self.ended: dict[Key, float] = {}
+        self.halts: list[Interval] = []
+        """When workers were halted, and went on again."""
+        self._halted: dict[Key, float] = {}
+        """When workers were halted that have not gone on, by the node before which they are."""
         self.messages: dict[int, str] = {}
         self.bad: Key | None = None
         """Where a NaN or Inf was found first,"""
@@ -127,8 +128,12 @@ class Backward:
         if key is None or key not in self.nodes:
             return
         self._measured(key, event)
-        if event.what == "running":
+        if event.what == "halted":
+            self._halted.setdefault(key, event.time)
+        elif event.what == "running":
             self.state[key] = "running"
+            if key in self._halted:
+                self.halts.append((self._halted.pop(key), event.time))
         elif event.what == "done":
             self.state[key] = "done"
             self.seconds[key] = event.seconds or 0.0
@@ -183,28 +188,51 @@ class Backward:
         )
 
     def shares(self) -> list[Share]:
-        """The workers' shares."""
+        """Return the workers' shares.
+
+        A pause is no wait: of the time in which any worker was halted nothing counts, for those that wait for a halted
+        worker's gradients wait for the user.
+        """
         found = {worker: Share(worker) for worker in self.plan.trace.nodes}
+        ran: dict[str, list[Interval]] = {worker: [] for worker in found}
         for key in self.plan.waits_for:
             share = found[key[0]]
             share.nodes += 1
             if key in self.ended:
                 share.done += 1
                 share.busy += self.seconds[key]
-                begun = self.ended[key] - self.seconds[key]
-                share.first = begun if share.first is None else min(share.first, begun)
-                share.last = self.ended[key] if share.last is None else max(share.last, self.ended[key])
+                ran[key[0]].append((self.ended[key] - self.seconds[key], self.ended[key]))
             share.waits_for = sorted({*share.waits_for, *self.waits(key)})
+        halts = [*self.halts, *((begun, math.inf) for begun in self._halted.values())]
+        for worker, times in ran.items():
+            if times:
+                span = min(times)[0], max(end for _, end in times)
+                found[worker].idle = uncovered(span, times + halts)
         return [share for share in found.values() if share.nodes or self.plan.trace.nodes[share.worker]]
 
     def critical_path(self) -> list[Key]:
-        """The nodes of which each waited for the one before it: from the first that ran to the last."""
+        """Return the nodes of which each waited for the one before it: from the first that ran to the last."""
         if not self.ended:
             return []
-        path = [max(self.ended, key=lambda key: self.ended[key])]
-        while before := [key for key in self._before[path[-1]] if key in self.ended]:
-            path.append(max(before, key=lambda key: self.ended[key]))
+        ends = self._ends()
+        path = [max(ends, key=lambda key: ends[key])]
+        while before := [key for key in self._before[path[-1]] if key in ends]:
+            path.append(max(before, key=lambda key: ends[key]))
         return path[::-1]
+
+    def _ends(self) -> dict[Key, float]:
+        """Return when each node ended, or for a pass that was halted, when it would have ended.
+
+        The user decides in which order the nodes of a halted pass run. So there only the nodes' own times count: each
+        begins as soon as those before it have ended.
+        """
+        if not self.halts and not self._halted:
+            return self.ended
+        ends: dict[Key, float] = {}
+        for key in sorted(self.ended, key=lambda key: self.ended[key]):
+            begun = max((ends.get(other, 0.0) for other in self._before[key]), default=0.0)
+            ends[key] = begun + self.seconds[key]
+        return ends
 
     def slowest(self) -> tuple[str, str, float, list[Key]] | None:
         """The worker and the line of code, or the kind of node, that has taken the most time: which, and its nodes."""
@@ -240,6 +268,7 @@ class Backward:
                 "w": workers[key[0]],
                 "n": key[1],
                 "name": name_of(node),
+                "label": getattr(node, "label", None) or "",
                 "kind": node.kind,
                 "module": node.module or "",
                 "line": node.line or "",
@@ -292,6 +321,10 @@ class Backward:
                     "for": share.waits_for,
                 }
                 for share in self.shares()
+            ],
+            "remarks": [
+                [part.text if part.node is None else [part.text, index[part.node]] for part in remark]
+                for remark in remarks(self)
             ],
         }
 

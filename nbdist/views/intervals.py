@@ -1,0 +1,26 @@
+"""Computes with times that begin and end: which part of a span none of them covers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["Interval", "uncovered"]
+
+Interval = tuple[float, float]
+"""When something began and ended, in seconds."""
+
+
+def uncovered(span: Interval, intervals: Iterable[Interval]) -> float:
+    """Return how many seconds of a span lie in none of the intervals, which may overlap.
+
+    >>> uncovered((0.0, 10.0), [(-1.0, 2.0), (1.0, 4.0), (6.0, 7.0)])
+    5.0
+    """
+    at, end = span
+    free = 0.0
+    for begun, ended in sorted(intervals):
+        if begun >= end:
+            break
+        free += max(0.0, begun - at)
+        at = max(at, ended)
+    return free + max(0.0, end - at)

@@ -1,0 +1,127 @@
+"""What stands out in a backward pass, as sentences whose parts name nodes.
+
+Pure: a pass in, data out. `nbdist.views.report` makes text and HTML of the sentences, and the page of the live view
+makes a link to the node of each part that has one::
+
+    critical path, 3 nodes: Sum@notebook → receive@notebook → Exp@worker1
+                            ------------   ----------------   -----------
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbdist.autograd.drawing import name_of
+from nbdist.autograd.inherited import Inherited, told
+from nbdist.autograd.seen import Key
+from nbdist.views.amounts import duration
+
+if TYPE_CHECKING:
+    from nbdist.views.backward import Backward
+
+__all__ = ["Part", "Remark", "remarks", "text_of"]
+
+_SHOWN = 12
+"""So many nodes of a path are named: its ends, and those that took the longest."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a sentence; with a node, the piece names that node."""
+
+    text: str
+    node: Key | None = None
+
+
+Remark = tuple[Part, ...]
+
+
+def text_of(remark: Remark) -> str:
+    """Return a remark as text.
+
+    >>> text_of((Part("the largest norm was given to "), Part("Exp@worker1", ("worker1", 3))))
+    'the largest norm was given to Exp@worker1'
+    """
+    return "".join(part.text for part in remark)
+
+
+def remarks(found: Backward) -> list[Remark]:
+    """Return what can be said of a pass as far as it has come: one sentence each."""
+    made = [_critical_path(found), _slowest(found), _first_bad(found), _largest(found)]
+    if found.plan.unused:
+        made.append((Part(f"{len(found.plan.unused)} messages take no part"),))
+    return [remark for remark in made if remark]
+
+
+def _critical_path(found: Backward) -> Remark:
+    path = found.critical_path()
+    if not path:
+        return ()
+    slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_SHOWN - 2) :]
+    shown = {path[0], path[-1], *slow}
+    names = [_named(found, key) if key in shown else Part("…") for key in path]
+    made = [Part(f"critical path, {len(path)} nodes: ")]
+    for name, _ in itertools.groupby(names):
+        made += [name, Part(" → ")]
+    return tuple(made[:-1])
+
+
+def _slowest(found: Backward) -> Remark:
+    slowest = found.slowest()
+    if slowest is None:
+        return ()
+    worker, where, seconds, keys = slowest
+    longest = max(keys, key=lambda key: found.seconds[key])
+    count = f"{len(keys)} nodes, the longest " if len(keys) > 1 else ""
+    node = Part(f"node {longest[1]}", longest)
+    return (Part(f"most time, {duration(seconds)}, went into {where} on {worker} ({count}"), node, Part(")"))
+
+
+def _first_bad(found: Backward) -> Remark:
+    bad, given = found.bad, found.inherited
+    if bad is None:
+        return ()
+    if given is None:
+        return (Part("the first NaN or Inf came up at "), *_where(found, bad))
+    here, names = _named(found, bad), [_named(found, bad)]
+
+    def where(end: Inherited) -> str:
+        key = end.worker, end.node
+        node = found.nodes.get(key)
+        if node is None:
+            return f"{end.name}@{end.worker} (node {end.node})"
+        names.append(_named(found, key))
+        return ", ".join([f"{names[-1].text} (node {end.node})", *filter(None, (node.module, node.line))])
+
+    return _linked(told(given, f"{here.text} (node {bad[1]})", where), names)
+
+
+def _linked(sentence: str, names: Sequence[Part]) -> Remark:
+    """Return a sentence in which these names, which come in this order, are parts of their own."""
+    parts = []
+    for name in names:
+        before, _, sentence = sentence.partition(name.text)
+        parts += [Part(before), name]
+    return tuple(part for part in [*parts, Part(sentence)] if part.text)
+
+
+def _largest(found: Backward) -> Remark:
+    key = found.largest()
+    if key is None:
+        return ()
+    return (Part(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key))
+
+
+def _named(found: Backward, key: Key) -> Part:
+    node = found.nodes[key]
+    return Part(f"{getattr(node, 'label', None) or name_of(node)}@{key[0]}", key)
+
+
+def _where(found: Backward, key: Key) -> Remark:
+    """Return a node's name and number, and who made it."""
+    node = found.nodes[key]
+    made = [part for part in (node.module, node.line) if part]
+    return (_named(found, key), Part(f" (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")))

@@ -1,0 +1,154 @@
+"""What is told of a backward pass, from events alone: remarks with links, pauses that are no waits."""
+
+import doctest
+
+import pytest
+
+from nbdist.autograd.inspection import Edge, NodeInfo, Trace, planned
+from nbdist.autograd.seen import Event
+from nbdist.views import intervals, remarks, report
+from nbdist.views.backward import Backward
+
+
+def operation(number, name, *inputs, kind="operation"):
+    return NodeInfo(number, name, kind, (2,), "float32", inputs)
+
+
+def receive(number, message):
+    return NodeInfo(number, "ReceiveBackward", "receive", (2,), "float32", (), message, (0,))
+
+
+def made():
+    """A pass from notebook's Sum to worker1's Exp, and beside it notebook's Sin."""
+    trace = Trace(
+        1,
+        {
+            "notebook": [
+                operation(0, "SumBackward0", 1, 2),
+                receive(1, 7),
+                operation(2, "SinBackward0", 3),
+                operation(3, "Tensor", kind="leaf"),
+            ],
+            "worker1": [operation(0, "ExpBackward0", 1), operation(1, "Parameter", kind="leaf")],
+        },
+        [Edge(7, "worker1", "notebook", "f", (((2,), "float32", 8),), (0,))],
+    )
+    return Backward(planned(trace, [("notebook", 0)]))
+
+
+def ran(worker, node, end, seconds, **more):
+    return [
+        Event(end - seconds, worker, "running", node, **more),
+        Event(end, worker, "done", node, seconds=seconds),
+    ]
+
+
+def halted(worker, node, at):
+    return Event(at, worker, "halted", node)
+
+
+SUM, RECEIVE, SIN, LEAF = (("notebook", number) for number in range(4))
+EXP, PARAMETER = ("worker1", 0), ("worker1", 1)
+UNPAUSED = [
+    *ran(*SUM, 1.0, 1.0, norm=1.5),
+    *ran(*RECEIVE, 1.5, 0.5, norm=float("nan")),
+    Event(1.6, "worker1", "arrived", message=7),
+    *ran(*SIN, 2.5, 1.0, norm=4.0),
+    *ran(*EXP, 4.0, 2.0, norm=0.5),
+    *ran(*PARAMETER, 4.5, 0.25),
+    *ran(*LEAF, 5.0, 0.5),
+    Event(4.1, "worker1", "nan", 0),
+]
+
+
+def paused(events):
+    """The same, but nothing runs before somebody has looked at it for ten seconds."""
+    found = []
+    for number, event in enumerate(sorted(events, key=lambda event: event.time)):
+        began = event.what == "running"
+        number = sum(each.what == "running" for each in events if each.time < event.time) + began
+        more = 10.0 * number
+        if began:
+            found.append(halted(event.worker, event.node, event.time + more - 10.0))
+        found.append(Event(**{**vars(event), "time": event.time + more}))
+    return found
+
+
+def told(found):
+    return [remarks.text_of(remark) for remark in remarks.remarks(found)]
+
+
+def test_each_remark_names_its_nodes():
+    found = made().after(UNPAUSED)
+    assert told(found) == [
+        "critical path, 3 nodes: Sum@notebook → Sin@notebook → Tensor@notebook",
+        "most time, 2.00 s, went into Exp on worker1 (node 0)",
+        "the first NaN or Inf came up at Exp@worker1 (node 0)",
+        "the largest norm, 4, was given to Sin@notebook (node 2)",
+    ]
+    linked = [[part.node for part in remark if part.node is not None] for remark in remarks.remarks(found)]
+    assert linked == [[SUM, SIN, LEAF], [EXP], [EXP], [SIN]]
+
+
+def test_the_text_the_picture_and_the_page_say_the_same():
+    found = made().after(UNPAUSED)
+    outline, snapshot = found.outline(), found.snapshot()
+    index = {(outline["workers"][node["w"]], node["n"]): at for at, node in enumerate(outline["nodes"])}
+    shown = ["".join(part if isinstance(part, str) else part[0] for part in remark) for remark in snapshot["remarks"]]
+    assert shown == told(found)
+    assert snapshot["remarks"][2][1] == ["Exp@worker1", index[EXP]]
+    assert all(f"  {line}" in report.as_text(found) for line in shown)
+    html = report.as_html(found, "told")
+    assert "the first NaN or Inf came up at Exp@worker1" in html
+
+
+def test_of_nothing_there_is_nothing_to_say():
+    assert told(made().after([])) == []
+
+
+def test_a_parameter_is_called_by_its_name():
+    found = made().after(UNPAUSED)
+    object.__setattr__(found.nodes[LEAF], "label", "fc1.weight")
+    assert told(found)[0].endswith("→ fc1.weight@notebook")
+    assert [node["label"] for node in found.outline()["nodes"]] == ["", "", "", "fc1.weight", "", ""]
+
+
+def test_waits_are_told_where_nobody_paused():
+    shares = {share.worker: share for share in made().after(UNPAUSED).shares()}
+    assert shares["notebook"].busy == pytest.approx(3.0)
+    assert shares["notebook"].idle == pytest.approx(5.0 - 3.0)
+    assert shares["worker1"].idle == pytest.approx(0.25)  # between its two nodes
+
+
+def test_a_pause_is_no_wait():
+    plain, found = made().after(UNPAUSED), made().after(paused(UNPAUSED))
+    for before, share in zip(plain.shares(), found.shares(), strict=True):
+        assert share.busy == pytest.approx(before.busy)
+        assert share.idle < 5.0  # no pause is in it: each takes ten seconds
+    assert found.slowest() == plain.slowest()
+
+
+def test_a_halt_that_goes_on_is_no_wait_either():
+    events = [*UNPAUSED[:4], halted(*SIN, 1.5), halted("worker1", 0, 1.7), *ran(*EXP, 1005.0, 2.0)]
+    found = made().after(events, [halted(*SIN, 1.5)])
+    shares = {share.worker: share for share in found.shares()}
+    assert shares["notebook"].idle == pytest.approx(0.0)
+    assert found.state_of(SIN) == "halted"
+    again = made().after([*events, *ran(*SIN, 2000.0, 1.0)])
+    assert {share.worker: share.idle for share in again.shares()}["notebook"] < 0.01
+
+
+def test_the_critical_path_of_a_paused_pass_is_that_of_its_nodes_times():
+    """Whoever steps decides what runs last: here the leaf, which takes a tenth of what worker1 does."""
+    slow_first = [event for event in UNPAUSED if event.key != LEAF]
+    events = [*slow_first, halted(*LEAF, 2.6), *ran(*LEAF, 600.0, 0.1)]
+    found = made().after(events)
+    assert found.critical_path() == [SUM, RECEIVE, EXP, PARAMETER]
+    assert made().after([*slow_first, *ran(*LEAF, 600.0, 0.1)]).critical_path() == [SUM, SIN, LEAF]
+
+
+@pytest.mark.parametrize("module", [intervals, remarks])
+def test_doctests(module):
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed
