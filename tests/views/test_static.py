@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from nbdist.views import widgets
-from nbdist.views.widgets.view import script
+from nbdist.views.widgets.backward import BackwardView
+from nbdist.views.widgets.card import RRefCard
+from nbdist.views.widgets.map import MapView
+from nbdist.views.widgets.panel import PanelView
 
 HERE = Path(__file__).parent
 STATIC = Path(widgets.__file__).parent.parent / "static"
@@ -43,8 +46,17 @@ def test_nothing_is_fetched_from_outside(path):
     assert not re.search(r"\b(fetch|XMLHttpRequest|importScripts)\s*\(|@import", text)
 
 
-def test_modules_become_one():
-    text = script("amounts.js", "buttons.js", "graph.js", "backward.js").default_value
-    assert "import {" not in text
+@pytest.mark.parametrize("view", [BackwardView, RRefCard, MapView, PanelView])
+def test_modules_become_one(view, tmp_path):
+    text = view._esm.default_value
+    assert not re.search(r"^import ", text, re.MULTILINE)
     assert text.count("export default") == 1
-    assert "await import(URL.createObjectURL" in text
+    assert ("await import(URL.createObjectURL" in text) == (view is BackwardView)
+    names = re.findall(r"^(?:export )?(?:const|let|function) (\w+)", text, re.MULTILINE)
+    assert len(names) == len(set(names))
+    if NODE is not None:
+        (tmp_path / "view.mjs").write_text(text)
+        checked = subprocess.run(
+            [NODE, "--check", "view.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert checked.returncode == 0, checked.stderr

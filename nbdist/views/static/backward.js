@@ -2,45 +2,79 @@
 
 import { bytes, time } from "./amounts.js";
 import { beFound, button, connect, element, shape } from "./buttons.js";
+import { amountText, ink, lightness, quantity, ramp, scale } from "./colours.js";
+import { count, details, label, stateOf, whole } from "./graph.js";
+import { BOX, layout } from "./layout.js";
+import { legend, outlined } from "./legend.js";
+import { filler, linked } from "./links.js";
+import { routes } from "./routes.js";
 import { bars } from "./sparkline.js";
-import { BOX, count, details, label, layout, stateOf, whole } from "./graph.js";
+import { walk } from "./walk.js";
+import { STEP, zoomed } from "./zoom.js";
 
+const ENDLESS = "#8b1a1a"; // what is not finite stands on no scale
+const COLOURS = { state: "state", time: "time", norm: "norm" };
 
 function histogram({ low, high, counts }) {
   const made = element("div", "value nbdist-histogram");
-  const svg = shape("svg", { width: 192, height: 40, role: "img" });
+  const svg = shape("svg", { height: 40, viewBox: "0 0 192 40", preserveAspectRatio: "none", role: "img" });
   shape("title", {}, svg).textContent = `${counts.reduce((one, other) => one + other, 0)} values, or a sample of that size`;
   for (const bar of bars(counts, 192, 40)) shape("rect", bar, svg);
   made.append(element("span", "", low.toPrecision(3)), svg, element("span", "", high.toPrecision(3)));
   return made;
 }
 
-function curve(from, to) {
-  const x1 = from.x + BOX.width;
-  const y1 = from.y + BOX.height / 2;
-  const y2 = to.y + BOX.height / 2;
-  const middle = (x1 + to.x) / 2;
-  return `M${x1} ${y1} C${middle} ${y1} ${middle} ${y2} ${to.x} ${y2}`;
+/** Whether the page has a dark theme: whether its texts are light. */
+function isDark(el) {
+  const found = getComputedStyle(el).color.match(/\d+/g) ?? [0, 0, 0];
+  return lightness(`#${found.slice(0, 3).map((part) => Number(part).toString(16).padStart(2, "0")).join("")}`) > 0.3;
 }
 
 function render({ model, el }) {
   beFound(model, el);
   el.classList.add("nbdist-view");
   const head = element("div", "nbdist-row");
+  const tools = element("div", "nbdist-row");
   const status = element("span", "nbdist-status");
   const line = element("div", "nbdist-notice");
   line.setAttribute("role", "status");
   const frame = element("div", "nbdist-frame");
+  const names = element("div", "nbdist-lanes");
+  const stage = element("div", "nbdist-stage");
+  const remarks = element("ul", "nbdist-remarks");
   const told = element("div", "nbdist-details");
   const table = element("table", "nbdist-shares");
   const wire = connect(model, line, "Use the handle instead: %%watch --paused -a, then _.step(3), _.run(), _.run(until=\"nan\").");
+  const meanings = legend();
   const expanded = new Set();
   let grouped = null;
   let chosen = null;
   let drawn = "";
+  let found = null; // the layout that is drawn
+  let svg = null;
   let parts = [];
   let key = null; // of the chosen node: in another pass it may stand elsewhere
+  let stop = null; // the id of the box that the Tab key stops at
   let now = whole(model.get("outline"), model.get("snapshot"));
+
+  frame.append(stage);
+  stage.append(names);
+  const zoom = zoomed(
+    frame,
+    () => ({ width: found?.width ?? 1, room: frame.clientWidth - names.offsetWidth }),
+    (size) => {
+      if (!svg) return;
+      const room = frame.clientWidth - names.offsetWidth;
+      const width = Math.max(found.width, room / size); // the lanes go on to the frame's edge
+      svg.setAttribute("width", width * size);
+      svg.setAttribute("height", found.height * size);
+      svg.setAttribute("viewBox", `0 0 ${width} ${found.height}`);
+      found.lanes.forEach((lane, index) => {
+        names.children[index].style.height = `${lane.height * size}px`;
+      });
+      frame.style.scrollPaddingLeft = `${names.offsetWidth + 4}px`;
+    },
+  );
 
   const press = (message) => wire.press(message);
   const buttons = {
@@ -64,77 +98,163 @@ function render({ model, el }) {
       draw();
     }),
   };
-  head.append(...Object.values(buttons), status);
-  el.append(head, line, frame, told, table);
+  const colour = element("select", "nbdist-button");
+  for (const [value, text] of Object.entries(COLOURS)) colour.append(new Option(text, value));
+  colour.onchange = () => draw();
+  const chooser = element("label", "nbdist-choice", "Colour by ");
+  chooser.append(colour);
+  const sizes = [
+    button("−", "Smaller (in the picture: the key −, or the wheel with Ctrl)", () => zoom.by(1 / STEP)),
+    button("+", "Larger (in the picture: the key +, or the wheel with Ctrl)", () => zoom.by(STEP)),
+    button("Fit", "As large as there is room for (in the picture: the key 0)", () => zoom.fit()),
+  ];
+  sizes[0].setAttribute("aria-label", "Smaller");
+  sizes[1].setAttribute("aria-label", "Larger");
+  head.append(...Object.values(buttons));
+  tools.append(...sizes, chooser, status);
+  el.append(head, line, tools, frame, meanings.element, remarks, told, table);
 
   const keyOf = (node) => [now.workers[node.w], node.n];
+  const boxOf = (node) => found.boxes.findIndex((box) => box.nodes.includes(node));
 
   function choose(box) {
     if (!now.nodes) return; // what is drawn is over
     if (box.group) {
-      expanded.add(box.id);
+      expanded.add(box.key);
       grouped ??= true;
+      draw();
+      focus(boxOf(box.nodes[0])); // what had the focus has been drawn anew
     } else {
-      [chosen] = box.nodes;
-      key = keyOf(now.nodes[chosen]);
-      model.send({ press: "look", node: key }); // not a press: it may stay unheard
+      select(box.nodes[0]);
     }
+  }
+
+  /** Choose a node, and go there; groups that it is in are opened. */
+  function select(node) {
+    if (!now.nodes?.[node]) return;
+    chosen = node;
+    key = keyOf(now.nodes[node]);
+    model.send({ press: "look", node: key }); // not a press: it may stay unheard
     draw();
-    // What had the focus may have been drawn anew.
-    parts.made.find((part) => part.box.nodes.includes(box.nodes[0]))?.group.focus();
+    for (let box = found.boxes[boxOf(node)]; box.group; box = found.boxes[boxOf(node)]) {
+      expanded.add(box.key);
+      draw();
+    }
+    focus(boxOf(node));
+  }
+
+  /** Have the keyboard's focus at a box, where it can be seen. */
+  function focus(index) {
+    const part = parts.made[index];
+    if (!part) return;
+    stopAt(index);
+    part.group.focus({ preventScroll: true });
+    part.group.scrollIntoView({ block: "nearest", inline: "nearest" });
+  }
+
+  /** Have the Tab key stop at this box, and at no other. */
+  function stopAt(index) {
+    for (const { group } of parts.made) group.setAttribute("tabindex", -1);
+    parts.made[index]?.group.setAttribute("tabindex", 0);
+    stop = found.boxes[index]?.id ?? null;
+  }
+
+  const steps = { "+": () => zoom.by(STEP), "=": () => zoom.by(STEP), "-": () => zoom.by(1 / STEP), 0: () => zoom.fit() };
+
+  function type(event) {
+    if (!svg || event.ctrlKey || event.metaKey || event.altKey) return;
+    const path = event.composedPath();
+    const at = path.includes(svg) ? parts.made.findIndex(({ group }) => path.includes(group)) : -1;
+    if (at < 0) return;
+    if (event.key === "Enter" || event.key === " ") choose(found.boxes[at]);
+    else if (["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End"].includes(event.key)) {
+      focus(walk(found, at, event.key));
+    } else if (steps[event.key]) steps[event.key]();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
   }
 
   function build(snapshot) {
-    const found = layout(snapshot, expanded, grouped ?? undefined);
-    const svg = shape("svg", {
-      width: found.width,
-      height: found.height,
-      viewBox: `0 0 ${found.width} ${found.height}`,
-      role: "group",
-    });
+    found = layout(snapshot, expanded, grouped ?? undefined);
+    svg = shape("svg", { role: "application", class: "nbdist-picture" });
+    const many = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+    const keys = "Left and right arrows go along the gradients, up and down within a column, Enter chooses";
+    const size = `${many(snapshot.nodes.length, "node")} on ${many(snapshot.workers.length, "worker")}`;
+    svg.setAttribute("aria-label", `Backward pass, ${size}. ${keys}.`);
+    names.replaceChildren();
     found.lanes.forEach((lane, index) => {
-      shape("rect", { x: 0, y: lane.top, width: found.width, height: lane.height, class: `lane lane${index % 2}` }, svg);
-      shape("text", { x: 6, y: lane.top + lane.height / 2 + 4, class: "worker" }, svg).textContent = lane.worker;
+      const place = { x: 0, y: lane.top, width: "100%", height: lane.height };
+      shape("rect", { ...place, class: `lane lane${index % 2}` }, svg);
+      names.append(element("div", `worker lane${index % 2}`));
+      names.lastChild.append(element("span", "", lane.worker));
+      names.lastChild.title = lane.worker;
     });
-    const lines = found.links.map((link) => {
-      const path = shape("path", { d: curve(found.places[link.from], found.places[link.to]), class: "link" }, svg);
+    const drawnAs = routes(found);
+    const lines = found.links.map((link, index) => {
+      const path = shape("path", { d: drawnAs[index], class: "link" }, svg);
       if (link.message) shape("title", {}, path);
       return { link, path };
     });
     const made = found.boxes.map((box, index) => {
-      const place = found.places[index];
-      const group = shape("g", { transform: `translate(${place.x} ${place.y})`, tabindex: 0, role: "button" }, svg);
+      const { x, y, width } = found.places[index];
+      const group = shape("g", { transform: `translate(${x} ${y})`, tabindex: -1, role: "button" }, svg);
       const kind = box.group ? "group" : snapshot.nodes[box.nodes[0]].kind;
-      shape("rect", { width: BOX.width, height: BOX.height, rx: kind === "leaf" ? 14 : 4 }, group);
-      shape("text", { x: BOX.width / 2, y: 13, class: "name" }, group).textContent = label(box, snapshot);
-      const below = shape("text", { x: BOX.width / 2, y: 25, class: "count" }, group);
+      outlined(kind, width, BOX.height, group);
+      shape("text", { x: width / 2, y: 13, class: "name" }, group).textContent = label(box, snapshot);
+      const below = shape("text", { x: width / 2, y: 25, class: "count" }, group);
+      const title = shape("title", {}, group);
       group.addEventListener("click", () => choose(box));
-      group.addEventListener("keydown", (event) => {
-        if (event.key === "Enter" || event.key === " ") {
-          event.preventDefault();
-          choose(box);
-        }
-      });
-      return { box, group, below, kind };
+      return { box, group, below, kind, title };
     });
     parts = { made, lines };
-    frame.replaceChildren(svg);
+    const again = found.boxes.findIndex((box) => box.id === stop);
+    stopAt(again >= 0 ? again : Math.max(0, chosen === null ? 0 : boxOf(chosen)));
+    svg.addEventListener("focusin", (event) => {
+      const at = made.findIndex(({ group }) => group === event.target);
+      if (at >= 0) stopAt(at);
+    });
+    stage.replaceChildren(names, svg);
+    zoom.apply();
+  }
+
+  /** Colour the boxes by an amount, or not, and tell that in the legend; returns a class and a text for each. */
+  function paint(snapshot) {
+    const what = colour.value;
+    const dark = isDark(el);
+    const amounts = what === "state" ? [] : found.boxes.map((box) => quantity(box, snapshot, what));
+    const range = scale(amounts.filter((amount) => amount !== null));
+    meanings.tell(what, range && { low: range.low, high: range.high, powers: range.powers }, dark);
+    return parts.made.map(({ group }, index) => {
+      const amount = amounts[index] ?? null;
+      if (amount === null) return { name: what === "state" ? "" : "plain" };
+      const fill = amount === Infinity ? ENDLESS : ramp(range.at(amount), dark);
+      group.style.setProperty("--nbdist-fill", fill);
+      group.style.setProperty("--nbdist-ink", ink(fill));
+      return { name: "scaled", text: amountText(amount, what) };
+    });
   }
 
   function update(snapshot) {
-    for (const { box, group, below, kind } of parts.made) {
+    const painted = paint(snapshot);
+    parts.made.forEach(({ box, group, below, kind, title }, index) => {
       const state = stateOf(box, snapshot);
       const own = box.nodes.map((index) => snapshot.nodes[index]);
-      const marks = [own.some((node) => node.bad) && "bad", own.some((node) => node.path) && snapshot.over && "path"];
-      const name = ["node", kind, state, ...marks, !box.group && box.nodes[0] === chosen && "chosen"].filter(Boolean).join(" ");
+      const marks = [own.some((one) => one.bad) && "bad", own.some((one) => one.path) && snapshot.over && "path"];
+      const isChosen = !box.group && box.nodes[0] === chosen;
+      const name = ["node", kind, state, painted[index].name, ...marks, isChosen && "chosen"].filter(Boolean).join(" ");
       if (group.getAttribute("class") !== name) group.setAttribute("class", name);
-      const text = count(box, snapshot);
-      const whole = `${label(box, snapshot)}, ${state}, ${text}`;
-      if (group.getAttribute("aria-label") !== whole) {
-        below.textContent = text.length > 22 ? `${text.slice(0, 21)}…` : text;
-        group.setAttribute("aria-label", whole);
+      const text = painted[index].text ?? count(box, snapshot);
+      const [node] = own;
+      const full = box.group ?? ([node.label, node.name].filter(Boolean).join(", "));
+      const waits = !box.group && node.for.length ? `, waits for ${node.for.join(", ")}` : "";
+      const said = `${full} on ${snapshot.workers[box.w]}, ${state}, ${text}${waits}`;
+      if (group.getAttribute("aria-label") !== said) {
+        below.textContent = text;
+        title.textContent = said;
+        group.setAttribute("aria-label", said);
       }
-    }
+    });
     for (const { link, path } of parts.lines) {
       if (!link.message) continue;
       const message = snapshot.messages[link.message.index];
@@ -144,6 +264,24 @@ function render({ model, el }) {
       if (path.firstChild.textContent !== title) path.firstChild.textContent = title;
     }
   }
+
+  const tellDetails = filler(told, ({ rows, values }) => {
+    const made = [];
+    for (const [name, parts] of rows) {
+      const value = element("div", "value");
+      value.append(...linked(parts, select));
+      made.push(element("div", "key", name), value);
+    }
+    if (values) made.push(element("div", "key", "values of these"), histogram(values));
+    return made;
+  });
+  const tellRemarks = filler(remarks, (given) =>
+    given.map((parts) => {
+      const made = element("li");
+      made.append(...linked(parts.map((part) => (typeof part === "string" ? part : { text: part[0], node: part[1] })), select));
+      return made;
+    }),
+  );
 
   function tell(snapshot) {
     status.textContent = snapshot.told ?? "";
@@ -156,16 +294,10 @@ function render({ model, el }) {
     buttons.worker.disabled = !open || !node;
     buttons.here.disabled = !open || !node || node.state === "done" || node.state === "unused";
     buttons.group.disabled = !snapshot.nodes;
-    told.replaceChildren();
-    if (node) {
-      for (const [name, text] of details(node, snapshot.workers[node.w])) {
-        told.append(element("div", "key", name), element("div", "value", text));
-      }
-      const detail = model.get("detail");
-      if (detail.counts && detail.node[0] === snapshot.workers[node.w] && detail.node[1] === node.n) {
-        told.append(element("div", "key", "values of these"), histogram(detail));
-      }
-    }
+    const detail = model.get("detail");
+    const isOf = node && detail.counts && String(detail.node) === String(keyOf(node));
+    tellDetails({ rows: node ? details(snapshot, chosen) : [], values: isOf ? detail : null });
+    tellRemarks(snapshot.nodes ? (snapshot.remarks ?? []) : []);
     table.replaceChildren();
     const rows = [["worker", "nodes", "busy", "waited", "waits for"]];
     for (const share of snapshot.shares ?? []) {
@@ -184,14 +316,17 @@ function render({ model, el }) {
       const shown = `${grouped} ${[...expanded].join()}`;
       if (shown !== drawn) {
         drawn = shown;
-        const found = key ? now.nodes.findIndex((node) => String(keyOf(node)) === String(key)) : -1;
-        chosen = found >= 0 ? found : null;
+        const again = key ? now.nodes.findIndex((node) => String(keyOf(node)) === String(key)) : -1;
+        chosen = again >= 0 ? again : null;
         build(now);
       }
       update(now);
     }
     tell(now);
   }
+
+  // Before the document hears of it: there Notebook 7 has meanings of its own for some of these keys.
+  window.addEventListener("keydown", type, { capture: true });
 
   const redraw = () => {
     drawn = null;
@@ -204,6 +339,8 @@ function render({ model, el }) {
   draw();
   return () => {
     wire.close();
+    zoom.close();
+    window.removeEventListener("keydown", type, { capture: true });
     model.off("change:outline", redraw);
     model.off("change:snapshot", draw);
     model.off("change:detail", retell);

@@ -1,14 +1,11 @@
-// Where the boxes of a backward pass stand: lanes by worker, gradients from left to right. Pure.
+// What a view of a backward pass shows: the boxes, which hold one node or a module's, and the texts on them. Pure.
 
 import { time } from "./amounts.js";
-import * as dagre from "./dagre.js";
+import { circles, ranks } from "./ranks.js";
 
-export const MOST = 300; // more nodes than this are shown by module at first,
-const BOXES = 100; // in no more boxes than this, if modules of modules are enough for that
-export const BOX = { width: 116, height: 30 };
-const SWEEPS = 6;
-const GAP = { rank: 26, row: 8, lane: 14 };
-const NAME = 84; // the lanes' names stand before the boxes
+export const MOST = 300; // passes with more nodes are shown by module at first,
+const BOXES = 64; // in no more boxes than this, if modules of modules are enough for that
+const LETTERS = { name: 16, hung: 14, count: 20 }; // as many as a box has room for
 
 const STATES = { u: "unused", w: "waiting", r: "ready", g: "running", h: "halted", d: "done" };
 
@@ -61,31 +58,44 @@ function depthOf(snapshot, paths) {
   return 1;
 }
 
-/** The boxes to draw: nodes, and groups of those of one module on one worker; who is expanded shows what is in it. */
+/** Returns the boxes to draw, nodes and groups of a module's nodes on one worker, and the links between the boxes.
+
+    A group whose id is in `expanded` shows what is in it. A box has a `key`, by which its group is expanded. */
 export function boxes(snapshot, expanded, grouped) {
-  const found = [];
-  const of = new Array(snapshot.nodes.length);
-  const groups = new Map();
   const known = paths(snapshot);
   const first = grouped ? depthOf(snapshot, known) : 0;
+  let found = [];
+  const groups = new Map();
   snapshot.nodes.forEach((node, index) => {
     const path = grouped ? known[index] : [];
     let depth = Math.min(first, path.length);
     while (depth && depth < path.length && expanded.has(prefix(snapshot, index, path, depth))) depth += 1;
     const key = prefix(snapshot, index, path, depth);
-    if (depth && !(depth === path.length && expanded.has(key))) {
-      if (!groups.has(key)) {
-        groups.set(key, found.length);
-        found.push({ id: key, w: node.w, nodes: [], group: path.slice(0, depth).join(".") });
-      }
-      of[index] = groups.get(key);
-      found[of[index]].nodes.push(index);
-    } else {
-      of[index] = found.length;
-      found.push({ id: `${node.w}:${node.n}`, w: node.w, nodes: [index], group: null });
+    if (!depth || (depth === path.length && expanded.has(key))) {
+      found.push(single(snapshot, index));
+      return;
     }
+    if (!groups.has(key)) {
+      groups.set(key, { id: key, key, w: node.w, nodes: [], group: path.slice(0, depth).join(".") });
+      found.push(groups.get(key));
+    }
+    groups.get(key).nodes.push(index);
   });
-  // A group of which something leads out and back in again cannot be one box.
+  if (grouped) found = unwound(snapshot, found);
+  return { boxes: found, links: between(snapshot, found) };
+}
+
+function single(snapshot, index) {
+  const { w, n } = snapshot.nodes[index];
+  return { id: `${w}:${n}`, key: `${w}:${n}`, w, nodes: [index], group: null };
+}
+
+/** The links between boxes: one for all links of their nodes, and one for each message. */
+function between(snapshot, found) {
+  const of = new Array(snapshot.nodes.length);
+  found.forEach((box, index) => {
+    for (const node of box.nodes) of[node] = index;
+  });
   const links = new Map();
   const add = (from, to, message) => {
     if (of[from] === of[to]) return;
@@ -94,114 +104,58 @@ export function boxes(snapshot, expanded, grouped) {
   };
   for (const [from, to] of snapshot.links) add(from, to);
   for (const message of snapshot.messages) add(message.from, message.to, message);
-  return { boxes: found, links: [...links.values()] };
+  return [...links.values()];
 }
 
-/** How far to the right each box stands: one further than all whose gradients it gets. Circles are cut. */
-export function ranks(count, links) {
-  const before = Array.from({ length: count }, () => []);
-  for (const { from, to } of links) before[to].push(from);
-  const rank = new Array(count);
-  const open = new Set();
-  for (let start = 0; start < count; start += 1) {
-    const stack = [start];
-    while (stack.length) {
-      const box = stack[stack.length - 1];
-      if (rank[box] !== undefined) {
-        stack.pop();
-        continue;
-      }
-      const missing = before[box].filter((other) => rank[other] === undefined && !open.has(other));
-      open.add(box);
-      if (missing.length) {
-        stack.push(...missing);
-        continue;
-      }
-      rank[box] = Math.max(-1, ...before[box].map((other) => rank[other] ?? -1)) + 1;
-      open.delete(box);
-      stack.pop();
-    }
-  }
-  return rank;
-}
+/** The same boxes, but a group that gradients leave and enter again is cut there: it cannot stand in one place.
 
-/** How far down each box stands beside others, so that few links cross: dagre says that, where it is quick. */
-export function heights(count, links, rank) {
-  return count > MOST ? swept(count, links, rank) : laid(count, links);
-}
-
-function laid(count, links) {
-  const graph = new dagre.Graph({ multigraph: true });
-  // What counts is the order: one of the four alignments will do, in half the time. And of a parameter that is used
-  // early, the link must not lead through all that comes later.
-  graph.setGraph({ rankdir: "LR", nodesep: GAP.row, ranksep: GAP.rank, ranker: "tight-tree", align: "UL" });
-  graph.setDefaultEdgeLabel(() => ({}));
-  for (let index = 0; index < count; index += 1) graph.setNode(String(index), { ...BOX });
-  links.forEach((link, index) => graph.setEdge(String(link.from), String(link.to), {}, String(index)));
-  dagre.layout(graph);
-  return Array.from({ length: count }, (_, index) => graph.node(String(index)).y);
-}
-
-/** The same for many, in less time: each column in the order of what leads to it, and of what it leads to, by turns. */
-function swept(count, links, rank) {
-  const before = Array.from({ length: count }, () => []);
-  const after = Array.from({ length: count }, () => []);
-  for (const { from, to } of links) {
-    before[to].push(from);
-    after[from].push(to);
-  }
-  const columns = [];
-  const place = new Array(count);
-  for (let index = 0; index < count; index += 1) {
-    columns[rank[index]] ??= [];
-    place[index] = columns[rank[index]].push(index) - 1;
-  }
-  for (let sweep = 0; sweep < SWEEPS; sweep += 1) {
-    const forth = sweep % 2 === 0;
-    for (const column of forth ? columns : columns.toReversed()) {
-      const wish = new Map();
-      for (const index of column) {
-        const others = (forth ? before : after)[index];
-        const sum = others.reduce((total, other) => total + place[other], 0);
-        wish.set(index, others.length ? sum / others.length : place[index]);
-      }
-      column.sort((one, other) => wish.get(one) - wish.get(other));
-      column.forEach((index, at) => {
-        place[index] = at;
+    Of the groups in a circle those of the outermost modules are cut first: they hold what joins the others. */
+function unwound(snapshot, found) {
+  const order = unfolded(snapshot);
+  let left = found;
+  for (;;) {
+    const cut = new Map();
+    for (const circle of circles(left.length, between(snapshot, left))) {
+      const inOrder = circle.flatMap((index) => left[index].nodes.map((node) => [order[node], node, index]));
+      inOrder.sort(([one], [other]) => one - other);
+      const runs = new Map(circle.map((index) => [index, []]));
+      inOrder.forEach(([, node, index], at) => {
+        if (at && inOrder[at - 1][2] === index) runs.get(index).at(-1).push(node);
+        else runs.get(index).push([node]);
+      });
+      const torn = circle.filter((index) => runs.get(index).length > 1);
+      const depths = torn.map((index) => left[index].group.split(".").length);
+      torn.forEach((index, at) => {
+        if (depths[at] === Math.min(...depths)) cut.set(index, runs.get(index));
       });
     }
+    if (!cut.size) return left;
+    left = left.flatMap((box, index) =>
+      (cut.get(index) ?? [box.nodes]).map((nodes, run) => {
+        if (!cut.has(index)) return box;
+        return nodes.length === 1 ? single(snapshot, nodes[0]) : { ...box, id: `${box.id}/${run}`, nodes };
+      }),
+    );
   }
-  return place;
 }
 
-/** Lanes and places: what dagre has found, pulled apart by worker. */
-export function layout(snapshot, expanded = new Set(), grouped = snapshot.nodes.length > MOST) {
-  const { boxes: found, links } = boxes(snapshot, expanded, grouped);
-  const column = ranks(found.length, links);
-  const height = found.length ? heights(found.length, links, column) : [];
-  const lanes = [];
-  const places = new Array(found.length);
-  let top = 0;
-  snapshot.workers.forEach((worker, number) => {
-    const own = found.map((box, index) => index).filter((index) => found[index].w === number);
-    own.sort((a, b) => height[a] - height[b]);
-    const used = new Map();
-    for (const index of own) {
-      const at = column[index];
-      const row = used.get(at) ?? 0;
-      used.set(at, row + 1);
-      places[index] = {
-        x: NAME + at * (BOX.width + GAP.rank),
-        y: top + GAP.lane / 2 + row * (BOX.height + GAP.row),
-      };
-    }
-    const rows = Math.max(1, ...used.values());
-    const tall = GAP.lane + rows * (BOX.height + GAP.row) - GAP.row;
-    lanes.push({ worker, top, height: tall });
-    top += tall;
-  });
-  const width = NAME + (Math.max(0, ...column) + 1) * (BOX.width + GAP.rank);
-  return { boxes: found, links, places, lanes, width, height: top };
+/** Returns the place of each node in an order in which gradients go; a parameter's comes right behind what made it. */
+function unfolded(snapshot) {
+  const links = snapshot.links.map(([from, to]) => ({ from, to }));
+  const rank = ranks(snapshot.nodes.length, [...links, ...snapshot.messages]);
+  const after = (one, other) => rank[one] - rank[other] || one - other;
+  const makers = snapshot.nodes.map((_, index) => index);
+  for (const { from, to } of links) {
+    if (snapshot.nodes[to].kind === "leaf" && (makers[to] === to || after(from, makers[to]) > 0)) makers[to] = from;
+  }
+  for (const { from, to } of snapshot.messages) if (after(from, makers[to]) > 0) makers[to] = to;
+  const order = new Array(snapshot.nodes.length);
+  makers.map((_, index) => index)
+    .sort((one, other) => after(makers[one], makers[other]) || after(one, other))
+    .forEach((index, at) => {
+      order[index] = at;
+    });
+  return order;
 }
 
 /** How far a box is: that of its one node, or of a group the state that matters most. */
@@ -214,12 +168,20 @@ export function stateOf(box, snapshot) {
   return states.has("done") ? "partly" : states.has("ready") ? "ready" : "waiting";
 }
 
-/** What stands in a box. */
+/** What stands in a box: of modules and parameters, the end of their names, where they differ. */
 export function label(box, snapshot) {
-  const [first] = box.nodes;
-  const text = box.group ? `${box.group.split(".").slice(-2).join(".")} (${box.nodes.length})` : snapshot.nodes[first].name;
-  return text.length > 17 ? `${text.slice(0, 16)}…` : text;
+  if (box.group) return tail(`${ending(box.group)} (${box.nodes.length})`, LETTERS.name);
+  const { name, label: parameter, kind } = snapshot.nodes[box.nodes[0]];
+  const letters = kind === "operation" ? LETTERS.name : LETTERS.hung;
+  if (parameter) return tail(ending(parameter), letters);
+  return head(name, letters);
 }
+
+const ending = (path) => path.split(".").slice(-2).join(".");
+
+const head = (text, letters) => (text.length > letters ? `${text.slice(0, letters - 1)}…` : text);
+
+const tail = (text, letters) => (text.length > letters ? `…${text.slice(1 - letters)}` : text);
 
 /** The count below it: how many gradients have come, and for whom it waits. */
 export function count(box, snapshot) {
@@ -230,23 +192,45 @@ export function count(box, snapshot) {
   const node = snapshot.nodes[box.nodes[0]];
   if (node.state === "unused") return "takes no part";
   if (node.state === "done") return node.ms === null ? "done" : `${time(node.ms)}`;
-  const waits = node.for.length ? ` waits for ${node.for.join(", ")}` : "";
-  return node.waits ? `${node.got}/${node.waits}${waits}` : node.state;
+  if (!node.waits) return node.state;
+  const come = `${node.got}/${node.waits}`;
+  if (node.state === "halted") return `${come}, halted`;
+  if (!node.for.length) return come;
+  const names = `${come} awaits ${node.for.join(", ")}`;
+  if (names.length <= LETTERS.count || node.for.length === 1) return head(names, LETTERS.count);
+  return head(`${come} awaits ${node.for.length} workers`, LETTERS.count);
 }
 
-/** All that is known of a node, as rows of a name and a text. */
-export function details(node, worker) {
-  const rows = [["node", `${worker}:${node.n} ${node.name}`]];
-  if (node.module) rows.push(["module", node.module]);
-  if (node.line) rows.push(["made by", node.line]);
-  if (node.shape) rows.push(["shape", node.shape]);
-  rows.push(["state", node.for.length ? `${node.state} for ${node.for.join(", ")}` : node.state]);
-  if (node.waits) rows.push(["gradients", `${node.got} of ${node.waits} have come`]);
+/** All that is known of a node, as rows of a name and of parts: texts, and links to nodes, `{ text, node }`. */
+export function details(snapshot, index) {
+  const node = snapshot.nodes[index];
+  const worker = snapshot.workers[node.w];
+  const rows = [["node", [`${worker}:${node.n} ${node.name}`]]];
+  if (node.label) rows.push(["parameter", [node.label]]);
+  if (node.module) rows.push(["module", [node.module]]);
+  if (node.line) rows.push(["made by", [node.line]]);
+  if (node.shape) rows.push(["shape", [node.shape]]);
+  rows.push(["state", [node.for.length ? `${node.state} for ${node.for.join(", ")}` : node.state]]);
+  if (node.waits) rows.push(["gradients", [`${node.got} of ${node.waits} have come`]]);
+  for (const message of snapshot.messages) {
+    const what = snapshot.nodes[message.from].kind === "receive" ? "its gradient" : "its result";
+    if (message.from === index) rows.push([`${what} goes to`, across(snapshot, message.to, message)]);
+  }
+  for (const message of snapshot.messages) {
+    const what = snapshot.nodes[message.from].kind === "receive" ? "a gradient" : "what it needs";
+    if (message.to === index) rows.push([`${what} comes from`, across(snapshot, message.from, message)]);
+  }
   if (node.norm !== null) {
     // What is not finite comes as text, for JSON knows no such numbers.
-    rows.push(["norm of what it got", typeof node.norm === "number" ? node.norm.toPrecision(5) : node.norm]);
+    rows.push(["norm of what it got", [typeof node.norm === "number" ? node.norm.toPrecision(5) : node.norm]]);
   }
-  if (node.ms !== null) rows.push(["time", time(node.ms)]);
-  if (node.bad) rows.push(["", "here a NaN or Inf came up first"]);
+  if (node.ms !== null) rows.push(["time", [time(node.ms)]]);
+  if (node.bad) rows.push(["", ["here a NaN or Inf came up first"]]);
   return rows;
+}
+
+function across(snapshot, index, message) {
+  const { n, w, name } = snapshot.nodes[index];
+  const state = message.state === "unused" ? ", which takes no part" : "";
+  return [{ text: `node ${n} ${name} on ${snapshot.workers[w]}`, node: index }, ` (message ${message.id}${state})`];
 }

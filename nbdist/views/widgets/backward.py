@@ -14,6 +14,21 @@ from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["BackwardView"]
 
+_MODULES = (
+    "amounts.js",
+    "buttons.js",
+    "ranks.js",
+    "graph.js",
+    "layout.js",
+    "routes.js",
+    "walk.js",
+    "colours.js",
+    "sparkline.js",
+    "zoom.js",
+    "links.js",
+    "legend.js",
+    "backward.js",
+)
 _SLOW = 0.3
 """Seconds between two nodes in slow motion."""
 
@@ -22,7 +37,7 @@ class BackwardView(View):
     """One watched cell."""
 
     _anywidget_id = identity("nbdist.backward")
-    _esm = script("amounts.js", "buttons.js", "graph.js", "sparkline.js", "backward.js")
+    _esm = script(*_MODULES)
     _css = style("common.css", "backward.css")
     outline = traitlets.Dict().tag(sync=True)
     """What `snapshot` tells the progress of; it is sent when it changes, which it seldom does."""
