@@ -167,63 +167,6 @@ def test_buttons_act_on_the_oldest_ipykernel_as_well(tmp_path):
         assert "7.3.0" in page.told(4)
 
 
-CONTRAST = """(index) => {
-    const cell = document.querySelectorAll('.jp-Notebook .jp-Cell')[index];
-    const probe = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-    const light = (colour) => {
-        probe.fillStyle = '#fff';
-        probe.fillStyle = colour;
-        probe.fillRect(0, 0, 1, 1);
-        const [r, g, b] = [...probe.getImageData(0, 0, 1, 1).data].map((value) => {
-            const part = value / 255;
-            return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-        });
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const ratio = (one, other) => {
-        const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
-        return (high + 0.05) / (low + 0.05);
-    };
-    const found = [...cell.querySelectorAll('.node')].map((node) => {
-        const box = getComputedStyle(node.querySelector('rect')).fill;
-        return [node.getAttribute('class'), ratio(getComputedStyle(node.querySelector('.name')).fill, box)];
-    });
-    const lane = getComputedStyle(cell.querySelector('.lane')).fill;
-    found.push(['lane', ratio(getComputedStyle(cell.querySelector('.worker')).fill, lane)]);
-    return found;
-}"""
-"""How much the texts stand out from what is behind them, by WCAG."""
-
-
-@pytest.mark.parametrize("theme", ["JupyterLab Dark", "JupyterLab Light"])
-def test_it_reads_in_the_dark_and_is_reached_by_keys(theme, tmp_path, request):
-    with notebook([START, WORKERS, HERE, CELL], "lab", tmp_path, theme=theme) as page:
-        for index in range(3):
-            page.finish(index)
-        page.run(3)
-        cell = page.cell(3)
-        cell.locator(".node.halted").first.wait_for()
-        step = cell.get_by_role("button", name="Step", exact=True)
-        step.focus()
-        for count in (1, 2):
-            page.page.keyboard.press("Enter")
-            await_done(page, 3, count)
-        for _ in range(12):  # behind the buttons come the nodes
-            page.page.keyboard.press("Tab")
-            if page.page.evaluate("document.activeElement.classList.contains('node')"):
-                break
-        page.page.keyboard.press("Enter")
-        cell.locator(".nbdist-details .key").first.wait_for()
-        contrasts = page.page.evaluate(CONTRAST, 3)
-        if picture := request.config.getoption("--pictures"):
-            cell.locator(".nbdist-view").screenshot(path=f"{picture}/backward-{theme.split()[1].lower()}.png")
-        press(page, 3, "Run")
-        page.ended(3)
-    states = {name.split()[2] for name, _ in contrasts if name.startswith("node")}
-    assert {"done", "halted", "waiting"} <= states
-    assert all(ratio >= 4.5 for name, ratio in contrasts if "unused" not in name), contrasts
-
-
 TRAIN = """%%remote
 from nbdist import autograd as dist_autograd
 w = torch.full((4,), 2.0 + rank, requires_grad=True)

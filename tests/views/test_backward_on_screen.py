@@ -1,0 +1,227 @@
+"""The picture of a backward pass, measured on the screen: it fits, nothing is clipped, keys and links lead to nodes."""
+
+import re
+
+import pytest
+from browser import needs_browser, notebook
+from onscreen import CLIPPED, CONTRAST
+
+pytestmark = [needs_browser(), pytest.mark.timeout(240)]
+
+CELLS = [
+    "%load_ext nbdist\n%dist_init -n 3 --backend none --seed 1\nimport torch",
+    """%%remote
+from torch import nn
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x).relu()
+
+part = Part()""",
+    "def through(x):\n    import __main__\n    return __main__.part(x)",
+    """%%watch --paused -a -o handle
+with dist_autograd.context() as context_id:
+    x = torch.randn(4, 8)
+    for worker in ("worker0", "worker1", "worker2"):
+        x = rpc.rpc_sync(worker, through, args=(x,))
+    dist_autograd.backward(context_id, [x.pow(2).mean()])""",
+    "print(len(handle.step(6)))",
+    "handle.run()\nhandle.wait()",
+]
+PASS = 3
+NODES = 22
+RUNS = [
+    pytest.param(
+        front, theme, marks=() if (front, theme) in (("lab", "Light"), ("notebook", "Dark")) else pytest.mark.soak
+    )
+    for front in ("lab", "notebook")
+    for theme in ("Light", "Dark")
+]
+FRAME = """(frame) => {
+    const { left } = frame.getBoundingClientRect();
+    const svg = frame.querySelector('svg');
+    const lanes = [...svg.querySelectorAll('.lane')].map((lane) => lane.getBoundingClientRect());
+    const labels = [...frame.querySelectorAll('.worker')].map((label) => label.getBoundingClientRect());
+    return {
+        room: frame.clientWidth,
+        content: frame.scrollWidth,
+        scale: svg.getBoundingClientRect().height / svg.viewBox.baseVal.height,
+        away: labels.map((label) => Math.abs(label.left - left)),
+        beside: labels.map(({ top, height }, index) =>
+            Math.abs(top - lanes[index].top) + Math.abs(height - lanes[index].height)),
+    };
+}"""
+"""How a frame is filled; and how far its lanes' labels are from its edge, and from their lanes."""
+FOCUSED = "() => document.activeElement?.getAttribute('aria-label') ?? document.activeElement?.tagName"
+RING = "() => getComputedStyle(document.activeElement).outlineStyle"
+SELECTED = """() => [...document.querySelectorAll('.jp-Notebook .jp-Cell')]
+    .findIndex((cell) => cell.matches('.jp-mod-selected'))"""
+
+
+def resize(page, width, frame):
+    """Change the page's width, and wait until the picture has followed."""
+    page.page.set_viewport_size({"width": width, "height": 1000})
+    page.page.evaluate("() => new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))")
+    return frame.evaluate(FRAME)
+
+
+def check_fit(page, view, frame):
+    wide = resize(page, 1400, frame)
+    assert wide["content"] <= wide["room"] + 1, wide  # all of it can be seen
+    assert 0.8 <= wide["scale"] <= 1
+    for width in (1050, 700):
+        narrow = resize(page, width, frame)
+        assert view.evaluate(CLIPPED) == []
+        assert 0.8 - 1e-3 <= narrow["scale"] <= wide["scale"]
+        frame.evaluate("(frame) => { frame.scrollLeft = 10000; }")
+        scrolled = frame.evaluate(FRAME)
+        assert max(scrolled["away"]) <= 2, scrolled
+        assert max(scrolled["beside"]) <= 2, scrolled
+    assert narrow["content"] > narrow["room"]  # where it would be too small, it is scrolled
+    resize(page, 1400, frame)
+
+
+def check_zoom(page, view, frame):
+    scale = lambda: frame.evaluate(FRAME)["scale"]  # noqa: E731
+    fitted = scale()
+    view.get_by_role("button", name="Larger", exact=True).click()
+    assert scale() == pytest.approx(fitted * 1.25, rel=1e-3)
+    view.get_by_role("button", name="Smaller", exact=True).click()
+    assert scale() == pytest.approx(fitted, rel=1e-3)
+    frame.hover()
+    page.page.keyboard.down("Control")
+    page.page.mouse.wheel(0, -100)
+    page.page.keyboard.up("Control")
+    page.page.wait_for_function(
+        "([frame, than]) => frame.querySelector('svg').getBoundingClientRect().height > than",
+        arg=[
+            frame.element_handle(),
+            fitted * frame.evaluate("(frame) => frame.querySelector('svg').viewBox.baseVal.height") + 1,
+        ],
+    )
+    assert page.page.evaluate("() => visualViewport.scale") == 1
+    view.get_by_role("button", name="Fit", exact=True).click()
+    assert scale() == pytest.approx(fitted, rel=1e-3)
+
+
+def check_keys(page, view, frame):
+    keyboard, focused = page.page.keyboard, lambda: page.page.evaluate(FOCUSED)
+    assert view.locator(".node").count() == NODES
+    assert view.locator(".nbdist-picture [tabindex='0']").count() == 1
+    selected = page.page.evaluate(SELECTED)
+    view.locator("select").focus()
+    keyboard.press("Tab")
+    if not page.page.evaluate("() => document.activeElement.classList.contains('node')"):
+        keyboard.press("Tab")  # the browser lets a frame that scrolls be reached too
+    keyboard.press("Home")
+    assert focused().startswith("Mean on notebook, done"), focused()
+    assert page.page.evaluate(RING) == "solid"
+    keyboard.press("ArrowRight")
+    assert focused().startswith("Pow on notebook")
+    keyboard.press("ArrowDown")
+    assert focused().startswith("receive on notebook")
+    keyboard.press("ArrowRight")
+    keyboard.press("ArrowRight")
+    assert focused().startswith("Addmm on worker2")
+    keyboard.press("ArrowLeft")
+    assert focused().startswith("Relu on worker2")
+    keyboard.press("End")
+    assert "worker0" in focused()
+    keyboard.press("Home")
+    keyboard.press("Enter")
+    assert "Mean" in view.locator(".nbdist-details").text_content()
+    before = frame.evaluate(FRAME)["scale"]
+    keyboard.press("+")
+    assert frame.evaluate(FRAME)["scale"] == pytest.approx(before * 1.25, rel=1e-3)
+    keyboard.press("0")
+    assert frame.evaluate(FRAME)["scale"] == pytest.approx(before, rel=1e-3)
+    assert view.locator(".nbdist-picture [tabindex='0']").count() == 1
+    keyboard.press("Tab")
+    assert focused() == "SUMMARY"  # one press leaves the picture: the legend comes next
+    assert page.page.evaluate(SELECTED) == selected  # no key has led the notebook elsewhere
+
+
+def check_links(page, view, worker):
+    """Press a link of the remarks by a key: its node, of that worker, is chosen, and can be seen."""
+    link = view.locator(".nbdist-remarks .nbdist-link", has_text=f"@{worker}").last
+    operation = link.text_content().partition("@")[0]
+    link.focus()
+    page.page.keyboard.press("Enter")
+    chosen = view.locator(".node.chosen")
+    assert chosen.count() == 1
+    assert page.page.evaluate(FOCUSED).startswith(f"{operation} on {worker}")
+    assert chosen.evaluate("(node) => node === document.activeElement")
+    inside = """(node) => {
+        const [inner, outer] = [node, node.closest('.nbdist-frame')].map((each) => each.getBoundingClientRect());
+        return inner.left >= outer.left && inner.right <= outer.right && inner.top >= 0 && inner.bottom <= innerHeight;
+    }"""
+    assert chosen.evaluate(inside)
+    assert f"{worker}:" in view.locator(".nbdist-details").text_content()
+
+
+def check_contrast(view):
+    found = view.evaluate(CONTRAST)
+    assert len(found) > NODES
+    assert not [each for each in found if each[1] < 4.5 and "unused" not in each[0]]
+    return {name for name, _ in found}
+
+
+@pytest.mark.parametrize(("front", "theme"), RUNS)
+def test_it_fits_reads_and_is_walked_by_keys(front, theme, tmp_path, request):
+    with notebook(CELLS, front, tmp_path, theme=f"JupyterLab {theme}") as page:
+        for index in range(PASS + 1):
+            page.finish(index)
+        view = page.cell(PASS).locator(".nbdist-view")
+        frame = view.locator(".nbdist-frame")
+        view.locator(".node.halted").first.wait_for()
+        step = view.get_by_role("button", name="Step", exact=True)
+        step.focus()
+        for count in (1, 2):
+            page.page.keyboard.press("Enter")
+            page.page.wait_for_function(
+                "([view, count]) => view.querySelectorAll('.node.done').length === count",
+                arg=[view.element_handle(), count],
+            )
+        page.finish(PASS + 1)
+        page.page.wait_for_function(
+            "(view) => view.querySelectorAll('.node.done').length === 8", arg=view.element_handle()
+        )
+        view.scroll_into_view_if_needed()
+        check_fit(page, view, frame)
+        check_zoom(page, view, frame)
+        check_keys(page, view, frame)
+        names = " ".join(check_contrast(view)).split()
+        assert {"done", "halted", "waiting", "lane", "nbdist-link"} <= set(names)
+
+        view.locator(".node[aria-label^='receive on notebook, done']").first.click()
+        told = view.locator(".nbdist-details").text_content()
+        assert re.search(r"its gradient goes tonode \d+ Relu on worker2 \(message \d+\)", told), told
+        view.locator(".nbdist-details .nbdist-link").first.click()
+        assert page.page.evaluate(FOCUSED).startswith("Relu on worker2")
+        assert "a gradient comes from" in view.locator(".nbdist-details").text_content()
+
+        for what in ("time", "norm"):
+            view.locator("select").select_option(what)
+            assert view.locator(".node.scaled").count() >= 8
+            assert view.locator(".nbdist-scale").is_visible()
+            check_contrast(view)
+        if picture := request.config.getoption("--pictures"):
+            view.screenshot(path=f"{picture}/backward-{front}-{theme.lower()}.png")
+        view.locator(".nbdist-meanings summary").click()
+        assert not view.locator(".nbdist-scale").is_visible()
+        view.locator("select").select_option("state")
+        assert view.locator(".node.scaled").count() == 0
+
+        page.finish(PASS + 2)
+        view.locator(".node.path").first.wait_for()
+        resize(page, 700, frame)
+        check_links(page, view, "worker0")
+        view.get_by_role("button", name="Modules", exact=True).click()
+        assert view.locator(".node.group").count() >= 3
+        check_links(page, view, "worker1")
+        assert view.evaluate(CLIPPED) == []
+        assert not page.complaints
