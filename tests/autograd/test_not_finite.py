@@ -17,6 +17,7 @@ from nbdist.errors import ForwardNaN, UsageError
 from nbdist.nn import Pipeline
 from nbdist.torch_private import function_modes
 from nbdist.views import report
+from nbdist.views.remarks import remarks
 from nbdist.views.watching import Watcher
 
 NAN, INF = float("nan"), float("inf")
@@ -142,7 +143,9 @@ def test_a_nan_that_came_with_messages(world):
     assert "from worker2 (call of logs); made by Log@worker2 (node " in line
     assert line.endswith("return torch.log(x - 5.0)")
     assert "came up at" not in line
-    key = report.remark_on_bad(found)[1]
+    key = found.blamed()
+    links = [part.node for remark in remarks(found) for part in remark if "Log@" in part.text]
+    assert set(links) == {key}  # which the page makes of that name
     assert (key[0], found.nodes[key].name) == ("worker2", "LogBackward0")
     index = [(worker, number) for worker, number in found.nodes].index(key)
     assert found.snapshot()["bad"] == index  # the page marks that node, too
