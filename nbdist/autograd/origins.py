@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 import nbdist
 from nbdist.autograd.edges import Node
 from nbdist.autograd.nans import Check, tensors_in
+from nbdist.autograd.parameters import walk
 from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
 
 __all__ = ["Origin", "noted", "origin_of"]
@@ -174,8 +175,8 @@ def _path(index: int) -> str:
     root, running = _thread.modules[0].module, _thread.modules[index]
     if not running.path:
         module = running.module
-        path = next((name for name, other in root.named_modules() if other is module), type(module).__name__)
-        running.path = f"{type(root).__name__}.{path}" if path else type(root).__name__
+        path = next((path for path, other in walk(root) if other is module), (type(module).__name__,))
+        running.path = ".".join((type(root).__name__, *path))
     return running.path
 
 

@@ -1,0 +1,156 @@
+"""Finds the names of leaves: `fc1.weight` for a parameter of a module, `x` for a tensor that a cell named.
+
+Nothing is registered while programs run. When somebody looks at a graph, the modules of this process are found once
+among all objects that Python's garbage collector knows, and the name of each parameter is remembered as long as the
+parameter lives. So the first look at a model costs one scan (some 50 ms where there are a million objects), and later
+looks cost a dictionary's look-up for each leaf. No code of the user's is called: modules are read through the
+dictionaries in which `torch.nn.Module` keeps their parts, and classes through `type`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["ParameterName", "names_of", "walk"]
+
+_PARTS: Any = torch.nn.Module.__dict__["__dict__"]
+"""The descriptor that reads an instance's dictionary, whatever the instance's class defines."""
+
+
+class ParameterName(NamedTuple):
+    """What a leaf is called."""
+
+    label: str
+    """The dotted path within the outermost module, `fc1.weight`; or the name of a variable of `__main__`."""
+    module: str | None = None
+    """The module that holds it, by its path from the class of the outermost one: `Net.fc1`."""
+
+
+class _Known(NamedTuple):
+    """The name of one parameter, and by what it is known to be that still."""
+
+    parameter: weakref.ref[torch.Tensor]
+    root: weakref.ref[torch.nn.Module] | None
+    """The outermost module; None for a parameter that no module holds."""
+    path: tuple[str, ...]
+
+
+_known: dict[int, _Known] = {}
+"""By the `id` of the parameter: its ``==`` compares elements, so it is no key itself."""
+_lock = threading.Lock()
+
+
+def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
+    """Return the names of these leaves by their `id`, as far as they have any.
+
+    Any thread may call this. Only a parameter that has not been asked for before makes it scan the process.
+    """
+    leaves = list(leaves)
+    parameters = [leaf for leaf in leaves if _is_a(type(leaf), torch.nn.Parameter)]
+    found = {}
+    with _lock:
+        if not all(_is_known(parameter) for parameter in parameters):
+            _scan(parameters)
+        for parameter in parameters:
+            known = _known[id(parameter)]
+            if known.root is not None and (root := known.root()) is not None:
+                holder = ".".join((type(root).__name__, *known.path[:-1]))
+                found[id(parameter)] = ParameterName(".".join(known.path), holder)
+    variables = _variables()
+    for leaf in leaves:
+        if id(leaf) not in found and id(leaf) in variables:
+            found[id(leaf)] = ParameterName(variables[id(leaf)])
+    return found
+
+
+def _is_a(kind: type, base: type) -> bool:
+    """Return whether a class is a subclass; unlike `issubclass` this asks no class of the user's."""
+    return base in type.__dict__["__mro__"].__get__(kind)
+
+
+def _is_known(parameter: torch.Tensor) -> bool:
+    """Return whether the name of a parameter is known, and its module still has it in that place."""
+    known = _known.get(id(parameter))
+    if known is None or known.parameter() is not parameter:
+        return False
+    if known.root is None:
+        return True
+    module: Any = known.root()
+    for name in known.path[:-1]:
+        module = _part(module, "_modules").get(name)
+    return _part(module, "_parameters").get(known.path[-1]) is parameter
+
+
+def _part(module: Any, name: str) -> dict[str, Any]:
+    """Return the dictionary of a module's children or parameters; an empty one if there is none, or it is unusual."""
+    if module is None or not _is_a(type(module), torch.nn.Module):
+        return {}
+    found = _PARTS.__get__(module).get(name)
+    return found if type(found) in _PLAIN else {}
+
+
+_PLAIN = (dict, type(torch.nn.Module()._modules))
+
+
+def _scan(parameters: Iterable[torch.Tensor]) -> None:
+    """Find the modules of this process, and remember what they call these parameters; with the lock held."""
+    kinds = {id(kind) for kind in _subclasses(torch.nn.Module)}
+    modules = [each for each in gc.get_objects() if id(type(each)) in kinds]
+    inner = {id(child) for module in modules for child in _part(module, "_modules").values()}
+    wanted = {id(parameter): parameter for parameter in parameters}
+    found: dict[int, tuple[tuple[int, str, tuple[str, ...]], _Known]] = {}
+    for root in modules:
+        if id(root) in inner:
+            continue
+        held = [
+            ((*path, name), parameter)
+            for path, module in walk(root)
+            for name, parameter in _part(module, "_parameters").items()
+        ]
+        for path, parameter in held:
+            key = id(parameter)
+            if key in wanted:
+                # Where several modules hold it, the largest names it; then it is not by chance which one that is.
+                rank = (-len(held), type(root).__name__, path)
+                if key not in found or rank < found[key][0]:
+                    found[key] = rank, _Known(weakref.ref(wanted[key]), weakref.ref(root), path)
+    for dead in [key for key, known in _known.items() if known.parameter() is None]:
+        del _known[dead]
+    for key, parameter in wanted.items():
+        _known[key] = found[key][1] if key in found else _Known(weakref.ref(parameter), None, ())
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    below: list[type] = type.__subclasses__(kind)
+    for each in below:
+        yield from _subclasses(each)
+
+
+def walk(root: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], torch.nn.Module]]:
+    """Yield a module and all below it, each once, with its path from the first.
+
+    It is `named_modules` without a call of it: a class may have another one of its own.
+    """
+    seen = set[int]()
+    stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        stack += [((*path, name), child) for name, child in reversed(_part(module, "_modules").items())]
+
+
+def _variables() -> dict[int, str]:
+    """Return the variables of `__main__` by the `id` of their values, without IPython's own, ``_`` and ``_5``."""
+    there = list(vars(sys.modules["__main__"]).items())  # other threads may add some meanwhile
+    return {id(value): name for name, value in reversed(there) if not name.startswith("_")}
