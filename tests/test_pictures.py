@@ -15,12 +15,17 @@ def test_an_image_with_the_titles_of_its_boxes():
     told = as_image(SVG)
     assert base64.b64decode(re.search(r"base64,([^\"]+)", told)[1]).decode() == SVG
     assert 'alt="all &amp; more"' in told
-    assert re.findall(r"<area [^>]*>", told) == [
-        '<area shape="rect" coords="10,2,30,7" title="a &quot;b&quot; &lt;c&gt;">'
+    assert re.findall(r"<span [^>]*>", told) == [
+        '<span title="a &quot;b&quot; &lt;c&gt;" '
+        'style="position:absolute;left:10.40%;top:6.67%;width:20.00%;height:16.67%">'
     ]
-    name = re.search(r'usemap="#([^"]+)"', told)[1]
-    assert f'<map name="{name}">' in told
-    assert name != re.search(r'usemap="#([^"]+)"', as_image(SVG.replace("10.4", "10.5")))[1]
+
+
+def test_it_is_made_smaller_then_scrolled_and_never_cut():
+    outer, inner = re.findall(r'<div style="([^"]*)"', as_image(SVG))
+    assert "overflow-x:auto" in outer
+    assert "max-width:100px;min-width:66px" in inner
+    assert "width:100%" in re.search(r"<img [^>]*>", as_image(SVG))[0]
 
 
 def test_characters_that_no_picture_may_have():

@@ -1,38 +1,70 @@
-"""Draws the graph of a context: a lane for each worker, time from left to right, as SVG without script and as text.
+"""Draws the graph of a context, and what a pass does with it: as SVG without script, and as lines of text.
 
-Pure: data in, text out.
+A lane for each worker, the forward pass from left to right; `nbdist.autograd.folding` says what the boxes are, and
+`nbdist.autograd.layout` where they stand. Pure: data in, text out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbdist.autograd.folding import TIMES, Box, Diagram, Line, diagram_of, name_of
+from nbdist.autograd.layout import BOX, Layout, Place, Point, lay_out
 from nbdist.autograd.seen import Key
 
 if TYPE_CHECKING:
-    from nbdist.autograd.inspection import Edge, NodeInfo, Trace
+    from nbdist.autograd.inspection import Edge, NodeInfo, Plan, Trace
 
-__all__ = ["as_svg", "as_text", "name_of"]
+__all__ = ["WIDEST", "Marks", "as_svg", "as_text", "name_of", "plan_as_svg", "plan_as_text"]
 
-_BOX = (104, 26)
-_STEP = (132, 38)
-_LANE = 92
-"""Where the boxes of a lane begin; its name stands before."""
-_MOST = 400
-_FILL = {"operation": "#f4f4f4", "leaf": "#dbeafe", "receive": "#fde8c8"}
+WIDEST = 880
+"""A picture has at most so many pixels from left to right; what is wider goes on below."""
+_NARROWEST = 420
+"""So wide it is at least, for its legend."""
+_NARROW, _BROAD = "iljtfrI.,:;'|()[]/ ", f"mwMW@%…→←{TIMES}"
+_LONGEST = 18
+"""So many letters of a name are drawn."""
+_LANES = 130
+"""So wide is the column of the workers' names at most."""
+_LINE = 15
+"""Of the legend."""
+_SHOWN = 12
+"""So many nodes of a worker are named in a line of text."""
+
+_INK, _FAINT, _RULE = "#1f2328", "#6b7280", "#d0d7de"
+_FILL = {"operation": "#eef0f3", "leaf": "#d6e8fc", "receive": "#fde6c3", "group": "#e8e3f6"}
+_MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#b45309", "#7c3aed", "#15803d", "#b91c1c", "#1d4ed8"
 
 
-def name_of(node: NodeInfo) -> str:
-    """A node's name as it is drawn."""
-    if node.kind == "receive":
-        return "receive"
-    return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
+@dataclass(frozen=True)
+class Marks:
+    """What a picture tells of a pass, beside the graph."""
+
+    waits_for: Mapping[Key, int]
+    """The nodes that take part, and how many gradients each waits for."""
+    roots: Collection[Key] = ()
+    got: Mapping[Key, int] | None = None
+    """How many of these have come, where the pass was left before its end."""
+    states: Mapping[Key, str] = field(default_factory=dict)
+    """How far nodes are: ``waiting``, ``ready``, ``running``, ``halted`` or ``done``; empty where no pass has begun."""
+    bad: Key | None = None
+    """Where a NaN or Inf was found first."""
+    path: Sequence[Key] = ()
+    """The critical path."""
+    in_vain: Collection[int] = ()
+    """The messages whose gradients are waited for, and do not come: FAST takes for granted that they do."""
+
+
+# -- as text --------------------------------------------------------------------------------------
 
 
 def as_text(trace: Trace) -> str:
-    """The graph as lines: for each worker what it has, and what went to others."""
+    """Return the graph as lines: for each worker what it has, and what it sent to others."""
     lines = [f"context {trace.context_id}: {_count(len(trace.nodes), 'worker')}, {_count(len(trace.edges), 'edge')}"]
     for worker, nodes in trace.nodes.items():
         kinds = [sum(node.kind == kind for node in nodes) for kind in ("operation", "leaf", "receive")]
@@ -46,36 +78,50 @@ def as_text(trace: Trace) -> str:
     return "\n".join(lines)
 
 
-def as_svg(trace: Trace, part: Collection[Key] | None = None) -> str:
-    """The graph as a picture; what is not ``part`` of something, if that is given, is grey."""
-    count = sum(len(nodes) for nodes in trace.nodes.values())
-    if count > _MOST:
-        return _text_picture(f"{count} nodes are too many to draw; repr() tells the edges between the workers")
-    if not count:
-        return _text_picture("nothing has been recorded")
-    columns = _columns(trace)
-    places, lanes, height = _places(trace, columns)
-    width = _LANE + _STEP[0] * (max(columns.values()) + 1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="11">'
+def plan_as_text(plan: Plan) -> str:
+    """Return a plan as lines: for each worker the nodes with the gradients that each waits for, and the messages."""
+    trace = plan.trace
+    total = sum(map(len, trace.nodes.values()))
+    what = "operations" if trace.of_step else "gradients"
+    kind = "pipeline step" if trace.of_step else f"{plan.mode.upper()} pass"
+    roots = _listed([f"{name_of(_node(trace, key))}@{key[0]}" for key in plan.roots])
+    lines = [
+        f"plan of a {kind} in context {trace.context_id}, from {roots or 'nowhere'}: "
+        f"{len(plan.waits_for)} of {_count(total, 'node')} take part; for how many {what} each waits:"
     ]
-    for number, (worker, (top, bottom)) in enumerate(lanes.items()):
-        shade = "#fafafa" if number % 2 else "#ffffff"
-        parts.append(f'<rect x="0" y="{top}" width="{width}" height="{bottom - top}" fill="{shade}" stroke="#ddd"/>')
-        parts.append(f'<text x="8" y="{(top + bottom) / 2 + 4}" font-weight="bold" fill="#333">{escape(worker)}</text>')
+    unused = {edge.autograd_message_id for edge in plan.unused}
     for worker, nodes in trace.nodes.items():
-        for node in nodes:
-            for source in node.inputs:
-                parts.append(_line(places[worker, source], places[worker, node.number], "#999"))
-    for edge, sent, received in _crossings(trace):
-        title = f"message {edge.autograd_message_id}: {_tensors(edge)} for {edge.function}"
-        parts.append(_line(places[sent], places[received], "#d97706", title))
-    for worker, nodes in trace.nodes.items():
-        for node in nodes:
-            faint = part is not None and (worker, node.number) not in part
-            parts.append(_box(places[worker, node.number], node, faint=faint))
-    return "".join([*parts, "</svg>"])
+        taking = [node for node in nodes if (worker, node.number) in plan.waits_for]
+        told = [
+            f"{name_of(node)} {plan.waits_for[worker, node.number]}"
+            + (" (root)" if (worker, node.number) in plan.roots and not trace.of_step else "")
+            for node in taking
+        ]
+        rest = [name_of(node) for node in nodes if (worker, node.number) not in plan.waits_for]
+        line = f"  {worker}: {_listed(told) or 'nothing'}"
+        lines.append(line + (f"; no part: {_listed(rest)}" if rest else ""))
+        for edge in trace.edges:
+            if edge.receiver == worker and not trace.of_step:
+                sent = f"{_tensors(edge)} ({edge.function})"
+                if edge.autograd_message_id not in unused:
+                    lines.append(f"    -> {edge.sender}: gradients of {sent}")
+                elif plan.mode == "fast":
+                    lines.append(f"    -> {edge.sender}: no gradient of {sent}, and FAST waits for one")
+                else:
+                    lines.append(f"    -> {edge.sender}: no gradient of {sent}")
+    lines += [f"  {name} could not be asked" for name in trace.unreachable]
+    return "\n".join(lines)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names in a row, equal ones once; not more than a reader reads."""
+    counted = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
+    more = [f"{len(counted) - _SHOWN} more"] if len(counted) > _SHOWN else []
+    return ", ".join(counted[:_SHOWN] + more)
+
+
+def _node(trace: Trace, key: Key) -> NodeInfo:
+    return next(node for node in trace.nodes[key[0]] if node.number == key[1])
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:
@@ -90,91 +136,315 @@ def _sent_by(trace: Trace, worker: str) -> list[Edge]:
     return [edge for edge in trace.edges if edge.sender == worker]
 
 
-def _crossings(trace: Trace) -> Iterable[tuple[Edge, Key, Key]]:
-    """Each edge, from the nodes that made its tensors to those that received them."""
-    received: dict[int, dict[int, list[Key]]] = {}
-    for worker, nodes in trace.nodes.items():
-        for node in nodes:
-            if node.message is not None:
-                for index in node.tensors:
-                    received.setdefault(node.message, {}).setdefault(index, []).append((worker, node.number))
-    for edge in trace.edges:
-        targets = received.get(edge.autograd_message_id, {})
-        for index, source in enumerate(edge.sources):
-            yield from ((edge, (edge.sender, source), target) for target in targets.get(index, []))
+# -- as a picture ---------------------------------------------------------------------------------
 
 
-def _columns(trace: Trace) -> dict[Key, int]:
-    """How far to the right each node stands: one further than all that it was computed from."""
-    before: dict[Key, list[Key]] = {
-        (worker, node.number): [(worker, source) for source in node.inputs]
-        for worker, nodes in trace.nodes.items()
-        for node in nodes
-    }
-    for _, source, target in _crossings(trace):
-        before[target].append(source)
-    columns: dict[Key, int] = {}
-    for start in before:
-        stack = [start]
-        while stack:
-            key = stack[-1]
-            missing = [other for other in before[key] if other not in columns]
-            if key not in columns and missing:
-                stack += missing
-                continue
-            stack.pop()
-            columns.setdefault(key, max((columns[other] + 1 for other in before[key]), default=0))
-    return columns
+def plan_as_svg(plan: Plan) -> str:
+    """Return the picture of a plan."""
+    in_vain = {edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else ()
+    return as_svg(plan.trace, Marks(plan.waits_for, () if plan.trace.of_step else plan.roots, in_vain=in_vain))
 
 
-def _places(
-    trace: Trace, columns: dict[Key, int]
-) -> tuple[dict[Key, tuple[float, float]], dict[str, tuple[int, int]], int]:
-    """The upper left corner of every box, and the lanes."""
-    places: dict[Key, tuple[float, float]] = {}
-    lanes: dict[str, tuple[int, int]] = {}
-    top = 0
-    for worker, nodes in trace.nodes.items():
-        used: dict[int, int] = {}
-        for node in nodes:
-            column = columns[worker, node.number]
-            row = used.get(column, 0)
-            used[column] = row + 1
-            places[worker, node.number] = (_LANE + column * _STEP[0], top + 8 + row * _STEP[1])
-        bottom = top + 8 + _STEP[1] * max(used.values(), default=1)
-        lanes[worker] = (top, bottom)
-        top = bottom
-    return places, lanes, top
+def as_svg(trace: Trace, marks: Marks | None = None) -> str:
+    """Return the graph as a picture, with what is known of a pass; what takes no part in that is pale."""
+    if not any(trace.nodes.values()):
+        return _text_picture("nothing has been recorded")
+    return _Drawing(trace, marks).svg()
 
 
-def _line(source: tuple[float, float], target: tuple[float, float], colour: str, title: str = "") -> str:
-    x1, y1 = source[0] + _BOX[0], source[1] + _BOX[1] / 2
-    x2, y2 = target[0], target[1] + _BOX[1] / 2
-    middle = (x1 + x2) / 2
-    told = f"<title>{escape(title)}</title>" if title else ""
+class _Drawing:
+    """One picture, while it is made."""
+
+    def __init__(self, trace: Trace, marks: Marks | None) -> None:
+        self.trace = trace
+        self.marks = marks
+        self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
+        self.edges = {edge.autograd_message_id: edge for edge in trace.edges}
+        self.diagram: Diagram = diagram_of(trace)
+        self.left = min(_LANES, 26 + 7.2 * max(map(len, trace.nodes), default=0))
+        self.layout: Layout = lay_out(self.diagram, self.width_of, self.left, WIDEST)
+        self.steps = set(itertools.pairwise(marks.path)) if marks is not None else set()
+        self.path = set(marks.path) if marks is not None else set()
+        self.began = marks is not None and bool(marks.states)
+        self.halfway = self.began and any(
+            state != "done" for state in map(self.state_of, marks.waits_for if marks is not None else ())
+        )
+
+    def svg(self) -> str:
+        layout = self.layout
+        width = max(layout.width, _NARROWEST)
+        legend, foot = self._legend(layout.height + 6, width)
+        height = layout.height + 6 + foot
+        told = as_text(self.trace).partition("\n")[0]
+        size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width:100%;height:auto" '
+            f'font-family="system-ui, sans-serif" font-size="11" fill="{_INK}"><title>{escape(told)}</title>'
+            f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>'
+        ]
+        number = {worker: n for n, worker in enumerate(self.trace.nodes)}
+        for lane in layout.lanes:
+            shade = "#f9fafb" if number[lane.worker] % 2 else "#fff"
+            parts.append(
+                f'<rect x=".5" y="{lane.top + 0.5:g}" width="{width - 1:g}" height="{lane.bottom - lane.top - 1:g}" '
+                f'fill="{shade}" stroke="{_RULE}"/>'
+                f'<text x="8" y="{(lane.top + lane.bottom) / 2 + 4:g}" font-weight="bold">'
+                f"{escape(_short(lane.worker, (self.left - 26) / 7.2))}</text>"
+            )
+        parts += [self._line(*each) for each in enumerate(self.diagram.lines)]
+        for mark in layout.marks:
+            parts.append(
+                f'<text x="{mark.x:g}" y="{mark.y:g}" font-size="9" text-anchor="end" fill="{_FAINT}">'
+                f"{mark.letters}</text>"
+            )
+        parts += [self._box(box) for boxes in self.diagram.boxes.values() for box in boxes]
+        return "".join([*parts, legend, "</svg>"])
+
+    # -- boxes --------------------------------------------------------------------------------
+
+    def width_of(self, box: Box) -> float:
+        """Return how wide a box is, with its counts."""
+        return _width(_short(box.name)) + 12 + sum(_width(text) + 7 for text, _, _ in self._tags(box))
+
+    def state_of(self, key: Key) -> str:
+        return self.marks.states.get(key, "waiting") if self.marks is not None else ""
+
+    def takes_part(self, box: Box) -> bool:
+        return self.marks is None or any(key in self.marks.waits_for for key in box.keys)
+
+    def _tags(self, box: Box) -> list[tuple[str, str, str]]:
+        """Return the small fields at the end of a box: the text of each, its fill and its ink."""
+        marks = self.marks
+        if marks is None:
+            return []
+        found = []
+        if any(key in marks.roots for key in box.keys):
+            found.append(("root", _ROOT, "#fff"))
+        if len(box.keys) == 1 and box.key in marks.waits_for:
+            count = marks.waits_for[box.key]
+            if marks.got is not None and self.state_of(box.key) in ("waiting", "ready", "halted") and count:
+                found.append((f"{marks.got.get(box.key, 0)}/{count}", "#fff", _INK))
+            elif count or not found:
+                found.append((str(count), "#fff", _INK))
+        if any(self.state_of(key) == "halted" for key in box.keys):
+            found.append(("halted", _HALTED, "#fff"))
+        if marks.bad in box.keys:
+            found.append(("NaN", _BAD, "#fff"))
+        return found
+
+    def _box(self, box: Box) -> str:
+        place = self.layout.places[box.key]
+        pale = not self.takes_part(box)
+        waiting = self.halfway and not pale and all(self.state_of(key) in ("waiting", "ready") for key in box.keys)
+        stroke, thick = "#8b95a1", 1.0
+        if self.path.intersection(box.keys):
+            stroke, thick = _PATH, 2.0
+        return (
+            f"<g><title>{escape(self._title(box))}</title>"
+            + _boxed(
+                place, box.kind, _short(box.name), self._tags(box), pale=pale, dashed=waiting, edge=(stroke, thick)
+            )
+            + "</g>"
+        )
+
+    def _title(self, box: Box) -> str:
+        marks = self.marks
+        if len(box.keys) > 1:
+            count = Counter(name_of(self.nodes[key]) for key in box.keys)
+            names = ", ".join(f"{number} {name}" for name, number in count.most_common(8))
+            lines = [f"{box.name.rpartition(' ')[0]}: {len(box.keys)} nodes: {names}"]
+            if marks is not None:
+                part = sum(key in marks.waits_for for key in box.keys)
+                lines += [f"{part} take part"] if part < len(box.keys) else []
+                done = sum(self.state_of(key) == "done" for key in box.keys)
+                lines += [f"{done} have run"] if self.began and done < part else []
+            return "\n".join(lines)
+        node = self.nodes[box.key]
+        shape = f" {node.dtype}{list(node.shape)}" if node.shape is not None else ""
+        lines = [f"{'receive' if node.kind == 'receive' else node.name}{shape}"]
+        if node.label is not None:
+            full = f"{node.parameter_of}.{node.label.rpartition('.')[2]}" if node.parameter_of else node.label
+            lines = [f"{full}: {node.name}{shape}"]
+        if node.message is not None:
+            edge = self.edges.get(node.message)
+            sent = f" from {edge.sender} ({edge.function})" if edge is not None else ""
+            lines[0] += f", message {node.message}{sent}"
+        lines += [more for more in (node.module, node.line) if more]
+        told = f"; {self._told(box.key, marks)}" if marks is not None else ""
+        lines.append(f"node {node.number} of {box.worker}{told}")
+        return "\n".join(lines)
+
+    def _told(self, key: Key, marks: Marks) -> str:
+        count = marks.waits_for.get(key)
+        if count is None:
+            return "takes no part"
+        what = "operation" if self.trace.of_step else "gradient"
+        told = "root: the pass begins here; " if key in marks.roots else ""
+        if marks.got is not None and self.state_of(key) != "done":
+            told += f"has got {marks.got.get(key, 0)} of {_count(count, what)}"
+        else:
+            told += f"waits for {_count(count, what)}"
+        return told + ("; the first NaN or Inf" if key == marks.bad else "")
+
+    # -- lines --------------------------------------------------------------------------------
+
+    def _line(self, number: int, line: Line) -> str:
+        marks = self.marks
+        colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
+        messages = {edge.autograd_message_id for edge in line.edges}
+        if marks is not None:
+            if messages and messages <= set(marks.in_vain):
+                colour, dashes = _BAD, ' stroke-dasharray="5 3"'
+            elif not any(source in marks.waits_for and target in marks.waits_for for source, target in line.ways):
+                colour, dashes = "#b6bdc6", ' stroke-dasharray="2 3"'
+            if any((target, source) in self.steps or (source, target) in self.steps for source, target in line.ways):
+                colour, thick = _PATH, 2.4
+        strokes = self.layout.routes[number]
+        path = "".join(_stroke(points, corners=number in self.layout.elbows) for points in strokes)
+        title = "\n".join(
+            f"message {edge.autograd_message_id}: {_tensors(edge)} for {edge.function}" for edge in line.edges
+        )
+        told = f"<title>{escape(title)}</title>" if title else ""
+        return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thick:g}"{dashes}>{told}</path>'
+
+    # -- the legend ---------------------------------------------------------------------------
+
+    def _legend(self, top: float, width: float) -> tuple[str, float]:
+        """Return a line that says what is drawn how, of what there is to see; and how high it is."""
+        x, y = 8.0, top
+        parts = []
+        for text, sample, length in self._samples():
+            need = length + 5 + _width(text) * 0.93
+            if x + need > width - 6 and x > 8:
+                x, y = 8.0, y + _LINE
+            parts.append(f'<g transform="translate({x:.1f} {y:g})">{sample}')
+            parts.append(f'<text x="{length + 4:.1f}" y="10" font-size="10" fill="#4b5563">{escape(text)}</text></g>')
+            x += need + 12
+        return "".join(parts), y - top + _LINE + 2
+
+    def _samples(self) -> list[tuple[str, str, float]]:
+        marks, trace = self.marks, self.trace
+        boxes = [box for each in self.diagram.boxes.values() for box in each]
+        kinds = {box.kind for box in boxes}
+        tags = {text for box in boxes for text, _, _ in self._tags(box)}
+        messages = {edge.autograd_message_id for line in self.diagram.lines for edge in line.edges}
+        what = "operations" if trace.of_step else "gradients"
+        names = {
+            "operation": "operation",
+            "leaf": "leaf (parameter)",
+            "receive": "receive",
+            "group": f"{TIMES}n: n nodes",
+        }
+        found = [(names[kind], _sample(kind), 16.0) for kind in names if kind in kinds]
+        if messages:
+            found.append(("message between workers", _sample_line(_MESSAGE), 18.0))
+        if marks is None:
+            return [*found, ("forward →, gradients ←", "", 0.0)]
+        if any(text.isdigit() for text in tags):
+            found.append((f"waits for n {what}", _sample_tag("n", "#fff", _INK), 12.0))
+        if any("/" in text for text in tags):
+            found.append((f"has got k of n {what}", _sample_tag("k/n", "#fff", _INK), 24.0))
+        if "root" in tags:
+            found.append(("the pass begins here", _sample_tag("root", _ROOT, "#fff"), 28.0))
+        if self.halfway:
+            found.append(("has not run", _sample("operation", dashed=True), 16.0))
+        if not all(map(self.takes_part, boxes)):
+            found.append(("takes no part", _sample("operation", pale=True), 16.0))
+        if messages.intersection(marks.in_vain):
+            found.append(("is waited for, and does not come", _sample_line(_BAD, ' stroke-dasharray="5 3"'), 18.0))
+        if marks.path:
+            found.append(("critical path", _sample_line(_PATH), 18.0))
+        if "NaN" in tags:
+            found.append(("the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0))
+        return [*found, ("time →" if trace.of_step else "forward →, gradients ←", "", 0.0)]
+
+
+def _width(text: str) -> float:
+    """Return about how wide a text is that is 11 pixels high, in the broadest of the usual fonts."""
+    return sum(4.3 if c in _NARROW else 10.2 if c in _BROAD else 8.0 if c.isupper() else 6.9 for c in text)
+
+
+def _short(name: str, most: float = _LONGEST) -> str:
+    """Return a name that fits; of a parameter's the end says more than the beginning."""
+    if len(name) <= most:
+        return name
+    if "." in name:
+        return f"…{name[-int(most) + 1 :]}"
+    return f"{name[: int(most) - 1]}…"
+
+
+def _stroke(points: Sequence[Point], *, corners: bool) -> str:
+    """Return a path through points; where two differ in height, they are joined by a curve, or by straight lines."""
+    (x, y), *rest = points
+    told = f"M{x:.1f} {y:.1f}"
+    for to, down in rest:
+        middle = (x + to) / 2
+        if abs(down - y) < 0.05:
+            told += f"H{to:.1f}"
+        elif corners:
+            told += f"L{to:.1f} {down:.1f}"
+        else:
+            told += f"C{middle:.1f} {y:.1f} {middle:.1f} {down:.1f} {to:.1f} {down:.1f}"
+        x, y = to, down
+    return told
+
+
+def _boxed(
+    place: Place,
+    kind: str,
+    name: str,
+    tags: Sequence[tuple[str, str, str]],
+    *,
+    pale: bool = False,
+    dashed: bool = False,
+    edge: tuple[str, float] = ("#8b95a1", 1.0),
+) -> str:
+    """Return the shapes of a box: its name, and fields for its counts at its end."""
+    x, y, width, height = place.x, place.y, place.width, place.height
+    round = height / 2 if kind == "leaf" else 3
+    fill, ink, stroke = (_FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")
+    dashes = ' stroke-dasharray="3 2"' if dashed or pale else ""
+    parts = [
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{round:g}" fill="{fill}" '
+        f'stroke="{stroke}" stroke-width="{edge[1]:g}"{dashes}/>'
+    ]
+    if kind == "group":
+        parts.append(f'<path d="M{x + 3:.1f} {y + height + 2.5:.1f}H{x + width - 3:.1f}" stroke="{stroke}"/>')
+    if name:
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + height / 2 + 4:.1f}" fill="{ink}">{escape(name)}</text>')
+    at = x + width - 2 - sum(_width(text) + 7 for text, _, _ in tags)
+    for text, back, letters in tags:
+        parts.append(_tag(at, y + 4, _width(text) + 5, height - 8, text, back, letters))
+        at += _width(text) + 7
+    return "".join(parts)
+
+
+def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, ink: str) -> str:
+    stroke = "#8b95a1" if fill == "#fff" else fill
     return (
-        f'<path d="M{x1} {y1} C{middle} {y1} {middle} {y2} {x2} {y2}" fill="none" stroke="{colour}" '
-        f'stroke-width="{2 if title else 1}">{told}</path>'
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}" '
+        f'stroke="{stroke}" stroke-width=".7"/>'
+        f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 3.6:.1f}" text-anchor="middle" font-size="10" '
+        f'font-weight="bold" fill="{ink}">{escape(text)}</text>'
     )
 
 
-def _box(place: tuple[float, float], node: NodeInfo, *, faint: bool) -> str:
-    x, y = place
-    name = name_of(node)
-    shown = name if len(name) <= 15 else name[:14] + "…"
-    shape = f"{node.dtype}{list(node.shape)}" if node.shape is not None else ""
-    title = f"{node.name} {shape}" + (f", message {node.message}" if node.message is not None else "")
-    title += "".join(f"\n{more}" for more in (node.module, node.line) if more)
-    return (
-        f'<g opacity="{0.3 if faint else 1}"><title>{escape(title)}</title>'
-        f'<rect x="{x}" y="{y}" width="{_BOX[0]}" height="{_BOX[1]}" '
-        f'rx="{12 if node.kind == "leaf" else 3}" fill="{_FILL[node.kind]}" stroke="#888"/>'
-        f'<text x="{x + _BOX[0] / 2}" y="{y + 17}" text-anchor="middle" fill="#222">{escape(shown)}</text></g>'
-    )
+def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
+    return _boxed(Place(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
+
+
+def _sample_tag(text: str, fill: str, ink: str) -> str:
+    return _tag(0, 0, _width(text) + 5, BOX - 9, text, fill, ink)
+
+
+def _sample_line(colour: str, more: str = "") -> str:
+    return f'<path d="M0 6H18" stroke="{colour}" stroke-width="1.8" fill="none"{more}/>'
 
 
 def _text_picture(text: str) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="40" font-family="sans-serif" font-size="12">'
-        f'<text x="8" y="24" fill="#333">{escape(text)}</text></svg>'
+        '<svg xmlns="http://www.w3.org/2000/svg" width="420" height="36" viewBox="0 0 420 36" '
+        f'font-family="system-ui, sans-serif" font-size="12"><title>{escape(text)}</title>'
+        '<rect width="420" height="36" fill="#fff"/>'
+        f'<text x="8" y="22" fill="{_INK}">{escape(text)}</text></svg>'
     )

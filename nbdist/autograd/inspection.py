@@ -14,10 +14,11 @@ import torch
 
 from nbdist.autograd import api
 from nbdist.autograd.contexts import Context
-from nbdist.autograd.drawing import as_svg, as_text
+from nbdist.autograd.drawing import as_svg, as_text, plan_as_svg, plan_as_text
 from nbdist.autograd.edges import RECEIVE, Node, Slot
 from nbdist.autograd.graph import ACCUMULATE
 from nbdist.autograd.origins import Origin, origin_of
+from nbdist.autograd.parameters import ParameterName, names_of
 from nbdist.autograd.seen import Key, Pass
 from nbdist.errors import WorkerLost
 from nbdist.pictures import as_image
@@ -47,6 +48,10 @@ class NodeInfo:
     """Of a receive: which of the edge's tensors it made."""
     origin: Origin = _NOWHERE
     """Where it was made, in a context whose lines are noted."""
+    label: str | None = None
+    """Of a leaf: the parameter's name within its outermost module, `fc1.weight`, or a variable's in `__main__`."""
+    parameter_of: str | None = None
+    """Of a parameter: the module that holds it, by its path from the class of the outermost one, `Net.fc1`."""
 
     @property
     def module(self) -> str | None:
@@ -78,7 +83,7 @@ class Edge:
         return sum(size for _, _, size in self.tensors)
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """The graph of a context: nodes by worker, and the edges between workers."""
 
@@ -105,7 +110,7 @@ class Trace:
         return {"text/plain": as_text(self), "text/html": as_image(picture), "image/svg+xml": picture}
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """What a pass would do: which nodes run, and for how many gradients each waits."""
 
@@ -117,11 +122,19 @@ class Plan:
     """The edges along which gradients go, all of their tensors or some."""
     unused: list[Edge]
     """Those along which none goes; in FAST mode the pass would fail for them."""
+    mode: api.Mode = "smart"
 
     @property
     def workers(self) -> list[str]:
         """The workers that take part."""
         return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
+
+    def __repr__(self) -> str:
+        return plan_as_text(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        picture = plan_as_svg(self)
+        return {"text/plain": plan_as_text(self), "text/html": as_image(picture), "image/svg+xml": picture}
 
 
 def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: api.Mode = "smart") -> Plan:
@@ -170,7 +183,7 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: api.Mode = "smart") -> 
             waits_for[other] += 1
     taken = [edge for edge in recorded.edges if edge.autograd_message_id in used]
     unused = [edge for edge in recorded.edges if edge.autograd_message_id not in used]
-    return Plan(recorded, list(roots), waits_for, taken, unused)
+    return Plan(recorded, list(roots), waits_for, taken, unused, mode)
 
 
 def trace(context_id: int | None = None) -> Trace:
@@ -222,7 +235,11 @@ def local_nodes(
     if context is None:
         return [], [], []
     numbers = context.number_all(starts)
-    nodes = [_describe(node, number, numbers) for node, number in sorted(numbers.items(), key=lambda item: item[1])]
+    accumulate: Any = ACCUMULATE
+    names = names_of(node.variable for node in numbers if type(node) is accumulate)
+    nodes = [
+        _describe(node, number, numbers, names) for node, number in sorted(numbers.items(), key=lambda item: item[1])
+    ]
     edges = [
         Edge(
             sent.message,
@@ -238,10 +255,12 @@ def local_nodes(
     return nodes, edges, sorted(touched)
 
 
-def _describe(node: Node, number: int, numbers: dict[Node, int]) -> NodeInfo:
+def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
     kind: Any = type(node)
     if kind is ACCUMULATE:
-        return NodeInfo(number, type(node.variable).__name__, "leaf", *_like(node.variable), inputs=())
+        leaf = node.variable
+        label, holder = names.get(id(leaf), (None, None))
+        return NodeInfo(number, type(leaf).__name__, "leaf", *_like(leaf), inputs=(), label=label, parameter_of=holder)
     shape, dtype = _like(node._input_metadata[0]) if node._input_metadata else (None, None)
     if kind is RECEIVE:
         return NodeInfo(number, node.name(), "receive", shape, dtype, (), node.end.message, _tensors_of(node))

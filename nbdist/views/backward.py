@@ -268,7 +268,7 @@ class Backward:
                 "w": workers[key[0]],
                 "n": key[1],
                 "name": name_of(node),
-                "label": getattr(node, "label", None) or "",
+                "label": node.label or "",
                 "kind": node.kind,
                 "module": node.module or "",
                 "line": node.line or "",

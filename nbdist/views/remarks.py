@@ -116,8 +116,7 @@ def _largest(found: Backward) -> Remark:
 
 
 def _named(found: Backward, key: Key) -> Part:
-    node = found.nodes[key]
-    return Part(f"{getattr(node, 'label', None) or name_of(node)}@{key[0]}", key)
+    return Part(f"{name_of(found.nodes[key])}@{key[0]}", key)
 
 
 def _where(found: Backward, key: Key) -> Remark:

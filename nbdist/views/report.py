@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from html import escape
 
-from nbdist.autograd.drawing import as_svg
+from nbdist.autograd.drawing import Marks, as_svg
 from nbdist.pictures import as_image
 from nbdist.views import tables
 from nbdist.views.amounts import duration
 from nbdist.views.backward import Backward
 from nbdist.views.remarks import remarks, text_of
 
-__all__ = ["as_html", "as_text"]
+__all__ = ["as_html", "as_text", "marks_of"]
 
 
 def as_text(found: Backward) -> list[str]:
@@ -43,6 +43,22 @@ def as_html(found: Backward, told: str) -> str:
     told_of = "".join(f"<div>{escape(text_of(remark))}</div>" for remark in remarks(found))
     return (
         f'<div style="font-family:sans-serif;font-size:13px"><div>{escape(told)}</div>'
-        f'<div style="overflow:auto">{as_image(as_svg(found.plan.trace, found.plan.waits_for))}</div>'
+        f"{as_image(as_svg(found.plan.trace, marks_of(found)))}"
         f"{table}{told_of}</div>"
+    )
+
+
+def marks_of(found: Backward) -> Marks:
+    """Return what the picture tells of a pass beside the graph: the counts, and how far it has come."""
+    plan = found.plan
+    states = {key: found.state_of(key) for key in plan.waits_for}
+    over = all(state == "done" for state in states.values())
+    return Marks(
+        plan.waits_for,
+        () if plan.trace.of_step else plan.roots,
+        got=None if over else found.got,
+        states=states,
+        bad=found.blamed(),
+        path=found.critical_path(),
+        in_vain={edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else (),
     )

@@ -73,12 +73,17 @@ def test_it_shows_itself(world):
     assert sum(title.startswith("message ") for title in titles) == 2
 
 
-def test_nothing_and_too_much_are_said_in_words(world):
+def test_nothing_is_said_in_words_and_much_is_folded(world):
     assert "nothing has been recorded" in as_svg(Trace(0))
     x = torch.ones(2, requires_grad=True)
     with dist_autograd.context() as context_id:
         rpc.rpc_sync("worker1", many, args=(x,))
-        assert "too many to draw" in as_svg(dist_autograd.trace(context_id))
+        picture = ET.fromstring(as_svg(dist_autograd.trace(context_id)))
+    words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    folded = [
+        int(count) for name, _, count in (word.partition(" \N{MULTIPLICATION SIGN}") for word in words) if name == "Add"
+    ]
+    assert sum(folded) == 500
 
 
 def many(x):
@@ -121,6 +126,41 @@ def test_a_plan_says_what_would_run_and_what_would_not(world):
         context_id.backward(loss)
         assert torch.equal(context_id.gradients()[x], torch.full((2,), 8.0))
     assert unused.requires_grad
+
+
+def test_a_plan_shows_itself(world):
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        used = rpc.rpc_sync("worker1", twice, args=(x,))
+        unused = rpc.rpc_sync("worker2", twice, args=(x,))
+        smart = dist_autograd.plan(context_id, (used * 3).sum())
+        fast = dist_autograd.plan(context_id, (used * 3).sum(), mode="fast")
+    assert unused.requires_grad
+    head, *lines = repr(smart).splitlines()
+    assert head == (
+        f"plan of a SMART pass in context {context_id}, from Sum@worker0: 6 of 9 nodes take part; "
+        "for how many gradients each waits:"
+    )
+    assert lines == [
+        "  worker0: receive 1, Mul 1, Sum 0 (root), Tensor 1; no part: receive",
+        "    -> worker1: gradients of float32[2] (twice)",
+        "    -> worker2: no gradient of float32[2] (twice)",
+        "  worker1: receive 1, Mul 1",
+        "    -> worker0: gradients of float32[2] (twice)",
+        "  worker2: nothing; no part: receive, Mul",
+        "    -> worker0: no gradient of float32[2] (twice)",
+    ]
+    assert (smart.mode, fast.mode) == ("smart", "fast")
+    lines = repr(fast).splitlines()
+    assert "    -> worker2: no gradient of float32[2] (twice), and FAST waits for one" in lines
+    assert "  worker2: receive 1, Mul 1" in lines
+    for plan in (smart, fast):
+        bundle = plan._repr_mimebundle_()
+        assert bundle["text/plain"] == repr(plan)
+        assert "<img" in bundle["text/html"]
+        ET.fromstring(bundle["image/svg+xml"])
+    assert "does not come" in fast._repr_mimebundle_()["image/svg+xml"]
+    assert "does not come" not in smart._repr_mimebundle_()["image/svg+xml"]
 
 
 # --- where nodes come from ------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_a_step_is_seen_whole_and_its_numbers_are_the_same(world, schedule, work
     assert len(states(watcher)) == 8 * count
     assert watcher.told() == f"pipeline step of worker2: {8 * count} of {8 * count} nodes, over"
     assert "critical path" in "\n".join(report.as_text(watcher.backward))
-    assert "<area" in report.as_html(watcher.backward, "told")
+    assert "<span title" in report.as_html(watcher.backward, "told")
     outline, snapshot, found = watcher.drawn()
     assert outline["workers"] == [f"worker{index}" for index in range(workers)]
     assert set(snapshot["states"]) == {"d"}

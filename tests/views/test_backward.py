@@ -99,8 +99,11 @@ def test_a_pass_that_is_over(world):
     assert sum(detail["counts"]) == 2  # all that it was given
     assert detail["low"] <= detail["high"]
     assert "critical path" in "\n".join(report.as_text(found))
-    assert "<area" in report.as_html(found, "told")
-    assert 'opacity="0.3"' in as_svg(found.plan.trace, found.plan.waits_for)  # what takes no part
+    assert "<span title" in report.as_html(found, "told")
+    picture = as_svg(found.plan.trace, report.marks_of(found))
+    assert "takes no part</text>" in picture
+    assert "critical path</text>" in picture
+    assert "has not run" not in picture
     assert json.loads(json.dumps(watcher.drawn()[1]))["over"]
 
 

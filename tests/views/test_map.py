@@ -60,7 +60,7 @@ def test_a_picture_in_which_everything_has_its_place(swarm):
 
 def test_it_is_told_whose_blocks_are_pointed_at():
     told = as_html(three().snapshot())
-    titles = re.findall(r'<area [^>]*title="([^"]+)"', told)
+    titles = re.findall(r'<span [^>]*title="([^"]+)"', told)
     assert titles == [
         "blocks 0-9: worker0, on the session&#x27;s route",
         "blocks 20-21: worker0, on the session&#x27;s route",

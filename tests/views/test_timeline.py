@@ -51,7 +51,7 @@ def test_a_step_of_training_is_told_by_kind_and_worker(tmp_path):
                 assert 0 <= entry.start <= entry.end <= told.seconds
         assert told.lost == 0
         assert "worker0: " in repr(told)
-        assert told._repr_html_().count("<area") > 20
+        assert told._repr_html_().count("<span title") > 20
         told.save(tmp_path / "told.json")
         events = json.loads((tmp_path / "told.json").read_text())["traceEvents"]
         assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"worker0", "worker1", "worker2"}

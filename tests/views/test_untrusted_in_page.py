@@ -69,5 +69,5 @@ def test_every_view_has_its_static_form(front, saved, tmp_path):
             for picture in output.locator("img").all():
                 assert picture.evaluate("image => image.naturalWidth") > 100, name
             assert output.locator("img").count() == (name in DRAWN), name
-        assert page.page.locator("area[title*='ExpBackward0']").count() == 2  # what a drawing tells where one points
+        assert page.page.locator("span[title*='ExpBackward0']").count() == 2  # what a drawing tells where one points
         assert not page.strangers

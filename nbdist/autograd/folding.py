@@ -1,0 +1,279 @@
+"""Makes a diagram of a recorded graph: the boxes and lines to draw, with nodes folded where there are too many.
+
+What a box stands for, by the number of nodes:
+
+===================== ==============================================================================================
+up to 150             one node
+more                  the nodes of a module that follow each other on a worker (`context(lines=True)` notes modules),
+                      down to the depth of modules at which there are at most 60 boxes; nodes of no known module are
+                      cut into runs
+still too many boxes  the nodes of a worker that are about as far from the start of the graph
+===================== ==============================================================================================
+
+Pure: data in, data out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nbdist.autograd.seen import Key
+
+if TYPE_CHECKING:
+    from nbdist.autograd.inspection import Edge, NodeInfo, Trace
+
+__all__ = ["TIMES", "Box", "Diagram", "Line", "crossings", "diagram_of", "name_of"]
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+_MOST_NODES = 150
+_MOST_BOXES = 60
+_MOST_RANGES = 16
+"""Into so many ranges of distances a graph is cut in the last resort."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """What is drawn as one box: a node, or the nodes of one worker that are folded into it."""
+
+    worker: str
+    keys: tuple[Key, ...]
+    kind: str
+    """``operation``, ``leaf`` or ``receive``; ``group`` if nodes are folded."""
+    name: str
+
+    @property
+    def key(self) -> Key:
+        """Its first node, by which lines name it."""
+        return self.keys[0]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A connection of two boxes, in the direction of the forward pass."""
+
+    source: Key
+    target: Key
+    ways: tuple[tuple[Key, Key], ...]
+    """The nodes that it connects."""
+    edges: tuple[Edge, ...] = ()
+    """The messages that it stands for, if it goes from worker to worker."""
+
+
+@dataclass(frozen=True)
+class Diagram:
+    """The boxes by worker, each after those from which lines come to it; and the lines."""
+
+    boxes: dict[str, list[Box]]
+    lines: list[Line]
+    ranks: dict[Key, int] | None = None
+    """The columns of boxes by distance, where boxes may depend on each other both ways."""
+    in_order: bool = False
+    """Whether each worker does what its boxes stand for one after the other."""
+
+
+def name_of(node: NodeInfo) -> str:
+    """Return a node's name as it is shown: the parameter's, ``receive``, or the operation's without torch's suffix."""
+    if node.label is not None:
+        return node.label
+    if node.kind == "receive":
+        return "receive"
+    return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
+
+
+def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
+    """Yield each edge between workers, from the nodes that made its tensors to those that received them."""
+    received: dict[int, dict[int, list[Key]]] = {}
+    for worker, nodes in trace.nodes.items():
+        for node in nodes:
+            if node.message is not None:
+                for index in node.tensors:
+                    received.setdefault(node.message, {}).setdefault(index, []).append((worker, node.number))
+    for edge in trace.edges:
+        targets = received.get(edge.autograd_message_id, {})
+        for index, source in enumerate(edge.sources):
+            yield from ((edge, (edge.sender, source), target) for target in targets.get(index, []))
+
+
+def diagram_of(trace: Trace) -> Diagram:
+    """Return what is drawn of a trace; however large it is, there are few enough boxes to see."""
+    graph = _Graph(trace)
+    most = _MOST_NODES * (2 if trace.of_step else 1)  # the boxes of a step are small: F0, B0
+    if len(graph.nodes) <= most:
+        return graph.diagram([[key] for key in graph.order])
+    for depth in range(graph.depth, -1, -1) if not trace.of_step else ():
+        runs = graph.runs(partial(graph.module, depth=depth))
+        if len(runs) <= _MOST_BOXES:
+            return graph.diagram(runs)
+    return graph.in_ranges()
+
+
+class _Graph:
+    """A trace's nodes in an order in which each comes after those that it was computed from."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.workers = list(trace.nodes)
+        self.in_order = trace.of_step
+        self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
+        self.crossings = list(crossings(trace))
+        self.before: dict[Key, list[Key]] = {
+            key: [(key[0], source) for source in dict.fromkeys(node.inputs)] for key, node in self.nodes.items()
+        }
+        for _, source, target in self.crossings:
+            if source not in self.before[target]:
+                self.before[target].append(source)
+        self.after: dict[Key, list[Key]] = {key: [] for key in self.nodes}
+        self.earlier = self.before
+        """The nodes that come before each: those that it was computed from, and in a step those done before it."""
+        if self.in_order:
+            self.earlier = {key: list(sources) for key, sources in self.before.items()}
+            for worker, nodes in trace.nodes.items():
+                for one, other in itertools.pairwise(sorted(node.number for node in nodes)):
+                    self.earlier[worker, other].append((worker, one))
+        self.order: list[Key] = []
+        self._sort()
+        for key in self.order:
+            for source in self.before[key]:
+                self.after[source].append(key)
+        self.sent = {source for _, source, _ in self.crossings}
+        paths = {key: (node.module or "").split(".") for key, node in self.nodes.items() if node.kind == "operation"}
+        self._paths = paths
+        self.depth = max(map(len, paths.values()), default=0)
+
+    def _sort(self) -> None:
+        done = set[Key]()
+        for start in self.nodes:
+            stack = [start]
+            while stack:
+                key = stack[-1]
+                missing = [other for other in self.earlier[key] if other not in done] if key not in done else []
+                if missing:
+                    stack += reversed(missing)
+                    continue
+                stack.pop()
+                if key not in done:
+                    done.add(key)
+                    self.order.append(key)
+
+    def module(self, key: Key, depth: int) -> str:
+        """Return the module of a node, cut at that depth."""
+        return ".".join(self._paths[key][:depth])
+
+    # -- folding ------------------------------------------------------------------------------
+
+    def runs(self, group: Callable[[Key], str]) -> list[list[Key]]:
+        """Return the nodes in runs that a box stands for each: operations of a worker and a ``group``, one by one.
+
+        A receive ends a run. So no run depends on itself by way of another worker. Leaves, and what is computed from
+        parameters alone, go with the operation that uses them, if it is one run.
+        """
+        aside = {key for key in self.order if self._is_aside(key)}
+        longest = max(2, math.ceil(len(self.order) / _MOST_BOXES * 2))
+        found: list[list[Key]] = []
+        of: dict[Key, int] = {}
+        last: dict[str, tuple[str, int]] = {}
+        for key in self.order:
+            if key in aside:
+                continue
+            if self.nodes[key].kind != "operation":
+                of[key] = len(found)
+                found.append([key])
+                last.pop(key[0], None)
+                continue
+            name = group(key)
+            before, run = last.get(key[0], ("", -1))
+            if run < 0 or before != name or (not name and len(found[run]) >= longest):
+                run = len(found)
+                found.append([])
+                last[key[0]] = name, run
+            of[key] = run
+            found[run].append(key)
+        for key in reversed(self.order):  # those who use it come later, so they are placed already
+            if key in aside:
+                users = {of[other] for other in self.after[key]}
+                run = users.pop() if len(users) == 1 else -1
+                if run < 0:
+                    run = len(found)
+                    found.append([])
+                of[key] = run
+                found[run].append(key)
+        return found
+
+    def _is_aside(self, key: Key) -> bool:
+        """Return whether a node is a leaf, or made from one parameter alone, and stays on its worker."""
+        if key in self.sent or not self.after[key]:
+            return False
+        node = self.nodes[key]
+        if node.kind == "leaf":
+            return True
+        before = self.before[key]
+        return node.kind == "operation" and len(before) == 1 and self.nodes[before[0]].kind == "leaf"
+
+    def in_ranges(self) -> Diagram:
+        """Return a diagram of boxes for all nodes of a worker that are about as far from the start of the graph."""
+        distance: dict[Key, int] = {}
+        for key in self.order:
+            distance[key] = max((distance[other] + 1 for other in self.earlier[key]), default=0)
+        for key in reversed(self.order):  # parameters stand beside what uses them, not all at the start
+            if self._is_aside(key):
+                distance[key] = min(distance[other] for other in self.after[key])
+        ranges = min(_MOST_RANGES, max(1, 2 * _MOST_BOXES // len(self.workers)))
+        size = (max(distance.values()) + 1) / ranges
+        found: dict[tuple[str, int], list[Key]] = {}
+        for key in self.order:
+            found.setdefault((key[0], int(distance[key] / size)), []).append(key)
+        diagram = self.diagram(found.values())
+        return Diagram(diagram.boxes, diagram.lines, {keys[0]: number for (_, number), keys in found.items()})
+
+    def diagram(self, groups: Iterable[list[Key]]) -> Diagram:
+        """Return the boxes for these groups of nodes, and the lines between them."""
+        place = {key: number for number, key in enumerate(self.order)}
+        boxes: dict[str, list[Box]] = {worker: [] for worker in self.workers}
+        first: dict[Key, Key] = {}
+        for group in groups:
+            keys = tuple(sorted(group, key=place.__getitem__))
+            first.update((key, keys[0]) for key in keys)
+            boxes[keys[0][0]].append(self._box(keys))
+        for each in boxes.values():
+            each.sort(key=lambda box: place[box.key])
+        ways: dict[tuple[Key, Key, bool], list[tuple[Key, Key]]] = {}
+        edges: dict[tuple[Key, Key, bool], dict[int, Edge]] = {}
+        between = set()
+        for edge, source, target in self.crossings:
+            line = first[source], first[target], True
+            between.add((source, target))
+            ways.setdefault(line, []).append((source, target))
+            edges.setdefault(line, {})[edge.autograd_message_id] = edge
+        for target in self.order:
+            for source in self.before[target]:
+                if first[source] != first[target] and (source, target) not in between:
+                    ways.setdefault((first[source], first[target], False), []).append((source, target))
+        lines = [
+            Line(source, target, tuple(each), tuple(edges.get((source, target, across), {}).values()))
+            for (source, target, across), each in ways.items()
+        ]
+        return Diagram(boxes, lines, in_order=self.in_order)
+
+    def _box(self, keys: tuple[Key, ...]) -> Box:
+        node = self.nodes[keys[0]]
+        if len(keys) == 1:
+            return Box(keys[0][0], keys, node.kind, name_of(node))
+        operations = [self.nodes[key] for key in keys if self.nodes[key].kind == "operation"]
+        modules = [each.module.split(".") if each.module else [] for each in operations]
+        shared: list[str] = []
+        for parts in zip(*modules, strict=False):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        names = [name_of(each) for each in operations]
+        if shared:
+            name = ".".join(shared[1:]) or shared[0]
+        elif len(set(names)) > 1:
+            name = f"{names[0][:5]}…{names[-1][:5]}"
+        else:
+            name = names[0] if names else name_of(node)
+        return Box(keys[0][0], keys, "group", f"{name} {TIMES}{len(keys)}")
