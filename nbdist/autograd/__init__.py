@@ -10,9 +10,10 @@ The map: `edges` are the nodes that stand in the graphs for what was sent and re
 `recorder` makes them, as calls go out and come in. A backward pass: `graph` walks, `part` decides what a worker can
 run and has torch's engine run it, `leaves` keeps the result out of ``.grad``, `passes` speaks with the other workers
 (in `messages`), and `ledger` tells the worker that began it when all is done. `inspection` collects what a context has
-recorded, and `drawing` draws it. `watching` is where a pass is seen and paused from, `observer` what sees and halts it
-on each worker, and `inherited` tells a NaN of the forward pass from one of the backward pass. What the operations of a
-forward pass are seen by is `origins`, which notes their lines, and `nans`, which looks for the first NaN.
+recorded, with the names that `parameters` finds; `drawing` draws it, as boxes that `folding` makes and `layout` places.
+`watching` is where a pass is seen and paused from, `observer` what sees and halts it on each worker, and `inherited`
+tells a NaN of the forward pass from one of the backward pass. What the operations of a forward pass are seen by is
+`origins`, which notes their lines, and `nans`, which looks for the first NaN.
 """
 
 from __future__ import annotations

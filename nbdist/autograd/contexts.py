@@ -96,7 +96,8 @@ class Context:
         starts = [*more, *self.roots]
         starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
         starts += [(node, 0) for end in list(self.receives.values()) for node in end.nodes]
-        return walk(starts).nodes
+        found = walk(starts)
+        return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no order but that of the walk
 
     def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
         """The same with their numbers."""

@@ -91,6 +91,8 @@ def plan_as_text(plan: Plan) -> str:
     ]
     unused = {edge.autograd_message_id for edge in plan.unused}
     for worker, nodes in trace.nodes.items():
+        if not trace.of_step:  # which thread served a call is chance, and so are the numbers of what it made
+            nodes = sorted(nodes, key=lambda node: (_KINDS.index(node.kind), name_of(node)))
         taking = [node for node in nodes if (worker, node.number) in plan.waits_for]
         told = [
             f"{name_of(node)} {plan.waits_for[worker, node.number]}"
@@ -111,6 +113,9 @@ def plan_as_text(plan: Plan) -> str:
                     lines.append(f"    -> {edge.sender}: no gradient of {sent}")
     lines += [f"  {name} could not be asked" for name in trace.unreachable]
     return "\n".join(lines)
+
+
+_KINDS = ("operation", "receive", "leaf")
 
 
 def _listed(names: Iterable[str]) -> str:

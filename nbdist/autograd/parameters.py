@@ -92,11 +92,11 @@ def _is_known(parameter: torch.Tensor) -> bool:
 
 
 def _part(module: Any, name: str) -> dict[str, Any]:
-    """Return the dictionary of a module's children or parameters; an empty one if there is none, or it is unusual."""
+    """Return a copy of a module's children or parameters, which other threads may change; nothing if it is unusual."""
     if module is None or not _is_a(type(module), torch.nn.Module):
         return {}
     found = _PARTS.__get__(module).get(name)
-    return found if type(found) in _PLAIN else {}
+    return dict(found) if type(found) in _PLAIN else {}
 
 
 _PLAIN = (dict, type(torch.nn.Module()._modules))

@@ -142,18 +142,18 @@ def test_a_plan_shows_itself(world):
         "for how many gradients each waits:"
     )
     assert lines == [
-        "  worker0: receive 1, Mul 1, Sum 0 (root), Tensor 1; no part: receive",
+        "  worker0: Mul 1, Sum 0 (root), receive 1, Tensor 1; no part: receive",
         "    -> worker1: gradients of float32[2] (twice)",
         "    -> worker2: no gradient of float32[2] (twice)",
-        "  worker1: receive 1, Mul 1",
+        "  worker1: Mul 1, receive 1",
         "    -> worker0: gradients of float32[2] (twice)",
-        "  worker2: nothing; no part: receive, Mul",
+        "  worker2: nothing; no part: Mul, receive",
         "    -> worker0: no gradient of float32[2] (twice)",
     ]
     assert (smart.mode, fast.mode) == ("smart", "fast")
     lines = repr(fast).splitlines()
     assert "    -> worker2: no gradient of float32[2] (twice), and FAST waits for one" in lines
-    assert "  worker2: receive 1, Mul 1" in lines
+    assert "  worker2: Mul 1, receive 1" in lines
     for plan in (smart, fast):
         bundle = plan._repr_mimebundle_()
         assert bundle["text/plain"] == repr(plan)
