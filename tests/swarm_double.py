@@ -12,6 +12,7 @@ class Swarm:
         self.killed = []
         self.listeners = []
         self.looks = 0
+        self.ended = False
 
     def __repr__(self):
         return f"<Swarm of {self.told['count']} blocks>"

@@ -3,7 +3,7 @@
 import base64
 import re
 
-from nbdist.pictures import as_image
+from nbdist.pictures import as_image, themed
 
 SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="100" height="30"><title>all &amp; more</title>'
@@ -30,3 +30,17 @@ def test_it_is_made_smaller_then_scrolled_and_never_cut():
 
 def test_characters_that_no_picture_may_have():
     assert "<img" in as_image(SVG.replace("all", "a\x1bl\x0cl"))
+
+
+def test_a_page_gives_html_its_font_size_and_colour():
+    told = themed("<b>x</b>", "y")
+    assert told.endswith(">xy</div>".replace("x", "<b>x</b>"))
+    for variable in ("--jp-ui-font-family", "--jp-ui-font-size1", "--jp-ui-font-color1"):
+        assert f"var({variable}, inherit)" in told  # a page without the variable has its own
+
+
+def test_an_image_is_dark_where_a_trusted_page_is():
+    told = as_image(SVG)
+    assert told.startswith("<style>")  # which a page that is not trusted leaves out
+    assert '[data-jp-theme-light="false"] .nbdist-image' in told
+    assert 'class="nbdist-image"' in told

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from nbdist.nn.charts import Bar, gantt
+from nbdist.nn.charts import Bar, gantt, micro_batch_name, with_legend
 from nbdist.nn.schedules import Op, Span, Table, simulate
 
 __all__ = ["PipelineTimeline"]
+
+_KINDS = {"F": "forward", "B": "backward"}
 
 
 class PipelineTimeline:
@@ -73,21 +75,22 @@ class PipelineTimeline:
             ("as it ran", self.rows, self.seconds, self.bubble),
             ("ideal", self.ideal, _length(self.ideal), self.ideal_bubble),
         )
-        return "\n".join(
+        drawings = [
             gantt(
                 f"{title}: {length * 1e3:.1f} ms, bubbles {bubble:.0%}",
                 [(name, [self._bar(span) for span in row]) for name, row in zip(self.workers, rows, strict=True)],
                 seconds,
             )
             for title, rows, length, bubble in told
-        )
+        ]
+        return with_legend(drawings, {_KINDS[span.op.kind] for row in self.rows for span in row})
 
     def _bar(self, span: Span) -> Bar:
         kind, stage, micro_batch = span.op
         text = f"{micro_batch}" if self.stages == len(self.workers) else f"{stage}.{micro_batch}"
-        what = "forward" if kind == "F" else "backward"
-        tip = f"{what} of micro-batch {micro_batch}, stage {stage}: {(span.end - span.start) * 1e3:.2f} ms"
-        return Bar(span.start, span.end, text, "#4c8dd6" if kind == "F" else "#e08a3c", tip)
+        what = _KINDS[kind]
+        tip = f"{micro_batch_name(what, stage, micro_batch)}: {(span.end - span.start) * 1e3:.2f} ms"
+        return Bar(span.start, span.end, text, what, tip)
 
 
 def _length(rows: Sequence[Sequence[Span]]) -> float:

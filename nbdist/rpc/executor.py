@@ -206,7 +206,8 @@ class Request:
             is_async = hasattr(function, ASYNC_MARK)
         agent, key = self._agent, (self._sender, call.id)
         if trace.listeners:
-            trace.emit("call.run", agent=agent.me.name, function=call.function, id=call.id)
+            what = {"callee": function, "args": args}
+            trace.emit("call.run", agent=agent.me.name, function=call.function, id=call.id, **what)
         try:
             agent.stopping.begin(key)
             if self._context is None or agent.recorder is None or call.recording is None:

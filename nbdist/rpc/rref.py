@@ -26,7 +26,7 @@ from nbdist.wire.messages import State
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["Proxy", "RRef", "describe_error", "describe_value"]
+__all__ = ["Proxy", "RRef", "describe_error", "describe_value", "error_line"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,9 @@ class _Hold:
 
 class RRef(Generic[T]):
     """A reference to a value on some worker; ``RRef(value)`` makes the calling worker its owner."""
+
+    _known: State | None = None
+    """What was known of the value at the last look: who counts references forgets one that is released."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = _find_agent()
@@ -99,8 +102,14 @@ class RRef(Generic[T]):
 
     @property
     def state(self) -> State | None:
-        """What is known of the value: its type, and a tensor's shape, dtype and device; None until it is known."""
-        return self._agent.references.forks.state(self._id, self._fork)
+        """What is known of the value: its type, and a tensor's shape, dtype and device; None until it is known.
+
+        Of a call that failed, it is the error's type and text. After `release` it is what was known then.
+        """
+        found = self._agent.references.forks.state(self._id, self._fork)
+        if found is not None:
+            self._known = found
+        return self._known
 
     def __str__(self) -> str:
         if self._fork is None:
@@ -108,20 +117,24 @@ class RRef(Generic[T]):
         return f"UserRRef(RRefId = {self._id}, ForkId = {self._fork})"
 
     def __repr__(self) -> str:
-        standing = (
-            "owned here"
-            if self._fork is None and self._hold is not None
-            else f"on {self.owner_name()}, {self._standing()}"
-        )
-        return f"<RRef {_summary(self.state)} {standing}>"
+        standing = self._standing()
+        told = "owned here" if standing == "here" else f"on {self.owner_name()}, {standing}"
+        return f"<RRef {_summary(self.state)} {told}>"
 
     def _standing(self) -> str:
+        """How far the reference has come, in one word; "failed" is also one whose call raised an error."""
         if self._hold is None:
             return "released"
         if self._agent.closed:
             return "ended"
-        standing = self._agent.references.forks.standing(cast(GlobalId, self._fork))
-        return standing.value if standing is not None else "dead"
+        if self._fork is not None:
+            standing = self._agent.references.forks.standing(self._fork)
+            if standing is not Standing.CONFIRMED:
+                return standing.value if standing is not None else "dead"
+        state = self.state
+        if state is not None and state.error is not None:
+            return "failed"
+        return "here" if self._fork is None else "confirmed"
 
     # -- asking -------------------------------------------------------------------------------
 
@@ -167,6 +180,7 @@ class RRef(Generic[T]):
 
     def release(self) -> None:
         """Let go of the value, as if this object were collected; nothing can be asked of it afterwards."""
+        self._known = self.state
         self._hold = None  # calls under way, and messages on their way, have it as well
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -245,7 +259,9 @@ class Proxy:
 
 
 def local_type(state: State) -> type | None:
-    """The class that ``state`` names, if this process has it loaded."""
+    """The class of the value that ``state`` describes, if there is one and this process has loaded its class."""
+    if state.error is not None:
+        return None
     found: Any = sys.modules.get(state.module)
     for part in state.qualname.split("."):
         found = getattr(found, part, None)
@@ -259,6 +275,12 @@ def describe_error(error: BaseException) -> State:
         return State(cls.__module__, cls.__qualname__, error=str(error))
     except Exception:
         return State(cls.__module__, cls.__qualname__, error="its text cannot be had")
+
+
+def error_line(name: str, text: str) -> str:
+    """Return an error in one line: its type and the first line of its text."""
+    first = text.strip().partition("\n")[0]
+    return f"{name}: {first}" if first else name
 
 
 def describe_value(value: Any) -> State:
@@ -302,7 +324,7 @@ def _summary(state: State | None) -> str:
     if state is None:
         return "to a value not known yet"
     if state.error is not None:
-        return f"to an error ({state.error})"
+        return f"to the result of a call that raised {error_line(state.qualname, state.error)}"
     parts = [state.qualname]
     if state.shape is not None:
         parts.append(f"{state.dtype}{tuple(state.shape)}")

@@ -265,6 +265,11 @@ class Crew:
                 with self._changed:
                     member.rest("offline")
 
+    @property
+    def ended(self) -> bool:
+        """Whether nobody serves any more, nor will: it was closed, or its cluster has ended."""
+        return self.closed or self._agent.closed
+
     def check_open(self) -> None:
         """Whether it is closed: an error."""
         if self.closed:

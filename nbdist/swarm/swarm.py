@@ -143,6 +143,8 @@ class Swarm:
             spend=spend,
         )
         self._folder = folder  # it goes with the swarm
+        self._closed: list[dict[str, Any]] | None = None
+        """How each worker was when the swarm was closed."""
         self._lock = threading.Lock()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -192,7 +194,8 @@ class Swarm:
         return len(self.sizes)
 
     def __repr__(self) -> str:
-        lines = [f"<Swarm of {len(self)} blocks, {sum(self.sizes) / 1e6:.1f} MB>"]
+        over = "; it is over" if self.ended else ""
+        lines = [f"<Swarm of {len(self)} blocks, {sum(self.sizes) / 1e6:.1f} MB{over}>"]
         for each in self._told():
             blocks = [number for begin, end in each["blocks"] for number in range(begin, end)]
             lines.append(
@@ -204,9 +207,15 @@ class Swarm:
         now = time.monotonic()
         return [member.told(now, self.sizes, self.crew.options.cache_bytes) for member in self.crew.members]
 
+    @property
+    def ended(self) -> bool:
+        """Whether the swarm serves no longer: it was closed, or its cluster has ended."""
+        return self.crew.ended
+
     def snapshot(self) -> dict[str, Any]:
-        """What a map shows. Nobody is asked."""
-        return {"count": len(self), "bytes": sum(self.sizes), "servers": self._told(), **self.journal.told()}
+        """Return what a map shows. Nobody is asked. Of a swarm that was closed, it is how the swarm was then."""
+        servers = self._told() if self._closed is None else self._closed
+        return {"count": len(self), "bytes": sum(self.sizes), "servers": servers, **self.journal.told()}
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have ``callback()`` called, by whatever thread, when something has changed. Returns what ends that."""
@@ -249,6 +258,8 @@ class Swarm:
 
     def close(self) -> None:
         """Serve no longer; what the workers had is gone, and so is a folder that was made for it."""
+        if not self.ended:
+            self._closed = self._told()
         self.crew.close()
         self._over.put(None)
         self._folder.cleanup()

@@ -5,28 +5,41 @@ Pure: facts in, text out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from nbdist.pictures import as_image, themed
 from nbdist.rpc.peeking import Histogram, Numbers, Parameter, Peek
+from nbdist.rpc.rref import error_line
+from nbdist.views import tables
 from nbdist.views.amounts import size
 from nbdist.wire.messages import State
 
-__all__ = ["MOST", "Facts", "card", "peek_html", "table", "text", "value"]
+__all__ = ["MOST", "Facts", "Rows", "card", "peek_html", "table", "text", "text_of_many", "value"]
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 _STANDINGS = {
-    "here": ("owned here", "#3b82c4"),
-    "pending": ("on its way", "#b7791f"),
-    "confirmed": ("confirmed", "#2f855a"),
+    "here": ("owned here", "#2b6cb0"),
+    "pending": ("on its way", "#975a16"),
+    "confirmed": ("confirmed", "#276749"),
     "failed": ("failed", "#c53030"),
-    "dead": ("dead with its worker", "#c53030"),
-    "released": ("released", "#718096"),
-    "ended": ("ended", "#718096"),
+    "dead": ("lost with its worker", "#c53030"),
+    "released": ("released", "#4a5568"),
+    "ended": ("its cluster has ended", "#4a5568"),
 }
+"""Words and colour of each standing. White text can be read on each of the colours."""
+_SETTLED = ("here", "pending", "confirmed")
+"""Of these a reference's text says nothing: it is the same before and after a confirmation."""
+_ALARM = "color:var(--jp-error-color1, #d14343)"
 MOST = 200
 """So many rows a table has at most."""
+_LINE = 79
+"""So many columns a line of the shell has."""
+_NEXT = ",\n "
 
 
 @dataclass(frozen=True)
@@ -39,52 +52,86 @@ class Facts:
     forks: int | None = None
     """How many others have one to it; its owner knows."""
     why: str = ""
-    """Of one that failed, or is dead."""
+    """In one line, the error of a reference that failed, or whose owner is lost."""
+
+
+@dataclass(frozen=True)
+class Rows(Generic[T]):
+    """The first items of a list, tuple or dict, each with its name: a number, or a key."""
+
+    kind: type
+    items: list[tuple[str, T]]
+    count: int
+    """How many items there are, those left out included."""
+
+    def each(self, function: Callable[[T], U]) -> Rows[U]:
+        """Return the same rows with ``function(item)`` in the place of each item."""
+        return Rows(self.kind, [(name, function(item)) for name, item in self.items], self.count)
 
 
 def text(facts: Facts) -> str:
-    """A line that is the same however far the reference has come by the time it is shown."""
-    return f"<RRef on {facts.owner}>"
+    """Return a reference as one line, which says whether it failed or is gone.
+
+    It is the same before and after the confirmation, whenever that comes.
+    """
+    if facts.standing in _SETTLED:
+        return f"<RRef on {facts.owner}>"
+    told = _STANDINGS.get(facts.standing, (facts.standing, ""))[0]
+    return f"<RRef on {facts.owner}, {told}{f': {facts.why}' if facts.why else ''}>"
+
+
+def text_of_many(rows: Rows[Facts]) -> str:
+    """Return a list, tuple or dict of references as the shell prints one."""
+    told = [f"{name}: {text(facts)}" if rows.kind is dict else text(facts) for name, facts in rows.items]
+    if rows.count > len(told):
+        told.append("...")
+    begin, end = "{}" if rows.kind is dict else "()" if rows.kind is tuple else "[]"
+    if rows.kind is tuple and len(told) == 1:
+        end = ",)"
+    line = f"{begin}{', '.join(told)}{end}"
+    return line if len(line) <= _LINE else f"{begin}{_NEXT.join(told)}{end}"
 
 
 def card(facts: Facts, *, lasting: bool = False) -> str:
-    """All that is known; if it is to be looked at when all is over, without what has only not come yet."""
+    """Return all that is known of a reference as HTML.
+
+    With ``lasting``, for what is looked at when all is over, it says nothing of what has only not come yet.
+    """
     state = facts.state
-    rows = [("value", value(state)), *_more(state)] if state is not None or not lasting else []
+    rows = []
+    if (state is None or state.error is None) and (state is not None or not lasting):
+        rows += [("value", value(state)), *_more(state)]
     if facts.forks is not None:
         rows.append(("forks", str(facts.forks)))
     if facts.why:
         rows.append(("error", facts.why))
     cells = "".join(
         f'<tr><td style="text-align:left;opacity:.7;padding:0 12px 0 0">{escape(name)}</td>'
-        f'<td style="text-align:left;padding:0">{escape(told)}</td></tr>'
+        f'<td style="text-align:left;padding:0;overflow-wrap:anywhere">{escape(told)}</td></tr>'
         for name, told in rows
     )
     badge = _badge(facts.standing) if facts.standing != "pending" or not lasting else ""
-    return (
-        f'<div style="font-family:sans-serif;font-size:13px"><b>RRef</b> on <b>{escape(facts.owner)}</b> '
-        f'{badge}<table style="border-collapse:collapse;margin:4px 0">{cells}</table></div>'
+    return themed(
+        f"<b>RRef</b> on <b>{escape(facts.owner)}</b> {badge}",
+        f'<table style="border-collapse:collapse;margin:4px 0">{cells}</table>',
     )
 
 
-def table(rows: Sequence[tuple[str, Facts]], count: int) -> str:
-    """The first of so many references in a list or a dict, a row each."""
-    names = ("", "owner", "value", "device", "bytes", "state")
-    head = "".join(f'<th style="text-align:left">{name}</th>' for name in names)
+def table(rows: Rows[Facts]) -> str:
+    """Return the first of so many references in a list, tuple or dict as a table, a row each."""
     lines = []
-    for key, facts in rows:
+    for name, facts in rows.items:
         state = facts.state
         device = (state.device if state is not None else None) or ""
         nbytes = size(state.nbytes) if state is not None and state.nbytes is not None else ""
-        cells = [escape(told) for told in (key, facts.owner, value(state), device, nbytes)]
-        told = "".join(f'<td style="text-align:left">{cell}</td>' for cell in [*cells, _badge(facts.standing)])
-        lines.append(f"<tr>{told}</tr>")
-    left = f"<div>… and {count - len(rows)} more</div>" if count > len(rows) else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{left}"
+        told = facts.why or value(state)
+        lines.append((name, facts.owner, told, device, nbytes, tables.Html(_badge(facts.standing))))
+    left = f"<div>… and {rows.count - len(lines)} more</div>" if rows.count > len(lines) else ""
+    return tables.as_html(("", "owner", "value", "device", "bytes", "state"), lines) + themed(left)
 
 
 def peek_html(peek: Peek) -> str:
-    """What was seen of a value."""
+    """Return what was seen of a value as HTML."""
     parts = []
     if peek.numbers is not None:
         parts.append(_numbers(peek.numbers))
@@ -93,15 +140,15 @@ def peek_html(peek: Peek) -> str:
     if peek.text:
         length = f"{peek.length} items: " if peek.length is not None else ""
         parts.append(f'<pre style="margin:0;white-space:pre-wrap">{escape(length + peek.text)}</pre>')
-    return f'<div style="font-family:sans-serif;font-size:13px">{"".join(parts)}</div>'
+    return themed(*parts)
 
 
 def value(state: State | None) -> str:
-    """What a value is, shortly."""
+    """Return what a value is, in a few words."""
     if state is None:
         return "not known yet"
     if state.error is not None:
-        return f"{state.qualname}: {state.error}"
+        return error_line(state.qualname, state.error)
     return f"{state.qualname} {state.dtype}{tuple(state.shape)}" if state.shape is not None else state.qualname
 
 
@@ -123,7 +170,7 @@ def _more(state: State | None) -> list[tuple[str, str]]:
 def _badge(standing: str) -> str:
     told, colour = _STANDINGS.get(standing, (standing, "#718096"))
     return (
-        f'<span style="color:#fff;background:{colour};border-radius:8px;padding:1px 8px;font-size:85%">'
+        f'<span style="color:#fff;background:{colour};border-radius:8px;padding:1px 8px;white-space:nowrap">'
         f"{escape(told)}</span>"
     )
 
@@ -138,7 +185,7 @@ def _numbers(numbers: Numbers) -> str:
     told = [f"{name} <b>{value:.5g}</b>" for name, value in known.items() if value is not None]
     for count, name in ((numbers.nans, "NaN"), (numbers.infs, "infinite")):
         if count or name == "NaN":
-            colour = ' style="color:#c53030"' if count else ""
+            colour = f' style="{_ALARM}"' if count else ""
             told.append(f"<span{colour}>{name} <b>{count}</b></span>")
     parts = [f"<div>{' · '.join(told)}</div>"]
     if numbers.histogram is not None:
@@ -152,24 +199,18 @@ def _histogram(histogram: Histogram) -> str:
     counts = histogram.counts
     most, width, height = max(1, *counts), 8, 40
     bars = "".join(
-        f'<rect x="{index * width}" y="{height - (tall := count / most * height):.1f}" width="{width - 1}" '
-        f'height="{tall:.1f}" fill="#3b82c4"><title>{count}</title></rect>'
+        f'<g><title>{count}</title><rect x="{index * width}" y="{height - (tall := count / most * height):.1f}" '
+        f'width="{width - 1}" height="{tall:.1f}" fill="#4c8dd6"/></g>'
         for index, count in enumerate(counts)
     )
-    return (
-        f'<div>{histogram.low:.4g} <svg width="{len(counts) * width}" height="{height}" '
-        f'style="vertical-align:bottom">{bars}</svg> {histogram.high:.4g}</div>'
-    )
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="{len(counts) * width}" height="{height}">{bars}</svg>'
+    return f"<div>from {histogram.low:.4g} to {histogram.high:.4g}</div>{as_image(svg)}"
 
 
 def _parameters(rows: Sequence[Parameter]) -> str:
-    names = ("parameter", "shape", "device", "requires_grad", "norm", "NaN")
-    head = "".join(f'<th style="text-align:left">{name}</th>' for name in names)
     lines = []
     for row in rows[:MOST]:
         shape, norm = f"{row.dtype}{tuple(row.shape)}", f"{row.norm:.4g}" if row.norm is not None else ""
-        cells = (row.name, shape, row.device, str(row.requires_grad), norm, str(row.nans))
-        told = "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in cells)
-        lines.append(f"<tr>{told}</tr>")
+        lines.append((row.name, shape, row.device, str(row.requires_grad), norm, str(row.nans)))
     left = f"<div>… and {len(rows) - MOST} more</div>" if len(rows) > MOST else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{left}"
+    return tables.as_html(("parameter", "shape", "device", "requires_grad", "norm", "NaN"), lines) + left

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -20,10 +21,10 @@ from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.sinks import PlainSink, Sink, current_sink
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, report
-from nbdist.views.map import Mapped
+from nbdist.views.map import Mapped, snapshot_of
 from nbdist.views.map import as_html as map_as_html
 from nbdist.views.panel import Panel
-from nbdist.views.references import OVER, bundle, bundle_of_many, facts_of
+from nbdist.views.references import OVER, are_references, bundle, bundle_of_many, facts_of
 from nbdist.views.shown import Bundle
 from nbdist.views.watching import Watcher
 
@@ -38,10 +39,12 @@ _SWARM = "nbdist.swarm.swarm.Swarm"
 _before: list[tuple[Any, type | str, Any]] = []
 """What showed things before."""
 _views: deque[Any] = deque()
+_parting: weakref.WeakSet[Cluster] = weakref.WeakSet()
+"""The clusters that will have the views leave pictures."""
 
 
 def register(shell: Any) -> None:
-    """Have a shell show references, and lists and dicts of them."""
+    """Have a shell show references, and lists, tuples and dicts of them."""
     bundles = shell.display_formatter.mimebundle_formatter
     printers: dict[type | str, Any] = {
         RRef: _show,
@@ -50,6 +53,7 @@ def register(shell: Any) -> None:
         Panel: _show_panel,
         _SWARM: _show_swarm,
         list: _show_many,
+        tuple: _show_many,
         dict: _show_many,
     }
     _before[:] = [(bundles, kind, bundles.for_type(kind, printer)) for kind, printer in printers.items()]
@@ -61,6 +65,9 @@ def register(shell: Any) -> None:
         Watch: _live_watch,
         Panel: _live_panel,
         _SWARM: _live_swarm,
+        list: _live_many,
+        tuple: _live_many,
+        dict: _live_many,
     }
     _before.extend((selves, kind, selves.for_type(kind, printer)) for kind, printer in live.items())
     if getattr(shell, "kernel", None) is not None:  # a terminal shows text only, and as much as is known
@@ -84,7 +91,8 @@ def _prepare() -> None:
     import nbdist.views.widgets.backward
     import nbdist.views.widgets.card
     import nbdist.views.widgets.map
-    import nbdist.views.widgets.panel  # noqa: F401
+    import nbdist.views.widgets.panel
+    import nbdist.views.widgets.references  # noqa: F401
 
 
 def _print(rref: RRef[Any], printer: Any, _: bool) -> None:
@@ -99,15 +107,14 @@ def _show(rref: RRef[Any]) -> Bundle:
     return bundle(rref)
 
 
-def _show_many(value: list[Any] | dict[Any, Any]) -> Any:
-    if type(value) not in (list, dict):  # a class of the user's, which may have its own way
+def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
+    if type(value) not in (list, tuple, dict):  # a class of the user's, which may have its own way
         own = getattr(value, "_repr_mimebundle_", None)
         return own(include=None, exclude=None) if own is not None else None
-    items = value.values() if isinstance(value, dict) else value
-    if not value or not all(isinstance(item, RRef) for item in items):
+    if not are_references(value):
         return None
     if not current_sink().interactive:
-        _await(list(items))
+        _await(list(value.values() if isinstance(value, dict) else value))
     return bundle_of_many(value)
 
 
@@ -134,7 +141,7 @@ def _show_panel(panel: Panel) -> Bundle:
 
 
 def _show_swarm(swarm: Mapped) -> Bundle:
-    return _picture_of_swarm(swarm.snapshot(), repr(swarm), lasting=True)
+    return _picture_of_swarm(snapshot_of(swarm), repr(swarm), lasting=True)
 
 
 def _picture_of_swarm(snapshot: Any, text: str, *, lasting: bool) -> Bundle:
@@ -167,6 +174,28 @@ def _live(rref: RRef[Any]) -> None:
 
     card = card_of(rref)
     card.show(sink, card.picture)
+    _part_with_cluster()
+
+
+def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
+    if type(value) not in (list, tuple, dict):  # a class of the user's, which may have its own way
+        own = getattr(type(value), "_ipython_display_", None)
+        if own is None:
+            raise NotImplementedError
+        own(value)
+        return
+    if not are_references(value):
+        raise NotImplementedError
+    sink = _sink()
+    rrefs = value.values() if isinstance(value, dict) else value
+    if all(facts_of(rref).standing in OVER for rref in rrefs):
+        raise NotImplementedError
+    from nbdist.views.widgets.references import LIVE, RRefTable
+
+    table = RRefTable(value)
+    LIVE.keep(table)
+    table.show(sink, table.picture)
+    _part_with_cluster()
 
 
 def _live_watched(watcher: Watcher) -> None:
@@ -199,6 +228,8 @@ def _live_panel(panel: Panel) -> None:
 
 def _live_swarm(swarm: Mapped) -> None:
     sink = _sink()
+    if swarm.ended:
+        raise NotImplementedError
     from nbdist.views.widgets.map import MapView
 
     view, text = _keep(MapView(swarm)), repr(swarm)
@@ -210,16 +241,29 @@ def _keep(view: Any) -> Any:
     _views.append(view)
     while len(_views) > _MOST:
         _views.popleft().close()
-    cluster = Cluster.current
-    if cluster is not None and _leave_pictures not in cluster.farewells:
-        cluster.farewells.append(_leave_pictures)
+    _part_with_cluster()
     return view
 
 
-def _leave_pictures() -> None:
+def _part_with_cluster() -> None:
+    """Leave pictures of all live views when the cluster is shut down."""
+    cluster = Cluster.current
+    if cluster is not None and cluster not in _parting:
+        _parting.add(cluster)
+        cluster.farewells.append(partial(_leave_pictures, weakref.ref(cluster)))
+
+
+def _leave_pictures(known: weakref.ref[Cluster]) -> None:
     """Close all live views: what they show and their buttons are about a cluster that is to go."""
+    from nbdist.views.widgets import card, references
+
     while _views:
-        _views.popleft().close()
+        _views.popleft().leave()
+    cluster = known()
+    if cluster is not None:
+        _parting.discard(cluster)
+        for live in (card.LIVE, references.LIVE):
+            live.leave(cluster.agent)
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:

@@ -13,23 +13,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple, Protocol
 
-from nbdist.pictures import as_image
+from nbdist.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 from nbdist.views import tables
 from nbdist.views.amounts import size
 
-__all__ = ["Mapped", "Part", "as_html", "as_svg", "missing", "parts"]
+__all__ = ["Mapped", "Part", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
 
 _ROW = 20
 _LETTER = 7
 _LONGEST = 24
 """So many letters of a name are drawn."""
-_COLOURS = {"route": "#d97706", "held": "#7fb0dd", "away": "#c9ced6", "missing": "#c53030"}
+_COLOURS = {"route": "#d97706", "held": "#5b9bd5", "away": "#a0a5ad", "was": "#a0a5ad", "missing": "#c53030"}
 _KINDS = {
     "route": "on the session's route",
     "held": "with a worker",
     "away": "with a worker that is not online",
+    "was": "with a worker, as long as the swarm served",
     "missing": "with nobody",
 }
+_NUMBER = re.compile(r"(\d+)")
 _SERVING = ("online", "draining")
 """Who is in another state has its blocks for nobody."""
 _PASSING = re.compile(r"(?<=\bsession) \d+\.\d+|, \d+ ms\b")
@@ -51,6 +53,30 @@ class Mapped(Protocol):
         """Kill a worker's process."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether it serves no longer, nor will."""
+        ...
+
+
+def snapshot_of(swarm: Mapped) -> dict[str, Any]:
+    """Return what is drawn of a swarm: its snapshot, with a row for each worker, in order, and whether it is over."""
+    found = swarm.snapshot()
+    return {**found, "servers": in_order(found["servers"]), "over": swarm.ended}
+
+
+def in_order(servers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return servers by their workers' names, numbers as numbers: worker2 before worker10.
+
+    A worker keeps its place when it is gone and when it is back; of several servers on one, the last counts.
+    """
+    last = {server["name"]: server for server in servers}
+    return [last[name] for name in sorted(last, key=_natural)]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]
+
 
 class Part(NamedTuple):
     """Blocks of a worker that follow each other and are drawn alike."""
@@ -60,17 +86,21 @@ class Part(NamedTuple):
     kind: str
 
 
-def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]]) -> list[Part]:
-    """What is drawn of a worker."""
+def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bool = False) -> list[Part]:
+    """Return what is drawn of a worker, of a swarm that serves or is ``over``."""
     if server["state"] == "gone":
         return []
+    if over:
+        return _runs((number, "was") for number in _held(server))
     serves = server["state"] in _SERVING
     way = {number for name, begin, end in route if name == server["name"] for number in range(begin, end)}
     return _runs((number, "away" if not serves else "route" if number in way else "held") for number in _held(server))
 
 
 def missing(snapshot: Mapping[str, Any]) -> list[Part]:
-    """The blocks that nobody has."""
+    """Return the blocks that nobody has; of a swarm that is over, nobody misses any."""
+    if snapshot["over"]:
+        return []
     serving = [server for server in snapshot["servers"] if server["state"] in _SERVING]
     held = {number for server in serving for number in _held(server)}
     return _runs((number, "missing") for number in range(snapshot["count"]) if number not in held)
@@ -91,25 +121,27 @@ def _runs(numbers: Iterable[tuple[int, str]]) -> list[Part]:
 
 
 def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
-    """The picture, a table and what has happened; if it is to be the same each time, without what a clock has told."""
+    """Return the picture, a table and what has happened, of a snapshot that is `snapshot_of`'s.
+
+    With ``lasting`` it is the same each time: nothing in it was read from a clock.
+    """
     lines = [_head(snapshot), *_session(snapshot, lasting=lasting)]
-    rows = [_row(server, lasting=lasting) for server in snapshot["servers"]]
-    gone = [number for number, server in enumerate(snapshot["servers"]) if server["state"] == "gone"]
-    table = tables.as_html(_COLUMNS_LASTING if lasting else _COLUMNS, rows, gone) if rows else ""
+    rows = [_row(server, lasting=lasting, over=snapshot["over"]) for server in snapshot["servers"]]
+    faint = [n for n, server in enumerate(snapshot["servers"]) if server["state"] == "gone" or snapshot["over"]]
+    table = tables.as_html(_COLUMNS_LASTING if lasting else _COLUMNS, rows, faint) if rows else ""
     log = "\n".join(_PASSING.sub("", text) if lasting else f"{_clock(at)}  {text}" for at, text in snapshot["log"])
-    told = [
+    return themed(
         *(f"<div>{escape(line)}</div>" for line in lines),
-        f'<div style="overflow:auto">{as_image(as_svg(snapshot))}</div>',
-        f'<div style="font-size:85%">{_legend(snapshot)}</div>{table}',
+        as_image(as_svg(snapshot)),
+        f"<div>{_legend(snapshot)}</div>{table}",
         f'<pre style="max-height:160px;overflow:auto">{escape(log)}</pre>' if log else "",
-    ]
-    return f'<div style="font-family:sans-serif;font-size:13px">{"".join(told)}</div>'
+    )
 
 
 def as_svg(snapshot: Mapping[str, Any]) -> str:
-    """The picture alone; where one points at blocks, it says whose they are."""
+    """Return the picture alone; where one points at blocks, it says whose they are."""
     count, servers, lost = snapshot["count"], snapshot["servers"], missing(snapshot)
-    rows = [(server["name"], parts(server, snapshot["route"])) for server in servers]
+    rows = [(server["name"], parts(server, snapshot["route"], over=snapshot["over"])) for server in servers]
     if lost:
         rows.append(("nobody", lost))
     cell = max(4, min(30, 420 // max(1, count)))
@@ -117,22 +149,23 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
     width, height = left + max(1, count) * cell + 12, _ROW * (len(rows) + 1)
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11" fill="#222">',
-        f"<title>{escape(_head(snapshot))}</title>",
-        '<rect width="100%" height="100%" fill="#fff"/>',
+        f'font-family="{SVG_FONT}" font-size="11">',
+        f"<title>{escape(_head(snapshot))}</title>{SVG_STYLE}",
+        '<rect width="100%" height="100%" class="paper"/>',
     ]
     step = next((step for step in (1, 2, 5, 10, 20, 50, 100, 200) if step * cell >= 24), 500)
     for number in range(0, count, step):
-        drawn.append(f'<text x="{left + (number + 0.5) * cell}" y="14" text-anchor="middle">{number}</text>')
+        x = left + (number + 0.5) * cell
+        drawn.append(f'<text x="{x}" y="14" text-anchor="middle" class="ink">{number}</text>')
     for line, (name, own) in enumerate(rows, 1):
         top = line * _ROW
         shown = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
-        drawn.append(f'<text x="4" y="{top + 14}">{escape(shown)}</text>')
-        drawn.append(f'<rect x="{left}" y="{top + 2}" width="{count * cell}" height="{_ROW - 4}" fill="#eee"/>')
+        drawn.append(f'<text x="4" y="{top + 14}" class="ink">{escape(shown)}</text>')
+        drawn.append(f'<rect x="{left}" y="{top + 2}" width="{count * cell}" height="{_ROW - 4}" class="track"/>')
         drawn += [_drawn(name, part, left, top, cell) for part in own]
     for number in range(1, count):
         x = left + number * cell
-        drawn.append(f'<path d="M{x} {_ROW}V{height}" stroke="#fff"/>')
+        drawn.append(f'<path d="M{x} {_ROW}V{height}" class="gap"/>')
     return "".join([*drawn, "</svg>"])
 
 
@@ -151,11 +184,12 @@ _COLUMNS_LASTING = ("worker", "state", "blocks", "bytes", "")
 _COLUMNS = (*_COLUMNS_LASTING[:4], "cache", "sessions", "steps", "")
 
 
-def _row(server: Mapping[str, Any], *, lasting: bool) -> list[str]:
-    """What was only heard at some time is not the same each time."""
+def _row(server: Mapping[str, Any], *, lasting: bool, over: bool) -> list[str]:
+    """Return a worker in words; with ``lasting`` without what was only heard at some time."""
     runs = [Part(begin, end, "held") for begin, end in server["blocks"]]
     there = server["state"] != "gone"
-    shared = [server["name"], server["state"], _numbers(runs), size(server["nbytes"]) if there else ""]
+    state = "" if over and there else server["state"]  # how it was is of no matter any more
+    shared = [server["name"], state, _numbers(runs), size(server["nbytes"]) if there else ""]
     heard = [_cache(server) if there else "", str(server["sessions"]) if there else "", str(server["steps"])]
     return [*shared, *([] if lasting else heard), server["note"]]
 
@@ -166,17 +200,22 @@ def _cache(server: Mapping[str, Any]) -> str:
 
 
 def _head(snapshot: Mapping[str, Any]) -> str:
+    blocks, workers = _count(snapshot["count"], "block"), _count(len(snapshot["servers"]), "worker")
+    if snapshot["over"]:
+        return f"this swarm is over; it had {blocks}, {size(snapshot['bytes'])}, and {workers}"
     states = [server["state"] for server in snapshot["servers"]]
     told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lost = missing(snapshot)
     return (
-        f"{_count(snapshot['count'], 'block')}, {size(snapshot['bytes'])}; {_count(len(states), 'worker')}"
+        f"{blocks}, {size(snapshot['bytes'])}; {workers}"
         f"{f': {told}' if told else ''}{f'; nobody has {_blocks(lost)}' if lost else ''}"
     )
 
 
 def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
     lines, session = [], snapshot["session"]
+    if snapshot["over"]:
+        return []
     if session is not None:
         told = [*([] if lasting else [session["state"]]), _count(session["tokens"], "token")]
         if not lasting and session["rate"] and session["state"] != "idle":
@@ -190,11 +229,14 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
 
 
 def _legend(snapshot: Mapping[str, Any]) -> str:
-    """Of what there is to see."""
-    drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"])]
+    """Return the legend of what there is to see."""
+    over = snapshot["over"]
+    drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"], over=over)]
     seen = {part.kind for part in [*drawn, *missing(snapshot)]}
     return " ".join(
-        f"<span style='color:{colour}'>■</span> {_KINDS[kind]}" for kind, colour in _COLOURS.items() if kind in seen
+        f'<span style="margin-right:12px"><span style="color:{colour}">■</span> {_KINDS[kind]}</span>'
+        for kind, colour in _COLOURS.items()
+        if kind in seen
     )
 
 

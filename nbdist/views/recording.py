@@ -1,17 +1,21 @@
 """What a process did, and when, noted for a timeline: this is what runs on the workers.
 
 It listens to `nbdist.trace` while somebody records, and only then. An event with a ``start`` is something that took
-from then to now; a call is told of by two, when its function begins and when it has ended.
+from then to now; a call is told of by two, when its function begins and when it has ended. What is noted has a name
+that its user knows: `nbdist.views.wording`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nbdist import trace
 from nbdist.errors import UsageError
+from nbdist.nn.charts import micro_batch_name
+from nbdist.views.wording import name_call
 
 __all__ = ["MOST", "Noted", "begin", "end", "forget"]
 
@@ -24,17 +28,26 @@ class Noted(NamedTuple):
 
     agent: str
     kind: str
+    """One of `nbdist.nn.charts.KINDS`."""
     name: str
     start: float
     end: float
     thread: int
+    text: str = ""
+    """What stands in its bar, if not the end of its name."""
 
 
-_NAMES = {
-    "micro_batch.ran": ("micro-batch", "{kind}{micro_batch} of stage {stage}"),
-    "segment.ran": ("segment", "backward"),
-    "optimizer.stepped": ("step", "{optimizer}.step"),
+def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
+    kind = "forward" if fields["kind"] == "F" else "backward"
+    return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])
+
+
+_NAMES: dict[str, Callable[[dict[str, Any]], tuple[str, str, str]]] = {
+    "micro_batch.ran": _micro_batch,
+    "segment.ran": lambda _: ("segment", "segment of a backward pass", "backward"),
+    "optimizer.stepped": lambda fields: ("step", f"{fields['optimizer']}.step", fields["optimizer"]),
 }
+"""The kind, name and text of what an event tells of."""
 
 
 class _Recording:
@@ -43,21 +56,24 @@ class _Recording:
     def __init__(self) -> None:
         self.noted: list[Noted] = []
         self.lost = 0
-        self._calls: dict[tuple[str, int, int], float] = {}
+        self._calls: dict[tuple[str, int, int], tuple[str, str, float]] = {}
         self.stop = trace.subscribe(self._take)
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
         now = time.monotonic()
         thread = threading.get_ident()
         if event == "call.run":
-            self._calls[fields["agent"], thread, fields["id"]] = now
+            named = name_call(fields["function"], fields["callee"], fields["args"])
+            if named is not None:
+                self._calls[fields["agent"], thread, fields["id"]] = (*named, time.monotonic())
         elif event == "call.ran":
-            start = self._calls.pop((fields["agent"], thread, fields["id"]), None)
-            if start is not None:
-                self._note(Noted(fields["agent"], "call", fields["function"], start, now, thread))
+            begun = self._calls.pop((fields["agent"], thread, fields["id"]), None)
+            if begun is not None:
+                kind, name, start = begun
+                self._note(Noted(fields["agent"], kind, name, start, now, thread))
         elif event in _NAMES:
-            kind, name = _NAMES[event]
-            self._note(Noted(fields["agent"], kind, name.format(**fields), fields["start"], now, thread))
+            kind, name, text = _NAMES[event](fields)
+            self._note(Noted(fields["agent"], kind, name, fields["start"], now, thread, text))
 
     def _note(self, noted: Noted) -> None:
         if len(self.noted) < MOST:

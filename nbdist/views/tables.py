@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from html import escape
 
-__all__ = ["as_html", "as_lines"]
+from nbdist.pictures import themed
+
+__all__ = ["Html", "as_html", "as_lines"]
+
+
+class Html(str):
+    """A cell that is HTML already."""
 
 
 def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -16,14 +22,18 @@ def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collection[int] = ()) -> str:
-    """The same as a table; rows of these numbers are faint."""
+    """Return rows as a table in the page's font, which scrolls in a narrow page; rows of ``faint`` numbers are faint.
+
+    What the table looks like otherwise, its margins and stripes, is the page's business.
+    """
     lines = []
     for number, row in enumerate(rows):
         style = ' style="opacity:.6"' if number in faint else ""
         lines.append(f"<tr{style}>{''.join(_cell('td', text) for text in row)}</tr>")
     names = "".join(_cell("th", name) for name in head)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return themed(f'<div style="overflow-x:auto">{table}</div>')
 
 
 def _cell(tag: str, text: str) -> str:
-    return f'<{tag} style="text-align:left">{escape(text)}</{tag}>'
+    return f'<{tag} style="text-align:left">{text if isinstance(text, Html) else escape(text)}</{tag}>'

@@ -13,13 +13,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from nbdist.errors import NbdistError
-from nbdist.nn.charts import Bar, gantt
+from nbdist.nn.charts import KINDS, Bar, counted, gantt, with_legend
+from nbdist.pictures import themed
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.clocks import offset
 from nbdist.views import recording
@@ -27,7 +30,6 @@ from nbdist.views.recording import Noted
 
 __all__ = ["Timeline"]
 
-COLOURS = {"call": "#8a8f98", "segment": "#e08a3c", "micro-batch": "#4c8dd6", "step": "#58a55c"}
 _DRAWN = 1500
 """So many bars a picture has at most: the longest ones."""
 
@@ -109,9 +111,8 @@ class Timeline:
         for worker in self.workers:
             own = [one for one in self.noted if one.agent == worker]
             if own:
-                kinds = ", ".join(
-                    f"{sum(one.kind == kind for one in own)} {kind}" for kind in COLOURS if _has(own, kind)
-                )
+                count = Counter(one.kind for one in own)
+                kinds = ", ".join(counted(kind, count[kind]) for kind in KINDS if count[kind])
                 lines.append(f"{worker}: {kinds}; busy {_busy(own) * 1e3:.1f} ms")
         if self.lost:
             lines.append(f"{self.lost} things are missing")
@@ -119,20 +120,17 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         if self._running:
-            return f"<pre>{repr(self)[1:-1]}</pre>"
+            return themed(escape(repr(self)[1:-1]))
         shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_DRAWN]
         rows: list[tuple[str, list[Bar]]] = []
         for worker in self.workers:
             lanes = stack([one for one in shown if one.agent == worker])
             for number, lane in enumerate(lanes):
                 rows.append((worker if not number else "", [_bar(one) for one in lane]))
-        legend = " ".join(
-            f"<span style='color:{colour}'>■</span> {kind}" for kind, colour in COLOURS.items() if _has(shown, kind)
-        )
         left = f"; the {_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _DRAWN else ""
         lost = f"; {self.lost} things are missing" if self.lost else ""
         title = f"{self.seconds * 1e3:.1f} ms{left}{lost}"
-        return f"{gantt(title, rows, self.seconds)}<div style='font-size:85%'>{legend}</div>"
+        return with_legend([gantt(title, rows, self.seconds)], {one.kind for one in shown})
 
     def to_perfetto(self) -> dict[str, Any]:
         """The events, as Perfetto and Chrome's tracing read them."""
@@ -144,7 +142,7 @@ class Timeline:
                     {
                         "ph": "X",
                         "name": one.name,
-                        "cat": one.kind,
+                        "cat": KINDS[one.kind].words,
                         "pid": number,
                         "tid": lane,
                         "ts": one.start * 1e6,
@@ -173,12 +171,9 @@ def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
 
 
 def _bar(one: Noted) -> Bar:
-    tip = f"{one.kind}: {one.name}, {(one.end - one.start) * 1e3:.2f} ms"
-    return Bar(one.start, one.end, one.name.rpartition(".")[2], COLOURS[one.kind], tip)
-
-
-def _has(noted: Sequence[Noted], kind: str) -> bool:
-    return any(one.kind == kind for one in noted)
+    about = "" if one.kind in ("forward", "backward") else f"{KINDS[one.kind].words}: "  # whose names say it
+    tip = f"{about}{one.name}, {(one.end - one.start) * 1e3:.2f} ms"
+    return Bar(one.start, one.end, one.text or one.name.rpartition(".")[2], one.kind, tip)
 
 
 def _busy(noted: Sequence[Noted]) -> float:

@@ -17,6 +17,7 @@ def test_timeline_shows_what_workers_did_while_the_cell_ran(tmp_path):
         (shown,) = cell.displays
         assert "worker1: 1 call" in shown["text/plain"]
         assert "<img" in shown["text/html"]
+        assert "call of a function" in shown["text/html"]  # the legend
         events = json.loads(path.read_text())["traceEvents"]
         assert [event["name"] for event in events if event["ph"] == "X"] == ["add"]
         assert notebook.run("%%timeline\ny = x.sum();").result is None

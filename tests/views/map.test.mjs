@@ -11,7 +11,6 @@ import {
   fill,
   grid,
   headTold,
-  keys,
   missing,
   notesTold,
   parts,
@@ -101,7 +100,7 @@ test("in words", () => {
   const gone = server("c", [], { state: "gone" });
   assert.equal(headTold(swarm(30, [one, one, gone])), "30 blocks, 540 MB; 3 workers: 2 online, 1 gone; nobody has blocks 10-19, 21-29");
   const none = swarm(1, [], { over: true });
-  assert.equal(headTold(none), "1 block, 18.0 MB; 0 workers; nobody has block 0; this swarm is no more");
+  assert.equal(headTold(none), "this swarm is over; it had 1 block, 18.0 MB, and 0 workers");
   assert.equal(blocksTold([{ begin: 3, end: 4 }]), "block 3");
   assert.equal(notesTold([one, { ...gone, note: "killed" }, { ...one, name: "d", note: "d is silent" }]), "c: killed\nd is silent");
   assert.equal(sessionTold({ session: null, route: [] }), "");
@@ -126,7 +125,10 @@ test("the time of day is that of the page", () => {
   assert.equal(clock(new Date(2025, 10, 22, 7, 4, 59).getTime() / 1000 + 0.12), "07:04:59");
 });
 
-test("a worker that was gone and is back has two rows", () => {
-  const names = ["a", "b", "a"].map((name) => server(name, []));
-  assert.deepEqual(keys(names), ["a 1", "b 1", "a 2"]);
+test("of a swarm that is over, nobody misses blocks, and no session has a way", () => {
+  const one = server("a", [[0, 2]]);
+  const over = swarm(4, [one], { over: true, route: [["a", 0, 2]], session: { id: "1", tokens: 3, rate: 2, state: "writing" } });
+  assert.deepEqual(tuples(missing(over)), []);
+  assert.deepEqual(tuples(parts(one, over.route, true)), [[0, 2, "was"]]);
+  assert.equal(sessionTold(over), "");
 });

@@ -63,7 +63,7 @@ def test_a_card_keeps_nothing_alive_and_is_closed_with_its_reference(watched):
 def test_so_many_are_live(watched):
     watched.run("many = [rpc.remote('worker0', int, args=(n,)) for n in range(70)]")
     watched.run("for each in many: display(each)", timeout=120)
-    assert watched.run("len(__import__('nbdist.views.widgets.card', fromlist=['_'])._cards)").result == "64"
+    assert watched.run("len(__import__('nbdist.views.widgets.card', fromlist=['_']).LIVE)").result == "64"
     watched.run("del many, each; gc.collect()")
 
 
@@ -84,11 +84,108 @@ def test_lists_and_dicts_are_one_table(watched):
     told = watched.run("pair").value
     assert told["text/plain"] == "[<RRef on worker0>, <RRef on worker1>]"
     assert told["text/html"].count("<tr>") == 3
-    assert WIDGET not in told
+    assert WIDGET in told
     assert watched.run("{'a': pair[0]}").value["text/plain"] == "{'a': <RRef on worker0>}"
+    assert watched.run("(pair[0],)").value["text/plain"] == "(<RRef on worker0>,)"
     assert watched.run("[1, 2]").result == "[1, 2]"
     assert watched.run("{}").result == "{}"
     assert "text/html" not in watched.run("[pair[0], 1]").value
+
+
+SLOWLY = """
+def slowly(x):
+    import time
+    time.sleep(0.5)
+    if x < 0:
+        raise ValueError(f"{x} is negative\\nin a second line")
+    return torch.ones(x)
+"""
+
+
+def pictures(cell):
+    """The texts and HTML that a cell's picture has had, the first one included."""
+    every = [*cell.displays, *(content["data"] for content in cell.of("update_display_data"))]
+    return [data for data in every if "text/html" in data]
+
+
+def test_the_rows_of_a_table_come_up_to_date_and_so_does_the_picture(watched):
+    watched.run(SLOWLY)
+    cell = watched.run("several = [rpc.remote('worker1', slowly, args=(n,)) for n in (3, -2)]\nseveral")
+    model = cell.value[WIDGET]["model_id"]
+    assert cell.value["text/html"].count("on its way") == 2
+    watched.until(lambda: any("confirmed" in each and "ValueError" in each for each in states(watched, model, "value")))
+    told = states(watched, model, "value")[-1]
+    assert "Tensor float32(3,)" in told
+    assert "ValueError: -2 is negative<" in told
+    assert "on its way" not in told
+    watched.until(lambda: pictures(cell)[-1]["text/html"].count("on its way") == 0)
+    last = pictures(cell)[-1]
+    assert "ValueError: -2 is negative<" in last["text/html"]
+    assert last["text/plain"] == "[<RRef on worker1>, <RRef on worker1, failed: ValueError: -2 is negative>]"
+    watched.run("del several[0]; gc.collect()")  # nobody refers to the first one any more
+    watched.until(lambda: closed(watched, model))
+    watched.until(lambda: "released" in pictures(cell)[-1]["text/html"])
+    assert "Tensor float32(3,)" in pictures(cell)[-1]["text/html"]
+
+
+def test_a_reference_to_a_failed_call_says_so(watched):
+    watched.run(SLOWLY)
+    cell = watched.run("broken = rpc.remote('worker1', slowly, args=(-1,))\nbroken")
+    model = cell.value[WIDGET]["model_id"]
+    watched.until(lambda: closed(watched, model))
+    told = states(watched, model, "value")[-1]
+    assert "failed</span>" in told
+    assert "ValueError: -1 is negative<" in told
+    assert "confirmed" not in told
+    watched.until(lambda: "failed" in pictures(cell)[-1]["text/plain"])
+    assert pictures(cell)[-1]["text/plain"] == "<RRef on worker1, failed: ValueError: -1 is negative>"
+    again = watched.run("broken").value
+    assert WIDGET not in again
+    assert again == watched.run("[broken][0]").value
+    assert "<RRef to the result of a call that raised ValueError: -1 is negative on worker1, failed>" in (
+        watched.run("print(repr(broken))").stdout
+    )
+    # By whose class its methods are not judged: what is raised is the call's own error.
+    failed = watched.run("broken.remote().detach().to_here()", check=False)
+    assert failed.error["ename"] == "ValueError"
+
+
+def test_a_card_that_is_released_keeps_its_type(watched):
+    cell = watched.run("kept = rpc.remote('worker1', torch.ones, args=(4,))\nkept.to_here()\nkept")
+    model = cell.value[WIDGET]["model_id"]
+    watched.run("kept.release()")
+    watched.until(lambda: closed(watched, model))
+    told = states(watched, model, "value")[-1]
+    assert "released</span>" in told
+    assert "Tensor float32(4,)" in told
+    again = watched.run("kept").value
+    assert "Tensor float32(4,)" in again["text/html"]
+    assert again["text/plain"] == "<RRef on worker1, released>"
+    assert "<RRef to Tensor float32(4,) on worker1, released>" in watched.run("print(repr(kept))").stdout
+
+
+def test_lists_of_a_class_of_the_users_show_themselves(watched):
+    watched.run("class Own(list):\n    def _ipython_display_(self):\n        print('as I like')")
+    assert watched.run("Own([1])").stdout == "as I like\n"
+
+
+def test_when_an_owner_is_lost_or_the_cluster_is_shut_down_cards_and_tables_say_so():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 2 --backend none\nimport torch, os")
+        notebook.run("one, two = (rpc.remote(name, torch.ones, args=(3,)) for name in ('worker0', 'worker1'))")
+        notebook.run("one.to_here(); two.to_here()")
+        lost, kept, both = (notebook.run(code) for code in ("one", "two", "[one, two]"))
+        notebook.run("rpc.rpc_async('worker0', os._exit, args=(3,)).wait()", check=False)
+        notebook.until(lambda: "lost with its worker" in pictures(lost)[-1]["text/html"])
+        assert "WorkerLost: " in pictures(lost)[-1]["text/html"]
+        assert "Tensor float32(3,)" in pictures(lost)[-1]["text/html"]
+        notebook.run("%dist_shutdown")
+        notebook.until(lambda: "its cluster has ended" in pictures(both)[-1]["text/html"])
+        assert "lost with its worker" in pictures(both)[-1]["text/html"]
+        for cell in (kept, both):
+            assert "its cluster has ended" in pictures(cell)[-1]["text/html"]
+            assert "Tensor float32(3,)" in pictures(cell)[-1]["text/html"]
+            assert closed(notebook, cell.value[WIDGET]["model_id"])
 
 
 def test_where_nobody_watches_it_is_the_same_each_time(unwatched):

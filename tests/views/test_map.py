@@ -13,8 +13,9 @@ import swarm_double
 from frontend import Notebook
 from swarm_double import Swarm, large, server, three
 
-from nbdist.views.map import as_html, as_svg, missing, parts
+from nbdist.views.map import as_html, as_svg, in_order, missing, parts, snapshot_of
 from nbdist.views.widgets.map import MapView
+from nbdist.views.widgets.view import View
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -39,16 +40,16 @@ def test_a_row_is_cut_where_it_looks_otherwise():
 
 
 def test_what_nobody_has():
-    assert missing(three().snapshot()) == [(10, 20, "missing")]
-    assert missing(large().snapshot()) == []
+    assert missing(snapshot_of(three())) == [(10, 20, "missing")]
+    assert missing(snapshot_of(large())) == []
     silent = Swarm(4, [server("a", (0, 2), state="offline"), server("b", (1, 3))])
-    assert missing(silent.snapshot()) == [(0, 1, "missing"), (3, 4, "missing")]
-    assert missing(Swarm(2).snapshot()) == [(0, 2, "missing")]
+    assert missing(snapshot_of(silent)) == [(0, 1, "missing"), (3, 4, "missing")]
+    assert missing(snapshot_of(Swarm(2))) == [(0, 2, "missing")]
 
 
 @pytest.mark.parametrize("swarm", [three(), large(), Swarm(), Swarm(0), Swarm(300, [server("x" * 90, (0, 300))])])
 def test_a_picture_in_which_everything_has_its_place(swarm):
-    picture = ElementTree.fromstring(as_svg(swarm.snapshot()))
+    picture = ElementTree.fromstring(as_svg(snapshot_of(swarm)))
     width, height = float(picture.get("width")), float(picture.get("height"))
     assert width <= 1400
     for box in picture.findall("{*}g/{*}rect"):
@@ -58,8 +59,42 @@ def test_a_picture_in_which_everything_has_its_place(swarm):
         assert top + tall <= height
 
 
+@pytest.mark.parametrize("lasting", [True, False])
+def test_of_a_swarm_that_is_over_nobody_misses_blocks(lasting):
+    swarm = three()
+    swarm.ended = True
+    told = as_html(snapshot_of(swarm), lasting=lasting)
+    assert "this swarm is over; it had 30 blocks, 540 MB, and 3 workers" in told
+    assert "nobody" not in told
+    assert "route" not in told
+    drawn = base64.b64decode(re.search(r"base64,([^\"]+)", told)[1]).decode()
+    assert "#c53030" not in drawn
+    assert "nobody" not in drawn
+    assert "blocks 0-9: worker0" in drawn  # where they were
+    assert "online" not in told
+    assert ">gone<" in told
+
+
+def test_rows_are_in_the_order_of_the_workers_numbers():
+    names = ["worker10", "worker2", "worker0", "gpu-b", "gpu-a", "worker1"]
+    swarm = Swarm(4, [server(name, (0, 1)) for name in names])
+    assert [row["name"] for row in snapshot_of(swarm)["servers"]] == [
+        *("gpu-a", "gpu-b", "worker0", "worker1", "worker2", "worker10")
+    ]
+    told = as_html(snapshot_of(swarm))
+    assert told.index(">worker2<") < told.index(">worker10<")
+
+
+def test_a_worker_that_is_back_has_one_row_where_it_was():
+    gone, other, back = server("worker0", state="gone"), server("worker1", (0, 4)), server("worker0", (4, 8))
+    assert in_order([gone, other, back]) == [back, other]
+    assert in_order([gone, other]) == [gone, other]
+    told = as_html(snapshot_of(Swarm(8, [other, gone])))
+    assert re.search(r'<tr style="opacity:.6"><td[^>]*>worker0<', told)
+
+
 def test_it_is_told_whose_blocks_are_pointed_at():
-    told = as_html(three().snapshot())
+    told = as_html(snapshot_of(three()))
     titles = re.findall(r'<span [^>]*title="([^"]+)"', told)
     assert titles == [
         "blocks 0-9: worker0, on the session&#x27;s route",
@@ -70,7 +105,7 @@ def test_it_is_told_whose_blocks_are_pointed_at():
 
 
 def test_the_form_on_paper():
-    told = as_html(three().snapshot())
+    told = as_html(snapshot_of(three()))
     assert "30 blocks, 540 MB; 3 workers: 2 online, 1 gone; nobody has blocks 10-19" in told
     assert "session 4711.3: recovering, 57 tokens, 23.4 tokens/s" in told
     assert "route: worker0 0-9 → worker2 10-19 → worker0 20-21 → worker1 22-29" in told
@@ -88,20 +123,20 @@ def test_where_nobody_watches_it_is_the_same_each_time():
     swarm = three()
     told = "session {} goes on by worker0 (blocks 10-19): 9 steps again, {} ms"
     swarm.told["log"].append([1763812345.3, told.format("4711.3", 21)])
-    first = as_html(swarm.snapshot(), lasting=True)
+    first = as_html(snapshot_of(swarm), lasting=True)
     swarm.tell(session={"id": "9.9", "tokens": 57, "rate": 1.0, "state": "recovering"})
     swarm.told["servers"][0].update(cache=5, sessions=2, steps=3)
     swarm.told["log"][0][0] += 1000
     swarm.told["log"][1] = [1763812399.3, told.format("9.9", 1021)]
-    assert as_html(swarm.snapshot(), lasting=True) == first
+    assert as_html(snapshot_of(swarm), lasting=True) == first
     assert "session goes on by worker0 (blocks 10-19): 9 steps again\n" in f"{first}\n".replace("</pre>", "\n")
     assert "57 tokens" in first
     assert "WorkerLost" in first
 
 
 def test_a_swarm_of_many_is_a_picture_of_some_kilobytes():
-    assert len(as_html(large().snapshot())) < 60_000
-    assert "session 1.1: idle, 1 token<" in as_html(large().snapshot())
+    assert len(as_html(snapshot_of(large()))) < 60_000
+    assert "session 1.1: idle, 1 token<" in as_html(snapshot_of(large()))
 
 
 # --- the live view --------------------------------------------------------------------------------
@@ -202,8 +237,31 @@ def test_a_view_keeps_no_swarm_alive_and_shows_how_it_was():
     wait_until(lambda: view.snapshot["over"])
     assert view.snapshot["count"] == 30
     view.receive({"press": "kill", "worker": "worker0", "number": 1})
-    wait_until(lambda: "no more" in view.notice)
+    wait_until(lambda: "is over" in view.notice)
     view.close()
+
+
+def test_when_a_swarm_ends_its_view_says_so_and_is_closed_though_nobody_looks(shown):
+    swarm, view, published = shown
+    swarm.ended = True
+    swarm.tell()
+    wait_until(lambda: view.comm is None)
+    assert published[-1]["over"]
+    assert not swarm.listeners
+    view.receive({"press": "kill", "worker": "worker0", "number": 1})
+    wait_until(lambda: "this swarm is over" in view.notice)
+    assert not swarm.killed
+
+
+def test_when_the_cluster_is_to_end_the_view_shows_how_the_swarm_was(shown):
+    swarm, view, published = shown
+    swarm.told["servers"][0]["steps"] = 99  # nobody looked since
+    view.leave()
+    assert view.comm is None
+    assert published[-1]["over"]
+    assert published[-1]["servers"][0]["steps"] == 99
+    swarm.tell(servers=[server("worker0", state="gone")])  # which the workers' ends bring about
+    assert view.look()["servers"][0]["blocks"] == [[0, 10], [20, 22]]
 
 
 def test_a_view_that_is_closed_is_told_nothing(shown):
@@ -217,6 +275,20 @@ def test_a_view_that_is_closed_is_told_nothing(shown):
 
 def test_a_snapshot_is_json(shown):
     assert json.loads(json.dumps(shown[1].snapshot))["servers"][2]["state"] == "gone"
+
+
+def test_a_view_that_is_gone_when_its_news_is_read_stops_nothing(shown):
+    for _ in range(20):
+        view = MapView(three())
+        look(view)
+        view.close()
+        View.changed(view)
+        del view
+        gc.collect()
+    swarm, view, published = shown
+    look(view)
+    swarm.tell(count=31)
+    wait_until(lambda: published and published[-1]["count"] == 31)
 
 
 # --- in a kernel ----------------------------------------------------------------------------------
@@ -239,3 +311,21 @@ def test_a_swarm_as_the_value_of_a_cell(watched):
         notebook.run("%load_ext nbdist")
         assert "text/html" in notebook.run("sw").value
         assert notebook.run("'transformers' in __import__('sys').modules").result == "False"
+
+
+def test_a_swarm_that_is_over_is_a_picture_and_so_is_its_view_when_the_cluster_is_shut_down():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 1 --backend none\n" + SWARM)
+        shown = notebook.run("sw")
+        model = shown.value[WIDGET]["model_id"]
+        notebook.run("%dist_shutdown")
+        pictures = [
+            told["data"]["text/html"] for told in shown.of("update_display_data") if "text/html" in told["data"]
+        ]
+        assert "this swarm is over" in pictures[-1]
+        assert "nobody has" not in pictures[-1]
+        notebook.until(lambda: any(each["msg_type"] == "comm_close" for each in notebook.comms))
+        assert model in [each["content"]["comm_id"] for each in notebook.comms if each["msg_type"] == "comm_close"]
+        told = notebook.run("sw.ended = True\nsw").value
+        assert WIDGET not in told
+        assert "this swarm is over" in told["text/html"]

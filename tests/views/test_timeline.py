@@ -1,6 +1,10 @@
 """What all workers did, on one clock."""
 
+import base64
+import itertools
 import json
+import re
+from html import escape
 
 import pytest
 import torch
@@ -10,7 +14,8 @@ import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc, trace
 from nbdist.errors import UsageError
-from nbdist.nn import Pipeline
+from nbdist.nn import Pipeline, RemoteModule
+from nbdist.nn.charts import KINDS
 from nbdist.optim import DistributedOptimizer
 from nbdist.testing import World
 from nbdist.views import recording
@@ -42,20 +47,95 @@ def test_a_step_of_training_is_told_by_kind_and_worker(tmp_path):
         assert not trace._listeners
         for worker in ("worker0", "worker1"):
             own = [entry for entry in told.noted if entry.agent == worker]
-            by_kind = {kind: [entry for entry in own if entry.kind == kind] for kind in ("micro-batch", "step", "call")}
-            assert len(by_kind["micro-batch"]) == 6 + 3
-            assert [entry.name for entry in by_kind["step"]] == ["SGD.step"]
-            assert any(entry.kind == "segment" for entry in own)
-            assert any(entry.name == "run_share" for entry in by_kind["call"]), by_kind["call"]
+            by_kind = {kind: [entry.name for entry in own if entry.kind == kind] for kind in KINDS}
+            stage = int(worker[-1])
+            done = [f"forward of micro-batch {number}, stage {stage}" for number in range(3)]
+            assert sorted(by_kind["forward"]) == sorted(2 * done)
+            assert sorted(by_kind["backward"]) == [each.replace("forward", "backward") for each in done]
+            assert by_kind["step"] == ["SGD.step"]
+            assert by_kind["segment"]
+            assert not by_kind["call"]  # by the user there was none
+            assert set(by_kind["own"]) >= {"a worker's share of a pipeline step", "optimizer: step"}
             for entry in own:
+                assert not re.search(r"[a-z]_[a-z]|nbdist\.|<", entry.name), entry
                 assert 0 <= entry.start <= entry.end <= told.seconds
         assert told.lost == 0
-        assert "worker0: " in repr(told)
+        assert re.search(r"worker0: 6 micro-batches forward, 3 micro-batches backward, \d+ backward seg", repr(told))
         assert told._repr_html_().count("<span title") > 20
         told.save(tmp_path / "told.json")
         events = json.loads((tmp_path / "told.json").read_text())["traceEvents"]
         assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"worker0", "worker1", "worker2"}
         assert sum(event["ph"] == "X" for event in events) == len(told.noted)
+
+
+def twice(x):
+    return 2 * x
+
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return 3 * x
+
+
+def test_a_users_functions_have_their_own_names_and_nbdists_have_words():
+    with World(2) as world, world[0].activate(), Timeline(world[0]) as told:
+        rpc.rpc_sync("worker1", twice, args=(1,))
+        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
+        module = RemoteModule("worker1", Model)
+        module(torch.ones(1))
+        module.state_dict()
+        rref = rpc.remote("worker1", Model)
+        rref.rpc_sync()(torch.ones(1))
+        rref.rpc_sync().forward(torch.ones(1))
+        rref.peek()
+    calls = [entry.name for entry in told.noted if entry.kind == "call"]
+    assert calls == [
+        *("twice", "add", "RemoteModule(Model)", "Model.forward", "Model.state_dict", "Model", "Model", "Model.forward")
+    ]
+    assert [entry.name for entry in told.noted if entry.kind == "own"] == ["peek at a value"]
+
+
+def test_both_timelines_have_one_legend_and_the_colours_of_it():
+    with World(2) as world, world[1].activate():
+        pipe = Pipeline([Slow(), Slow()], ["worker0", "worker1"], micro_batches=2)
+        x = torch.randn(4, 8)
+        with Timeline(world[1]) as told, dist_autograd.context():
+            pipe.train_step(x, x, square)
+        pictures = {"all": told._repr_html_(), "pipeline": pipe.timeline()._repr_html_()}
+    for name, html in pictures.items():
+        legend = html[html.rindex("</map>") :]
+        drawn = "".join(base64.b64decode(found).decode() for found in re.findall(r"base64,([^\"]+)", html))
+        fills = set(re.findall(r'fill="(#[0-9a-f]{6})"', drawn))
+        shown = {kind for kind, how in KINDS.items() if how.colour in fills}
+        assert {"forward", "backward"} <= shown, name
+        for kind, how in KINDS.items():
+            assert (escape(how.words) in legend) == (how.colour in legend) == (kind in shown), (name, kind)
+    assert "forward of micro-batch 1, stage 0: " in pictures["pipeline"]
+    assert "forward of micro-batch 1, stage 0, " in pictures["all"]
+
+
+def test_colour_blind_people_can_tell_the_colours_apart():
+    protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
+    deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
+    tritan = [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]]
+    normal = [[1, 0, 0], [0, 1, 0], [0, 0, 1]]  # of Machado, Oliveira and Fernandes, 2009
+    for matrix in (normal, protan, deutan, tritan):
+        seen = {name: torch.tensor(matrix, dtype=torch.float64) @ _linear(how.colour) for name, how in KINDS.items()}
+        for one, other in itertools.combinations(seen, 2):
+            assert (_lab(seen[one]) - _lab(seen[other])).norm() > 15, (one, other)
+
+
+def _linear(colour):
+    parts = torch.tensor([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)], dtype=torch.float64)
+    return torch.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def _lab(linear):
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    white = torch.tensor([0.9505, 1.0, 1.089], dtype=torch.float64)
+    xyz = (torch.tensor(to_xyz, dtype=torch.float64) @ linear.clamp(0, 1)) / white
+    x, y, z = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
+    return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def test_it_can_be_looked_at_while_it_runs_and_keeps_no_more_than_it_can(monkeypatch):

@@ -23,15 +23,17 @@ function runs(numbers, kindOf) {
 const numbersOf = (spans) => spans.flatMap(([begin, end]) => Array.from({ length: end - begin }, (_, index) => begin + index));
 
 /** What is drawn of a worker: blocks that follow each other and look alike. */
-export function parts(server, route) {
+export function parts(server, route, over = false) {
   if (server.state === "gone") return [];
+  if (over) return runs(numbersOf(server.blocks), () => "was");
   const serves = SERVING.includes(server.state);
   const way = new Set(numbersOf(route.filter(([name]) => name === server.name).map(([, begin, end]) => [begin, end])));
   return runs(numbersOf(server.blocks), (number) => (!serves ? "away" : way.has(number) ? "route" : "held"));
 }
 
-/** The blocks that nobody has. */
+/** The blocks that nobody has; of a swarm that is over, nobody misses any. */
 export function missing(snapshot) {
+  if (snapshot.over) return [];
   const held = new Set(snapshot.servers.filter((server) => SERVING.includes(server.state)).flatMap((server) => numbersOf(server.blocks)));
   return runs(numbersOf([[0, snapshot.count]]).filter((number) => !held.has(number)), () => "missing");
 }
@@ -80,18 +82,19 @@ export function rowTold(server, own) {
 
 /** The line above all. */
 export function headTold(snapshot) {
+  const all = [`${counted(snapshot.count, "block")}, ${bytes(snapshot.bytes)}`, counted(snapshot.servers.length, "worker")];
+  if (snapshot.over) return `this swarm is over; it had ${all[0]}, and ${all[1]}`;
   const counts = new Map();
   for (const { state } of snapshot.servers) counts.set(state, (counts.get(state) ?? 0) + 1);
   const states = [...counts].map(([state, count]) => `${count} ${state}`).join(", ");
-  const told = `${counted(snapshot.count, "block")}, ${bytes(snapshot.bytes)}; ${counted(snapshot.servers.length, "worker")}`;
   const lost = missing(snapshot);
-  const rest = [lost.length && `; nobody has ${blocksTold(lost)}`, snapshot.over && "; this swarm is no more"];
-  return `${told}${states ? `: ${states}` : ""}${rest.filter(Boolean).join("")}`;
+  return `${all.join("; ")}${states ? `: ${states}` : ""}${lost.length ? `; nobody has ${blocksTold(lost)}` : ""}`;
 }
 
 /** The session that last took a step, and its way. */
-export function sessionTold({ session, route }) {
+export function sessionTold({ session, route, over }) {
   const lines = [];
+  if (over) return "";
   if (session) {
     const told = [session.state, counted(session.tokens, "token")];
     if (session.rate && session.state !== "idle") told.push(`${session.rate.toFixed(1)} tokens/s`);
@@ -118,13 +121,4 @@ export function fill({ state, cache, budget }) {
 export function clock(seconds) {
   const date = new Date(seconds * 1000);
   return [date.getHours(), date.getMinutes(), date.getSeconds()].map((part) => String(part).padStart(2, "0")).join(":");
-}
-
-/** A key for each row: a worker that was gone and is back has two. */
-export function keys(servers) {
-  const seen = new Map();
-  return servers.map(({ name }) => {
-    seen.set(name, (seen.get(name) ?? 0) + 1);
-    return `${name} ${seen.get(name)}`;
-  });
 }

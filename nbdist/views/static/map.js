@@ -1,7 +1,7 @@
 // The map of a swarm: a row for each worker and a column for each block, brought up to date with each snapshot.
 
 import { bytes } from "./amounts.js";
-import { HEIGHT, blocksTold, box, cellOf, clock, fill, grid, headTold, keys, missing, notesTold, parts, rowTold, ruler, sessionTold } from "./blocks.js";
+import { HEIGHT, blocksTold, box, cellOf, clock, fill, grid, headTold, missing, notesTold, parts, rowTold, ruler, sessionTold } from "./blocks.js";
 import { button, connect, element, shape } from "./buttons.js";
 import { follow } from "./looking.js";
 
@@ -103,9 +103,10 @@ function render({ model, el }) {
 
   function update({ row, cells, blocks, state, bar, full, amount, kill }, server, snapshot) {
     row.className = server.state;
-    kill.disabled = server.state === "gone" || server.state === "offline" || snapshot.over;
-    say(state, server.state);
-    const own = parts(server, snapshot.route);
+    kill.hidden = snapshot.over;
+    kill.disabled = server.state === "gone" || server.state === "offline";
+    say(state, snapshot.over && server.state !== "gone" ? "" : server.state);
+    const own = parts(server, snapshot.route, snapshot.over);
     blocks.draw(own, snapshot.count, rowTold(server, own));
     const count = server.blocks.reduce((sum, [begin, end]) => sum + end - begin, 0);
     say(cells[4], count ? `${count}, ${bytes(server.nbytes)}` : "");
@@ -131,15 +132,16 @@ function render({ model, el }) {
     say(head, headTold(snapshot));
     say(session, sessionTold(snapshot));
     drawRuler(snapshot.count);
-    const order = keys(snapshot.servers);
-    order.forEach((key, index) => {
-      if (!rows.has(key)) rows.set(key, makeRow(snapshot.servers[index].name));
-      update(rows.get(key), snapshot.servers[index], snapshot);
+    const order = snapshot.servers.map(({ name }) => name); // each worker has one row, which the kernel has put in order
+    order.forEach((name, index) => {
+      if (!rows.has(name)) rows.set(name, makeRow(name));
+      update(rows.get(name), snapshot.servers[index], snapshot);
     });
     if (order.join() !== shown) {
       shown = order.join();
-      body.replaceChildren(...order.map((key) => rows.get(key).row), nobody.row);
+      body.replaceChildren(...order.map((name) => rows.get(name).row), nobody.row);
     }
+    legend.hidden = snapshot.over;
     const lost = missing(snapshot);
     nobody.row.hidden = !lost.length;
     nobody.blocks.draw(lost, snapshot.count, `nobody has ${blocksTold(lost)}`);

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
+from html import escape
 from typing import Any
 
 import ipywidgets
 import traitlets
 from ipywidgets.widgets.widget_string import HTMLStyle
 
+from nbdist.pictures import themed
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, references
 from nbdist.views.shown import Bundle
+from nbdist.views.widgets.live import Live
 from nbdist.views.widgets.view import View, identity, script, style
 
-__all__ = ["MOST", "RRefCard", "card_of"]
+__all__ = ["LIVE", "MOST", "RRefCard", "card_of", "looks"]
 
 MOST = 64
 """So many are live; one that was shown before these is a picture from then on."""
@@ -37,12 +39,13 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
     live = traitlets.Bool(True).tag(sync=True)
 
     def __init__(self, rref: RRef[Any]) -> None:
+        self.agent = rref._agent
         self._known = weakref.ref(rref)
         self._facts = references.facts_of(rref)
-        layout, style = _shared()
+        layout, style = looks()
         super().__init__(value=cards.card(self._facts), layout=layout, style=style)
         self._end = rref._agent.references.when_changed(rref, self.changed)
-        self._gone = weakref.finalize(rref, _tell, weakref.ref(self))
+        self._gone = weakref.finalize(rref, _news, weakref.ref(self))
         self._gone.atexit = False
         if references.facts_of(rref) != self._facts:  # there was news before anybody listened
             self.changed()
@@ -53,11 +56,16 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
 
     def publish(self) -> None:
         """Show what is known now; if the reference is no more, for the last time."""
+        if not self.live:  # its news came late
+            return
         rref = self._known()
-        self._facts = references.facts_of(rref) if rref is not None else references.over(self._facts)
-        self.value = cards.card(self._facts)
+        self._tell(references.facts_of(rref) if rref is not None else references.over(self._facts))
         if rref is None or self._facts.standing in references.OVER:
             self.freeze()
+
+    def _tell(self, facts: cards.Facts) -> None:
+        self._facts = facts
+        self.value = cards.card(facts)
 
     def press(self, message: dict[str, Any]) -> None:
         """Peek, or release."""
@@ -65,7 +73,13 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         if rref is None:
             raise LookupError("the reference is gone")
         if message.get("press") == "peek":
-            self.peeked = cards.peek_html(rref.peek())
+            before = self.peeked
+            self.peeked = themed(f"{escape(rref.owner_name())} is asked what the value looks like …")
+            try:
+                self.peeked = cards.peek_html(rref.peek())
+            except BaseException:
+                self.peeked = before
+                raise
         elif message.get("press") == "release":
             rref.release()
             self.changed()
@@ -74,47 +88,44 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         """Be a picture from now on."""
         self._end()
         self._gone.detach()
-        with _lock:
-            _cards.pop(self._key, None)
+        LIVE.drop(self)
         self.live = False
         self.close()
 
-    @property
-    def _key(self) -> int:
-        return id(self._known)
+    def leave(self) -> None:
+        """Be a picture from now on, of a reference whose cluster has ended."""
+        rref = self._known()
+        self._tell(references.over(references.facts_of(rref) if rref is not None else self._facts, "ended"))
+        self.freeze()
 
 
-def _tell(known: weakref.ref[RRefCard]) -> None:
+def _news(known: weakref.ref[RRefCard]) -> None:
     """In a finaliser, which must do no more than this."""
     card = known()
     if card is not None:
         card.changed()
 
 
+LIVE = Live(MOST)
 _lock = threading.RLock()
-_cards: OrderedDict[int, RRefCard] = OrderedDict()
 _by_rref: weakref.WeakKeyDictionary[RRef[Any], weakref.ref[RRefCard]] = weakref.WeakKeyDictionary()
 _looks: list[ipywidgets.Widget] = []
 
 
 def card_of(rref: RRef[Any]) -> RRefCard:
-    """The card of a reference; a new one where it has none that is live."""
+    """Return the card of a reference; a new one where it has none that is live."""
     with _lock:
         known = _by_rref.get(rref)
         found = known() if known is not None else None
         if found is None or found.comm is None:
             found = RRefCard(rref)
             _by_rref[rref] = weakref.ref(found)
-        _cards[found._key] = found
-        _cards.move_to_end(found._key)
-        surplus = list(_cards.values())[: max(0, len(_cards) - MOST)]
-    for old in surplus:
-        old.freeze()
+    LIVE.keep(found)
     return found
 
 
-def _shared() -> list[ipywidgets.Widget]:
-    """The layout and style that all cards have in common."""
+def looks() -> list[ipywidgets.Widget]:
+    """Return the layout and style that all cards and tables of references have in common."""
     if not _looks or any(look.comm is None for look in _looks):
         _looks[:] = ipywidgets.Layout(), HTMLStyle()
     return _looks

@@ -1,7 +1,8 @@
 """The live map of a swarm: follows it while somebody looks; a button for each worker that kills it.
 
 It does not hold the swarm: a swarm that nobody refers to any more goes, though it is shown, and the workers' memory
-with it.
+with it. When the swarm is over (it is gone, it was closed, or its cluster is shut down) the view leaves a picture of
+how the swarm was, which has no buttons, and says that it is over.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.views.map import Mapped
+from nbdist.views.map import Mapped, snapshot_of
 from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["MapView"]
@@ -30,22 +31,38 @@ class MapView(View):
         listener = _Listener(self)
         listener.forget = swarm.listen(listener)
         self._listener = weakref.ref(listener)
-        super().__init__(snapshot=_snapshot(swarm))
+        super().__init__(snapshot=snapshot_of(swarm))
 
     def close(self) -> None:
-        """Follow it no longer."""
+        """Follow the swarm no longer."""
         if (listener := self._listener()) is not None:
             listener.forget()
         super().close()
 
+    def leave(self) -> None:
+        """Leave a picture of a swarm whose cluster is to end."""
+        self.snapshot = {**self.look(), "over": True}
+        self.close()
+
     def look(self) -> dict[str, Any]:
-        """The swarm as it is known here; or as it was last, when it is no more."""
+        """Return the swarm as it is known here; or as it was last, when it is over."""
         swarm = self._swarm()
-        return _snapshot(swarm) if swarm is not None else {**self.snapshot, "over": True}
+        if swarm is None or self.snapshot["over"]:
+            return {**self.snapshot, "over": True}
+        return snapshot_of(swarm)
+
+    def publish(self) -> None:
+        """Show the swarm as it is now; one that is over for the last time."""
+        if self.comm is None:  # its news came late
+            return
+        super().publish()
+        if self.snapshot["over"]:
+            self.close()
 
     def changed(self) -> None:
-        """There is news; it is published when somebody looks, who may come later."""
-        if self.looking:
+        """There is news: it is published when somebody looks, who may come later; the end of all is at once."""
+        swarm = self._swarm()
+        if self.looking or swarm is None or swarm.ended:
             super().changed()
 
     def press(self, message: dict[str, Any]) -> None:
@@ -56,8 +73,8 @@ class MapView(View):
             self.changed()  # what was not published meanwhile; and a rate may have changed by itself
             return
         swarm = self._swarm()
-        if swarm is None:
-            raise UsageError("this swarm is no more")
+        if swarm is None or swarm.ended:
+            raise UsageError("this swarm is over: it has no workers any more")
         if what != "kill":
             raise UsageError(f"there is no button {what!r}")
         if not any(server["name"] == worker for server in swarm.snapshot()["servers"]):
@@ -79,10 +96,6 @@ class _Listener:
 
 def _nothing() -> None:
     pass
-
-
-def _snapshot(swarm: Mapped) -> dict[str, Any]:
-    return {**swarm.snapshot(), "over": False}
 
 
 def _news(known: weakref.ref[MapView], _: object = None) -> None:

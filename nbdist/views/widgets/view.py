@@ -132,6 +132,10 @@ class View(anywidget.AnyWidget):
             place.end()
         super().close()
 
+    def leave(self) -> None:
+        """Close: the cluster that the view is about is to end."""
+        self.close()
+
     # -- the snapshot -------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
@@ -140,7 +144,7 @@ class View(anywidget.AnyWidget):
 
     def changed(self) -> None:
         """There is news: have it published soon. To be called by any thread."""
-        _painter.add(weakref.ref(self))
+        _painter.add(self)
 
     @property
     def looking(self) -> bool:
@@ -200,9 +204,11 @@ class _Painter:
                 self._started = True
                 threading.Thread(target=self._run, name="views", daemon=True).start()
 
-    def add(self, view: weakref.ref[View]) -> None:
+    def add(self, view: View) -> None:
         """Publish this one."""
-        self._changed.put(view)
+        known = weakref.ref(view)
+        hash(known)  # now: it has none when the view is gone, unless it was asked for before
+        self._changed.put(known)
 
     def _run(self) -> None:
         left, at = float(_BURST), time.monotonic()

@@ -1,0 +1,90 @@
+"""The live table of a list, tuple or dict of references: a row changes when news of its reference has come anyway.
+
+It holds what is known, not the references, which it must not keep alive; and it asks for nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import ipywidgets
+import traitlets
+
+from nbdist.rpc.rref import RRef
+from nbdist.views import cards, references
+from nbdist.views.cards import Facts, Rows
+from nbdist.views.shown import Bundle
+from nbdist.views.widgets.card import looks
+from nbdist.views.widgets.live import Live
+from nbdist.views.widgets.view import View, identity, script, style
+
+__all__ = ["LIVE", "MOST", "RRefTable"]
+
+MOST = 16
+"""So many tables are live; one that was shown before these is a picture from then on."""
+LIVE = Live(MOST)
+
+
+class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has no annotations
+    """What is known of several references."""
+
+    _anywidget_id = identity("nbdist.references")
+    _esm = script("buttons.js", "table.js")
+    _css = style("common.css")
+    live = traitlets.Bool(True)
+
+    def __init__(self, value: references.Many) -> None:
+        rows = references.rows_of(value)
+        gone = partial(_news, weakref.ref(self))
+        self.agent = rows.items[0][1]._agent
+        self._known: Rows[weakref.ref[RRef[Any]]] = rows.each(lambda rref: weakref.ref(rref, gone))
+        self._facts: Rows[Facts] = rows.each(references.facts_of)
+        layout, look = looks()
+        super().__init__(value=cards.table(self._facts), layout=layout, style=look)
+        self._ends = [rref._agent.references.when_changed(rref, self.changed) for _, rref in rows.items]
+        if rows.each(references.facts_of) != self._facts:  # there was news before anybody listened
+            self.changed()
+
+    def picture(self) -> Bundle:
+        """Return what the table shows, as text and HTML."""
+        return references.bundle_of_rows(self._facts)
+
+    def publish(self) -> None:
+        """Show what is known now; when nothing can change any more, for the last time."""
+        if not self.live:  # its news came late
+            return
+        self._tell("released")
+        if all(facts.standing in references.OVER for _, facts in self._facts.items):
+            self.freeze()
+
+    def _tell(self, standing: str, *, ended: bool = False) -> None:
+        """Look at all references; one that was collected has this ``standing``, or all have that are not over."""
+        items = []
+        for (name, known), (_, before) in zip(self._known.items, self._facts.items, strict=True):
+            rref = known()
+            now = references.facts_of(rref) if rref is not None else before
+            items.append((name, references.over(now, standing) if rref is None or ended else now))
+        self._facts = Rows(self._facts.kind, items, self._facts.count)
+        self.value = cards.table(self._facts)
+
+    def freeze(self) -> None:
+        """Be a picture from now on."""
+        for end in self._ends:
+            end()
+        LIVE.drop(self)
+        self.live = False
+        self.close()
+
+    def leave(self) -> None:
+        """Be a picture from now on, of references whose cluster has ended."""
+        self._tell("ended", ended=True)
+        self.freeze()
+
+
+def _news(known: weakref.ref[RRefTable], _: object) -> None:
+    """In a finaliser, which must do no more than this."""
+    table = known()
+    if table is not None:
+        table.changed()

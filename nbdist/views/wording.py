@@ -1,0 +1,122 @@
+"""What a user calls the work of a worker: a timeline names it so, and not by nbdist's own functions.
+
+A function of the user's, or of torch's, has its own name. Where nbdist calls a function of its own on a worker, the
+table below says what that does. What only looks (clocks, panels, the recording itself) is no part of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from nbdist.rpc.rref import RRef
+from nbdist.wire.names import display_name
+
+__all__ = ["name_call"]
+
+_HIDDEN = (
+    "nbdist.views.",
+    "nbdist.rpc.clocks",
+    "nbdist.rpc.stopping",
+    "nbdist.cluster.collectives",
+    "nbdist.cluster.holdings",
+    "nbdist.cluster.interrupting",
+    "nbdist.cluster.standing",
+    "nbdist.cluster.status",
+)
+"""The modules whose calls only look, or stop something."""
+_OTHERS = "nbdist's own work"
+
+
+def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] | None:
+    """Return what a call is, a kind of `nbdist.nn.charts.KINDS`, and its name; None for one that is not shown.
+
+    ``label`` is the name under which the caller sent it, ``callee`` the function that runs. Nobody is asked.
+    """
+    module = str(getattr(callee, "__module__", None) or type(callee).__module__)
+    if not module.startswith("nbdist."):
+        owner = getattr(callee, "__self__", None)
+        if "." not in label and isinstance(callee, MethodType) and not isinstance(owner, type):
+            label = f"{type(owner).__qualname__}.{label}"  # the caller did not know yet whose method it is
+        return "call", label.removesuffix(".__call__")
+    if module.startswith(_HIDDEN):
+        return None
+    place = f"{module.removeprefix('nbdist.')}:{getattr(callee, '__qualname__', label)}"
+    if place.startswith("swarm.server:Server"):
+        return "own", _of_server(place.partition("Server")[2].removeprefix("."))
+    words = _WORDS.get(place, _OTHERS)
+    if isinstance(words, str):
+        return "own", words
+    try:
+        return words(*args)
+    except Exception:  # it is named by arguments that a later version has otherwise
+        return "own", _OTHERS
+
+
+def _spaced(method: object) -> str:
+    return str(method).strip("_").replace("_", " ")
+
+
+def _class_of(rref: RRef[Any]) -> str:
+    """The class of the value, as far as it is known."""
+    return rref.state.qualname if rref.state is not None else "module"
+
+
+_OF_SERVER: Mapping[str, str] = {
+    "": "start to serve blocks",
+    "load": "load blocks",
+    "unload": "unload blocks",
+    "open": "open a session",
+    "close": "close a session",
+    "push": "hidden states arrive",
+    "step": "step through blocks",
+    "forward": "forward through blocks",
+    "backward": "backward through blocks",
+    "export": "send a session's caches",
+    "adopt": "take over a session",
+}
+
+
+def _of_server(method: object) -> str:
+    return _OF_SERVER.get(str(method), "serve blocks")
+
+
+def _task(function: Any, *_: Any) -> tuple[str, str]:
+    """A task of a view: the user's function."""
+    return "call", display_name(function)
+
+
+_WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
+    "nn.station:build_stages": "build a pipeline's stages",
+    "nn.station:run_share": "a worker's share of a pipeline step",
+    "nn.station:deliver": "a micro-batch arrives",
+    "nn.station:abandon_step": "break off a pipeline step",
+    "nn.station:call_station": lambda _, method, *more: ("own", f"pipeline: {_spaced(method)}"),
+    "nn.remote_module:create": lambda cls, *_: ("call", f"RemoteModule({display_name(cls)})"),
+    "nn.remote_module:run": lambda rref, *_: ("call", f"{_class_of(rref)}.forward"),
+    "nn.remote_module:parameters": lambda rref, *_: ("call", f"{_class_of(rref)}.parameters"),
+    "nn.remote_module:train": lambda rref, *_: ("call", f"{_class_of(rref)}.train"),
+    "nn.remote_module:state_of": lambda rref, *_: ("call", f"{_class_of(rref)}.state_dict"),
+    "nn.remote_module:load": lambda rref, *_: ("call", f"{_class_of(rref)}.load_state_dict"),
+    "optim.local:new_local_optimizer": lambda cls, *_: ("own", f"make an optimizer ({display_name(cls)})"),
+    "optim.local:call_local": lambda rref, method, *_: (
+        "own",
+        f"{_class_of(rref).removeprefix('Local').lower()}: {_spaced(method)}",
+    ),
+    "optim.clipping:local_norms": "norms of gradients",
+    "optim.clipping:scale_local": "clip gradients",
+    "rpc.rref:_look": "peek at a value",
+    "rpc.rref:_backward": "backward from a reference",
+    "cluster.comparing:prints": "fingerprints of a value",
+    "cluster.comparing:part_of": "part of a value",
+    "cluster.worker_values:receive": "variables arrive",
+    "cluster.worker_output:take_last_value": "value of a cell",
+    "autograd.inspection:local_nodes": "look at a graph",
+    "compat.gathering:gather_to_leader": "gather objects",
+    "compat.gathering:broadcast_to_followers": "hand gathered objects out",
+    "swarm.neighbours:_here": lambda _, method, *more: ("own", _of_server(method)),
+    "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
+    "compat.ipyparallel.tasks:run": _task,
+}
+"""By module and function: words, or what makes a kind and a name of the call's arguments."""
