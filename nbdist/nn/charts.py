@@ -23,7 +23,8 @@ from nbdist.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 
 __all__ = ["KINDS", "Bar", "Kind", "counted", "gantt", "micro_batch_name", "with_legend"]
 
-_WIDTH = 760
+_WIDTH = 590
+"""Pixels: what JupyterLab has for outputs beside its file browser in a window of 1,050."""
 _ROW = 24
 _LETTER = 6.5
 _LONGEST = 24
@@ -77,7 +78,7 @@ def counted(kind: str, count: int) -> str:
 def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
     """Return drawings as HTML in the page's font, with the legend of the ``kinds`` that are in them."""
     entries = "".join(
-        f'<span style="margin-right:12px"><span style="color:{kind.colour}">■</span> {escape(kind.words)}</span> '
+        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> {escape(kind.words)}</span> '
         for name, kind in KINDS.items()
         if name in kinds
     )

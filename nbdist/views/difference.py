@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from nbdist.cluster.comparing import Difference
+from nbdist.pictures import themed
 from nbdist.views import tables
 
 __all__ = ["DiffTable"]
@@ -47,6 +48,6 @@ class DiffTable:
 
     def _repr_html_(self) -> str:
         if self.equal:
-            return f"<div>{escape(self._head())}</div>"
+            return themed(escape(self._head()))
         rows = [(each.path, each.worker, each.told) for each in self.differences]
-        return f"<div>{escape(self._head())}</div>{tables.as_html(('part', 'worker', 'difference'), rows)}"
+        return themed(f"<div>{escape(self._head())}</div>", tables.as_html(("part", "worker", "difference"), rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from nbdist.cluster.holdings import Holding, Holdings
+from nbdist.pictures import themed
 from nbdist.views import cards, tables
 from nbdist.views.amounts import size
 
@@ -48,7 +49,7 @@ class MemoryTable:
         faint = [number for number, item in enumerate(self.found.items) if item.idle]
         table = tables.as_html(_COLUMNS, self._rows(), faint) if self.found.items else ""
         foot = "".join(f"<div>{escape(line)}</div>" for line in self._foot())
-        return f"<div>{escape(self._head())}</div>{table}{foot}"
+        return themed(f"<div>{escape(self._head())}</div>", table, foot)
 
     def _rows(self) -> list[list[str]]:
         return [_cells(item) for item in self.found.items[:_MOST]]

@@ -16,6 +16,7 @@ from typing import Any
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.status import WorkerStatus, collect
+from nbdist.pictures import themed
 from nbdist.views.status import StatusTable
 
 __all__ = ["Panel"]
@@ -118,7 +119,7 @@ class Panel:
     def _repr_html_(self) -> str:
         talk = [f"{escape(one)} waits for {calls} of {escape(other)}" for one, other, calls, _ in self.talk() if calls]
         told = [*([("; ".join(talk))] if talk else []), *map(escape, self.blamed())]
-        return StatusTable(self.rows)._repr_html_() + "".join(f"<div>{line}</div>" for line in told)
+        return StatusTable(self.rows)._repr_html_() + themed(*(f"<div>{line}</div>" for line in told))
 
 
 def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> list[str]:

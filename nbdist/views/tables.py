@@ -10,6 +10,10 @@ from nbdist.pictures import themed
 __all__ = ["Html", "as_html", "as_lines"]
 
 
+_WHOLE = 20
+"""Up to so many letters stay on one line, such as "4.0 KB", however narrow the page is."""
+
+
 class Html(str):
     """A cell that is HTML already."""
 
@@ -36,4 +40,5 @@ def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collectio
 
 
 def _cell(tag: str, text: str) -> str:
-    return f'<{tag} style="text-align:left">{text if isinstance(text, Html) else escape(text)}</{tag}>'
+    whole = ";white-space:nowrap" if len(text) <= _WHOLE and not isinstance(text, Html) else ""
+    return f'<{tag} style="text-align:left{whole}">{text if isinstance(text, Html) else escape(text)}</{tag}>'

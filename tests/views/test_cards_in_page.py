@@ -14,16 +14,56 @@ SHOW = """
 rref = rpc.remote("worker1", torch.nn.Linear, args=(3, 2))
 rref
 """
+MANY = """
+def slowly(x):
+    time.sleep(1)
+    if x < 0:
+        raise ValueError(f"{x} is negative, which is said here at such a length that no page has one line for it all")
+    return torch.ones(x)
+
+several = [rpc.remote(f"worker{n}", slowly, args=(2 * n - 1,)) for n in range(2)]
+several
+"""
 BUSY = """
 for second in range(80):
     time.sleep(0.1)
 """
 
 
+THEMES = {"lab": "JupyterLab Dark", "notebook": "JupyterLab Light"}
+
+
+def check_rows(page):
+    """The rows come up to date by themselves, and nothing of them is cut off in a narrow page."""
+    table = page.cell(3).locator(".nbdist-card")
+    table.get_by_text("confirmed").wait_for()
+    table.get_by_text("failed").wait_for()
+    assert "ValueError: -1 is negative" in table.inner_text()
+    assert "on its way" not in table.inner_text()
+    assert "Tensor float32(1,)" in table.inner_text()
+    page.page.set_viewport_size({"width": 1050, "height": 1000})
+    assert page.page.evaluate("el => el.scrollWidth <= el.clientWidth", table.locator("div div").first.element_handle())
+
+
+def check_theme(page, told):
+    """A text has the font, size and colour that the page gives its own."""
+    found, wanted = page.page.evaluate(
+        """el => [el, Object.assign(document.body.appendChild(document.createElement("p")), {style:
+            "font-family: var(--jp-ui-font-family); font-size: var(--jp-ui-font-size1); color: var(--jp-ui-font-color1)"
+        })].map(each => getComputedStyle(each)).map(({fontFamily, fontSize, color}) => [fontFamily, fontSize, color])""",
+        told.locator("td").first.element_handle() if told.locator("td").count() else told.element_handle(),
+    )
+    assert found == wanted
+
+
 @pytest.mark.parametrize("front", ["lab", "notebook"])
 def test_a_card_peeks_and_releases_while_a_cell_is_busy(front, tmp_path):
-    with notebook([START, SHOW, BUSY], front, tmp_path) as page:
+    with notebook([START, SHOW, BUSY, MANY], front, tmp_path, theme=THEMES[front]) as page:
         page.finish(0)
+        page.finish(3)
+        rows = page.cell(3).locator(".nbdist-card tbody tr")
+        assert rows.locator("visible=true").count() == 2
+        check_rows(page)
         page.finish(1)
         card = page.cell(1).locator(".nbdist-card")
         card.get_by_text("confirmed").wait_for()
@@ -36,6 +76,14 @@ def test_a_card_peeks_and_releases_while_a_cell_is_busy(front, tmp_path):
         card.get_by_role("button", name="Release").click()
         page.cell(1).get_by_text("released").first.wait_for(timeout=4000)
         assert "*" in page.cell(2).locator(".jp-InputPrompt").text_content()  # it was busy all the time
+        released = page.cell(1).locator("div[class$='-picture']")
+        assert "Linear" in released.inner_text()  # it is known still
+        saved = page.save()
+        kinds = [output.data for output in saved.cells[3].outputs if "text/html" in output.data]
+        assert "failed</span>" in kinds[-1]["text/html"]
+        assert "on its way" not in kinds[-1]["text/html"]
+        for told in (released, page.cell(3).locator(".nbdist-card td").first):
+            check_theme(page, told)
         page.page.keyboard.press("Escape")
         assert not page.complaints
         assert not page.strangers

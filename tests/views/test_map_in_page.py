@@ -18,7 +18,7 @@ model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
 )).eval()
 """
 SERVE = """
-sw = nbdist.swarm.serve(model, workers=[0, 1, 2], cache_bytes=1_000_000)
+sw = nbdist.swarm.serve(model, workers=[2, 0, 1], spans=[(4, 6), (0, 2), (2, 4)], cache_bytes=1_000_000)
 sw
 """
 WRITE = """
@@ -45,7 +45,7 @@ def press_by_keys(button):
 
 @pytest.mark.parametrize(("front", "press"), [("lab", press), ("notebook", press_by_keys)], ids=["lab", "notebook"])
 def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, request):
-    with notebook([START, SERVE, WRITE], front, tmp_path) as page:
+    with notebook([START, SERVE, WRITE, "%dist_shutdown", "sw"], front, tmp_path) as page:
         page.finish(0)
         page.finish(1)
         view = page.cell(1).locator(".nbdist-map")
@@ -54,6 +54,10 @@ def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, requ
         assert rows.count() == 4  # one is for blocks that nobody has, and hidden
         assert not rows.nth(3).is_visible()
         assert [held(rows.nth(n)) for n in range(3)] == [60, 60, 60]
+        assert [rows.nth(n).locator("td").first.inner_text() for n in range(3)] == ["worker0", "worker1", "worker2"]
+        for width in (1050, 700):
+            page.page.set_viewport_size({"width": width, "height": 1000})
+            page.page.wait_for_function("el => el.scrollWidth <= el.clientWidth", arg=frame(view))
         page.run(2)
         view.get_by_text(re.compile(r"writing, \d+ tokens, .* tokens/s")).wait_for(timeout=20_000)
         assert "route: worker0 0-1 → worker1 2-3 → worker2 4-5" in view.text_content()
@@ -74,8 +78,23 @@ def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, requ
         assert rows.nth(2).get_by_text("gone", exact=True).is_visible()
         assert view.get_by_role("button", name="Kill worker2").is_disabled()
         assert "worker2, which had blocks 4-5, is gone" in view.locator(".nbdist-log").text_content()
+        assert [rows.nth(n).locator("td").first.inner_text() for n in range(3)] == ["worker0", "worker1", "worker2"]
+        page.finish(3)
+        for index in (1, 4):  # the view that was there, and one of a swarm that is over already
+            if index == 4:
+                page.finish(4)
+            page.cell(index).get_by_text("this swarm is over; it had 6 blocks").wait_for()
+            said = page.cell(index).locator(".jp-OutputArea").first.inner_text()
+            assert "nobody" not in said
+            assert page.cell(index).get_by_role("button", name="Kill").count() == 0
+            assert page.cell(index).locator(".nbdist-map").count() == 0
         assert not page.complaints
         assert not page.strangers
+
+
+def frame(view):
+    """What scrolls if the rows are too wide."""
+    return view.locator(".nbdist-rows").element_handle()
 
 
 def held(row, kind="held"):

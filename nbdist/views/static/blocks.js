@@ -4,7 +4,7 @@ import { bytes } from "./amounts.js";
 
 const SERVING = ["online", "draining"]; // who is in another state has its blocks for nobody
 export const HEIGHT = 16;
-const WIDE = 400; // pixels for all blocks, if that leaves each enough to be seen
+const WIDE = 300; // pixels for all blocks, if that leaves each enough to be seen
 const NUMBER = 24; // pixels for the number of a block
 
 const counted = (count, noun) => `${count} ${count === 1 ? noun : `${noun}s`}`;

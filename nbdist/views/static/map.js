@@ -81,7 +81,11 @@ function render({ model, el }) {
 
   function makeRow(name) {
     const row = element("tr");
-    const cells = COLUMNS.map(() => element("td"));
+    const cells = COLUMNS.map((title) => {
+      const cell = element("td");
+      cell.dataset.title = title;
+      return cell;
+    });
     const blocks = strip();
     const state = element("span", "nbdist-state");
     const bar = element("div", "nbdist-fill");
