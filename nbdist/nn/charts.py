@@ -78,7 +78,8 @@ def counted(kind: str, count: int) -> str:
 def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
     """Return drawings as HTML in the page's font, with the legend of the ``kinds`` that are in them."""
     entries = "".join(
-        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> {escape(kind.words)}</span> '
+        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> '
+        f"{escape(kind.words)}</span> "
         for name, kind in KINDS.items()
         if name in kinds
     )

@@ -234,7 +234,8 @@ def _legend(snapshot: Mapping[str, Any]) -> str:
     drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"], over=over)]
     seen = {part.kind for part in [*drawn, *missing(snapshot)]}
     return " ".join(
-        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{colour}">■</span> {_KINDS[kind]}</span>'
+        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{colour}">■</span> '
+        f"{_KINDS[kind]}</span>"
         for kind, colour in _COLOURS.items()
         if kind in seen
     )

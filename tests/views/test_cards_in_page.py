@@ -50,7 +50,7 @@ def check_theme(page, told):
     found, wanted = page.page.evaluate(
         """el => [el, Object.assign(document.body.appendChild(document.createElement("p")), {style:
             "font-family: var(--jp-ui-font-family); font-size: var(--jp-ui-font-size1); color: var(--jp-ui-font-color1)"
-        })].map(each => getComputedStyle(each)).map(({fontFamily, fontSize, color}) => [fontFamily, fontSize, color])""",
+        })].map(each => getComputedStyle(each)).map(each => [each.fontFamily, each.fontSize, each.color])""",
         told.locator("td").first.element_handle() if told.locator("td").count() else told.element_handle(),
     )
     assert found == wanted
@@ -78,6 +78,11 @@ def test_a_card_peeks_and_releases_while_a_cell_is_busy(front, tmp_path):
         assert "*" in page.cell(2).locator(".jp-InputPrompt").text_content()  # it was busy all the time
         released = page.cell(1).locator("div[class$='-picture']")
         assert "Linear" in released.inner_text()  # it is known still
+        picture = page.cell(3).locator("div[class$='-picture']")  # hidden, as long as the live table is there
+        page.page.wait_for_function(
+            "el => el.textContent.includes('failed') && !el.textContent.includes('on its way')",
+            arg=picture.element_handle(),
+        )
         saved = page.save()
         kinds = [output.data for output in saved.cells[3].outputs if "text/html" in output.data]
         assert "failed</span>" in kinds[-1]["text/html"]
