@@ -1,0 +1,89 @@
+"""What a timeline calls the work of a worker."""
+
+import re
+
+import pytest
+import torch
+
+from nbdist.nn import remote_module, station
+from nbdist.nn.charts import KINDS
+from nbdist.optim import local
+from nbdist.rpc import clocks
+from nbdist.swarm import neighbours
+from nbdist.testing import World
+from nbdist.views import recording
+from nbdist.views.wording import name_call
+from nbdist.wire.names import display_name
+
+
+class Balloon:
+    def blow(self, breath):
+        return breath
+
+    def __call__(self, breath):
+        return breath
+
+
+def users(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("label", "callee", "told"),
+    [
+        ("users", users, "users"),
+        ("add", torch.add, "add"),
+        ("Balloon", Balloon, "Balloon"),
+        ("Balloon.blow", Balloon().blow, "Balloon.blow"),
+        ("blow", Balloon().blow, "Balloon.blow"),  # called before the caller knew of what class the value is
+        ("__call__", Balloon().__call__, "Balloon"),
+        ("Tensor.narrow", torch.ones(2).narrow, "Tensor.narrow"),
+    ],
+)
+def test_a_users_function_has_its_own_name(label, callee, told):
+    assert name_call(label, callee, ()) == ("call", told)
+
+
+def test_what_nbdist_calls_is_named_in_words():
+    every = [
+        (station.run_share, (None,), "a worker's share of a pipeline step"),
+        (station.call_station, (None, "parameter_rrefs"), "pipeline: parameter rrefs"),
+        (station.deliver, (), "a micro-batch arrives"),
+        (local.new_local_optimizer, (torch.optim.SGD,), "make an optimizer (SGD)"),
+        (neighbours._here, ("key", "step"), "step through blocks"),
+        (neighbours._here, ("key", "something_new"), "serve blocks"),
+    ]
+    for function, args, told in every:
+        assert name_call(display_name(function), function, args) == ("own", told)
+    assert name_call("create", remote_module.create, (Balloon,)) == ("call", "RemoteModule(Balloon)")
+
+
+def test_what_has_no_words_or_other_arguments_than_they_were_made_for_is_nbdists_own_work():
+    for function in (station.shapes_of, local.by_owner):
+        assert name_call(display_name(function), function, ()) == ("own", "nbdist's own work")
+    assert name_call("call_station", station.call_station, ()) == ("own", "nbdist's own work")
+
+
+def test_what_only_looks_is_not_shown():
+    for function in (clocks.clock, recording.begin):
+        assert name_call(display_name(function), function, ()) is None
+
+
+def test_no_kind_and_no_words_are_names_of_functions():
+    from nbdist.views import wording
+
+    told = [words for words in [*wording._WORDS.values(), *wording._OF_SERVER.values()] if isinstance(words, str)]
+    told += [text for kind in KINDS.values() for text in kind[1:]]
+    assert not [words for words in told if re.search(r"_|\w\.\w|\(\)", words)]
+
+
+def test_the_functions_that_have_words_exist():
+    import importlib
+
+    from nbdist.views import wording
+
+    with World(1):
+        for place in wording._WORDS:
+            module, _, name = place.partition(":")
+            found = importlib.import_module(f"nbdist.{module}") if not module.startswith("compat.ipy") else None
+            assert found is None or callable(getattr(found, name)), place
