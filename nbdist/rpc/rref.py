@@ -324,7 +324,7 @@ def _summary(state: State | None) -> str:
     if state is None:
         return "to a value not known yet"
     if state.error is not None:
-        return f"to the result of a call that raised {error_line(state.qualname, state.error)}"
+        return f"to an error ({error_line(state.qualname, state.error)})"
     parts = [state.qualname]
     if state.shape is not None:
         parts.append(f"{state.dtype}{tuple(state.shape)}")

@@ -142,7 +142,7 @@ def test_a_reference_to_a_failed_call_says_so(watched):
     again = watched.run("broken").value
     assert WIDGET not in again
     assert again == watched.run("[broken][0]").value
-    assert "<RRef to the result of a call that raised ValueError: -1 is negative on worker1, failed>" in (
+    assert "<RRef to an error (ValueError: -1 is negative) on worker1, failed>" in (
         watched.run("print(repr(broken))").stdout
     )
     # By whose class its methods are not judged: what is raised is the call's own error.
