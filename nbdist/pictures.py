@@ -61,8 +61,8 @@ def as_image(svg: str) -> str:
     return (
         f'{_DARK}<div style="overflow-x:auto">'
         f'<div style="position:relative;max-width:{width:g}px;min-width:{width * _SMALLEST:.0f}px">'
-        f'<img class="nbdist-image" src="data:image/svg+xml;base64,{image}" alt="{escape(title)}" width="{width:g}" '
-        f'style="display:block;width:100%;max-width:100%;height:auto">{titles}</div></div>'
+        f'<img src="data:image/svg+xml;base64,{image}" alt="{escape(title)}" width="{width:g}" '
+        f'class="nbdist-image" style="display:block;width:100%;max-width:100%;height:auto">{titles}</div></div>'
     )
 
 
