@@ -79,10 +79,7 @@ def test_a_card_peeks_and_releases_while_a_cell_is_busy(front, tmp_path):
         released = page.cell(1).locator("div[class$='-picture']")
         assert "Linear" in released.inner_text()  # it is known still
         picture = page.cell(3).locator("div[class$='-picture']")  # hidden, as long as the live table is there
-        page.page.wait_for_function(
-            "el => el.textContent.includes('failed') && !el.textContent.includes('on its way')",
-            arg=picture.element_handle(),
-        )
+        picture.filter(has_text="failed").filter(has_not_text="on its way").wait_for(state="attached")
         saved = page.save()
         kinds = [output.data for output in saved.cells[3].outputs if "text/html" in output.data]
         assert "failed</span>" in kinds[-1]["text/html"]
