@@ -36,6 +36,7 @@ __all__ = [
     "is_torch_future",
     "is_transforming",
     "load_layouts",
+    "no_torch_function",
     "pop_function_mode",
     "process_groups",
     "push_function_mode",
@@ -65,6 +66,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._get_obj_in_tls": REQUIRED,
     "torch._C._is_key_in_tls": REQUIRED,
     "torch._C._remove_obj_from_tls": "since 2.13; before, a value of a thread is replaced by None",
+    "torch._C.DisableTorchFunction": "views may call the __torch_function__ of a user's class or mode",
     "torch._C._set_grad_enabled": "torch.set_grad_enabled, which is slower, is used",
     "torch._C._len_torch_function_stack": "a thread is taken to be in no function mode; origins stay unknown",
     "torch._C._pop_torch_function_stack": "origins of nodes stay unknown",
@@ -98,6 +100,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_backward_hooks": ("a tensor", "a backward pass over workers fails with AttributeError"),
     "_post_accumulate_grad_hooks": ("a tensor", "a backward pass over workers fails with AttributeError"),
     "_cdata": ("a storage", "tensors cannot be sent"),
+    "_parameters": ("a module", "%dist_memory counts no parameters of modules, and RRefs do not say their bytes"),
+    "_modules": ("a module", "%dist_memory counts no parameters of modules in modules"),
     "_forward_hooks": ("a module", "Pipeline cannot cut a model"),
     "_forward_pre_hooks": ("a module", "Pipeline cannot cut a model"),
     "_class_reducer_dict": ("the pickler of torch's RPC", "compat.install() fails with AttributeError"),
@@ -193,6 +197,9 @@ take_from_thread: Callable[[str], None] = _take or _values.take
 # -- modes of the calling thread ----------------------------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], object] = _find("torch._C._set_grad_enabled", torch.set_grad_enabled)
+no_torch_function: Callable[[], AbstractContextManager[object]] = _find("torch._C.DisableTorchFunction", nullcontext)
+"""Return a block in which the calling thread asks no `__torch_function__`, of a tensor's class or of a mode."""
+
 function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 0)
 """Return how many function modes the calling thread has entered."""
 

@@ -265,7 +265,7 @@ def _set_on(node: Node) -> Iterator[Saved]:
     """Yield the tensors that a user's Function has set on its ``ctx``."""
     for name, value in getattr(node, "__dict__", {}).items():
         if isinstance(value, torch.Tensor):
-            yield Saved(f"ctx.{name}", value, False)
+            yield Saved(f"ctx.{name}", value, value, False)
 
 
 def _behind(node: Node) -> list[Edge]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,8 @@ class Saved(NamedTuple):
     """As torch calls it: ``self``, ``other``, ``result``; ``tensors`` of a user's Function."""
     tensor: torch.Tensor | None
     """None where hooks have packed it into something else."""
+    data: Any
+    """What is kept: the tensor, or whatever hooks have made of it."""
     packed: bool
     """Whether hooks for saved tensors have packed it: to unpack it is to call the user's code, or a checkpoint's."""
 
@@ -33,18 +35,20 @@ def saved_by(node: Node) -> list[Saved]:
     """Return what a node has saved, as far as no pass has let go of it."""
     names = _names.get(type(node))
     if names is None:
-        names = _names[type(node)] = tuple(name for name in dir(node) if name.startswith(_RAW))
+        names = _names[type(node)] = tuple(name for name in dir(type(node)) if name.startswith(_RAW))
     found = []
     for name in names:
         try:
             raw = getattr(node, name)
         except RuntimeError:  # a pass has been here, and let go of it
             continue
-        for each in raw if isinstance(raw, tuple | list) else (raw,):
+        for each in raw if issubclass(type(raw), tuple | list) else (raw,):
+            if type(each).__name__ != "SavedTensor":  # a node that keeps something else under such a name
+                continue
             with contextlib.suppress(RuntimeError, AttributeError):  # there is none, or it has been let go of
                 data = each.data
-                tensor = data if isinstance(data, torch.Tensor) else None
+                tensor = data if issubclass(type(data), torch.Tensor) else None
                 packed = getattr(each, "unpack_hook", None) is not None or (tensor is None and data is not None)
                 if tensor is not None or packed:
-                    found.append(Saved(name.removeprefix(_RAW), tensor, packed))
+                    found.append(Saved(name.removeprefix(_RAW), tensor, data, packed))
     return found

@@ -16,7 +16,7 @@ import torch
 from nbdist import durations
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import refusals_in_words
-from nbdist.cluster import labels
+from nbdist.cluster import labels, process_memory
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
 from nbdist.cluster.jupyter_wire import pack
@@ -207,6 +207,7 @@ class Cluster:
         self.agent.origin = self._router.origins.current
         failures.on_text(labels.rename_frames)
         self._lives.bring_up(self.workers, deadline)
+        process_memory.mark_start()
 
     # -- ending -------------------------------------------------------------------------------
 

@@ -1,35 +1,48 @@
-"""What lives on each worker because something refers to it: values with references, and contexts; and who holds them.
+"""What lives on each worker: values with references, contexts, and the worker's own variables; and who holds them.
 
-Every worker says what it owns, and through which names of its own it refers to what others own. What nobody holds but
-the shell's memory of what it has shown, and of the last error, can be let go of.
+Every worker says what it owns, and through which names of its own it refers to what others own::
+
+    on each worker     contexts ──┐
+                       values ────┼──> Census: every buffer once ──> Report ──> the notebook: collect() ──> Holdings
+                       variables ─┘        in that order
+
+It is asked by calls, so that a worker whose main thread is busy answers too, and nothing that it looks at is called.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import sys
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from nbdist.autograd.api import recorder
-from nbdist.autograd.kept import kept_by, storage_of
-from nbdist.cluster import pins
-from nbdist.cluster.pins import Pin, Roots
+from nbdist.autograd.kept import Place, kept_by, storage_of
+from nbdist.cluster import pins, process_memory, variables
+from nbdist.cluster.census import Amount, Census, Walk
+from nbdist.cluster.pins import Pin
+from nbdist.cluster.process_memory import Usage
+from nbdist.cluster.roots import Named, named_values, names_by_value, references, roots_of
+from nbdist.cluster.status import gpu_memory
+from nbdist.cluster.variables import Variable
 from nbdist.errors import NbdistError
 from nbdist.ids import GlobalId
+from nbdist.rpc import inert
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.futures import Future
-from nbdist.rpc.rref import RRef, describe_error, describe_value
+from nbdist.rpc.futures import Future, Promise
+from nbdist.rpc.rref import describe_value
+from nbdist.torch_private import no_torch_function
 from nbdist.wire.messages import State
 
-__all__ = ["Holding", "Holdings", "collect", "free"]
+__all__ = ["Holding", "Holdings", "WorkerMemory", "ask_all", "collect"]
 
 _PATIENCE = 10.0
+_MOST_OBJECTS = 150_000
+"""So many objects are met in all values that have references."""
+_MOST_OF_ONE = 20_000
 
 
 class Owned(msgspec.Struct, frozen=True):
@@ -37,6 +50,10 @@ class Owned(msgspec.Struct, frozen=True):
 
     id: GlobalId
     state: State | None
+    nbytes: int | None
+    """Of a value that has come to be."""
+    gpu: int
+    is_partial: bool
     users: list[str]
     """The workers that hold references to it."""
     pins: list[Pin]
@@ -49,6 +66,24 @@ class Kept(msgspec.Struct, frozen=True):
     id: int
     maker: str
     nbytes: int
+    gpu: int
+
+
+class WorkerMemory(msgspec.Struct, frozen=True):
+    """How much memory one worker uses, and for what."""
+
+    name: str
+    incarnation: int
+    """Another one for each life of the worker."""
+    usage: Usage | None
+    """None where the system does not say."""
+    started_with: int | None
+    """Bytes that the worker used when it had started."""
+    amounts: dict[str, Amount]
+    """What is counted as ``references``, ``contexts`` and ``variables``."""
+    variables: list[Variable]
+    gpu_taken: int | None
+    """Bytes that torch has taken of GPUs."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -58,12 +93,11 @@ class Report(msgspec.Struct, frozen=True):
     contexts: list[Kept]
     used: dict[GlobalId, list[Pin]]
     """Who holds the references to others' values, and to its own, that are here."""
-    nbytes: int
-    """Of all tensors together that it owns or keeps, none of them counted twice."""
+    memory: WorkerMemory
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """One thing that lives on a worker."""
+    """One thing that lives on a worker by reference."""
 
     worker: str
     nbytes: int | None
@@ -73,6 +107,10 @@ class Holding(msgspec.Struct, frozen=True):
     """Of a value; without one it is what a context keeps."""
     state: State | None = None
     """What the value is, if it has come to be."""
+    gpu: int = 0
+    is_partial: bool = False
+    context: int | None = None
+    """The id of the context that keeps it."""
 
     @property
     def idle(self) -> bool:
@@ -84,15 +122,16 @@ class Holdings(msgspec.Struct, frozen=True):
     """All that lives on all workers."""
 
     items: list[Holding]
-    totals: dict[str, int]
+    """What lives there by reference."""
+    workers: list[WorkerMemory]
     silent: list[str]
     """Workers that did not answer."""
 
 
 def collect() -> Holdings:
     """Ask all workers, this one among them."""
-    _ask(_settle)
-    reports, silent = _ask(_report)
+    ask_all(_settle)
+    reports, silent = ask_all(_report)
     order = {worker: number for number, worker in enumerate(reports)}
     items = []
     for worker, report in reports.items():
@@ -101,38 +140,23 @@ def collect() -> Holdings:
                 (name, reports[name].used.get(owned.id) or [_UNKNOWN] if name in reports else [_UNKNOWN])
                 for name in owned.users
             ]
-            own = [*report.used.get(owned.id, []), *owned.pins]
+            own = pins.told({*report.used.get(owned.id, []), *owned.pins})
             if own or not held:
                 held.append((worker, own or [_UNKNOWN]))
             held.sort(key=lambda each: order.get(each[0], len(order)))
-            nbytes = owned.state.nbytes if owned.state is not None else None
-            items.append(Holding(worker, nbytes, held, owned.id, owned.state))
+            items.append(Holding(worker, owned.nbytes, held, owned.id, owned.state, owned.gpu, owned.is_partial))
         for kept in report.contexts:
             pin = Pin("context", f"context {kept.id}, which is open")
-            items.append(Holding(worker, kept.nbytes, [(kept.maker, [pin])]))
-    items.sort(key=lambda item: (order[item.worker], -(item.nbytes or 0)))
-    return Holdings(items, {worker: report.nbytes for worker, report in reports.items()}, silent)
-
-
-def free() -> Holdings:
-    """Let go of what nobody holds but `Out`, `_` and tracebacks, on all workers; what that was."""
-    before = collect()
-    idle = [item for item in before.items if item.idle]
-    if idle:
-        _ask(partial(_forget, {item.id for item in idle if item.id is not None}))
-        left = {item.id for item in collect().items}
-        idle = [item for item in idle if item.id not in left]
-    totals: dict[str, int] = {}
-    for item in idle:
-        totals[item.worker] = totals.get(item.worker, 0) + (item.nbytes or 0)
-    return Holdings(idle, totals, before.silent)
+            items.append(Holding(worker, kept.nbytes, [(kept.maker, [pin])], gpu=kept.gpu, context=kept.id))
+    items.sort(key=lambda item: (order[item.worker], -(item.nbytes or 0) - item.gpu))
+    return Holdings(items, [report.memory for report in reports.values()], silent)
 
 
 _UNKNOWN = Pin("other", "a call, or something that runs")
 
 
-def _ask(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
-    """Have this run on all workers."""
+def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
+    """Run a function on all workers and here; return its values by worker, and which workers did not answer."""
     agent = current_agent()
     asked: dict[str, Future[Any]] = {}
     found: dict[str, Any] = {}
@@ -160,147 +184,106 @@ def _settle() -> None:
 
 def _report() -> Report:
     agent = current_agent()
-    roots = _roots(agent)
-    memory: dict[int, int] = {}
-    contexts = []
-    kept: dict[int, dict[int, int]] = {}
+    roots = roots_of(agent)
+    census = Census()
+    census.skip([*roots.variables, roots.out])
+    contexts, kept = [], {}
     for context in recorder().contexts.all():
         found = kept[context.id] = kept_by(context)
-        memory.update(found)
-        contexts.append(Kept(context.id, agent.membership.name_of(context.maker), sum(found.values())))
+        census.put("contexts", found)
+        here = sum(nbytes for (device, _), nbytes in found.items() if device == "cpu")
+        gpu = sum(found.values()) - here
+        contexts.append(Kept(context.id, agent.membership.name_of(context.maker), here, gpu))
+    values = _values(agent, census)
+    numbers = _watch(census, values)
+    rows, leading = variables.count(census, named_values(roots))
+    names = names_by_value(roots)
     owned = []
-    for id, promise, users in agent.references.owned():
-        state, value = None, None
-        if promise.done():
-            error = promise.exception()
-            value = promise.value() if error is None else None
-            state = describe_error(error) if error is not None else describe_value(value)
-        place = _measure(value, memory)
-        by = [Pin("context", f"context {context}") for context, known in kept.items() if place in known]
-        names = [agent.membership.name_of(user) for user in users]
-        owned.append(Owned(id, state, names, [*by, *_names(value, roots)]))
-        del value
+    for number, value in zip(numbers, values, strict=True):
+        by = [Pin("context", f"context {context}") for context, known in kept.items() if value.place in known]
+        by += [pins.variable(name) for name in names.get(value.key, ())]
+        by += [pin for each in leading.get(number, ()) for pin in _pins_within(each)]
+        owned.append(
+            Owned(value.id, value.state, value.nbytes, value.gpu, value.is_partial, value.users, pins.told({*by}))
+        )
+    del leading
     used: dict[GlobalId, list[Pin]] = {}
-    rrefs = _references(agent)
+    rrefs = references(agent)
     for rref, held in zip(rrefs, pins.find(rrefs, roots), strict=True):
         used[rref._id] = pins.told({*used.get(rref._id, []), *(held or [_UNKNOWN])})
-    return Report(owned, contexts, used, sum(memory.values()))
+    return Report(owned, contexts, used, _memory(agent, census, rows))
 
 
-def _references(agent: Agent) -> list[RRef[Any]]:
-    """All references that are here."""
-    found = [each for each in gc.get_objects() if type(each) is RRef]
-    # Others may be making one just now, of which not all is there.
-    return [
-        each for each in found if getattr(each, "_agent", None) is agent and getattr(each, "_hold", None) is not None
-    ]
+class _Value(NamedTuple):
+    """A value that this worker owns, or is to own; not the value itself, which nothing here must keep."""
+
+    id: GlobalId
+    users: list[str]
+    state: State | None
+    nbytes: int | None = None
+    gpu: int = 0
+    is_partial: bool = False
+    key: int = 0
+    """The ``id`` of the value's object; 0 without one, or where others may be the same object by chance."""
+    place: Place | None = None
+    """Where a tensor's memory is."""
 
 
-def _measure(value: Any, memory: dict[int, int]) -> int | None:
-    """Count a value's memory; where a tensor's is."""
-    import torch
-
-    tensors = [value] if isinstance(value, torch.Tensor) else []
-    if isinstance(value, torch.nn.Module):
-        with contextlib.suppress(Exception):  # of a class of the user's
-            tensors = [*value.parameters(), *value.buffers()]
-    place = None
-    for tensor in tensors:
-        at = storage_of(tensor)
-        if at is not None:
-            place = at[0]
-            memory[at[0]] = at[1]
-    return place if len(tensors) == 1 else None
-
-
-def _names(value: Any, roots: Roots) -> list[Pin]:
-    """The user's variables on the owner that are the value itself."""
-    if value is None or isinstance(value, int | float | str | bytes):
-        return []  # which may be the same by chance
-    names = {name for namespace in roots.variables for name, known in list(namespace.items()) if known is value}
-    return pins.told({pins.variable(name) for name in names})
-
-
-def _shell() -> Any:
-    interactive = sys.modules.get("IPython")
-    return interactive.get_ipython() if interactive is not None else None
-
-
-def _errors(shell: Any) -> list[BaseException | None]:
-    found = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
-    for result in _results(shell):
-        found += [result.error_in_exec, result.error_before_exec]
+def _values(agent: Agent, census: Census) -> list[_Value]:
+    """Count what has references."""
+    found, left = [], _MOST_OBJECTS
+    for id_, promise, holders in agent.references.owned():
+        users = [agent.membership.name_of(holder) for holder in holders]
+        value, spent = _value(id_, promise, users, agent, census, min(left, _MOST_OF_ONE))
+        left = max(1, left - spent)  # every value is met itself
+        found.append(value)
     return found
 
 
-def _results(shell: Any) -> list[Any]:
-    """What the shell keeps of the cells that ran last."""
-    if shell is None:
-        return []
-    kind = getattr(sys.modules.get("IPython.core.interactiveshell"), "ExecutionResult", None)
-    return [each for each in gc.get_objects() if type(each) is kind]
+def _value(
+    id_: GlobalId, promise: Promise[Any], users: list[str], agent: Agent, census: Census, most: int
+) -> tuple[_Value, int]:
+    if not promise.done():
+        return _Value(id_, users, None), 0
+    if promise.exception() is not None:  # described when it came: to ask it for its text would call it
+        return _Value(id_, users, agent.references.forks.state(id_, None)), 0
+    value = promise.value()
+    state = describe_value(value)
+    walk = Walk(census, "references", value)
+    spent = walk.go(most)
+    known = state.nbytes if state.nbytes is not None and not walk.gpu else 0
+    nbytes = max(walk.nbytes, known) if walk.nbytes or known or state.nbytes is not None else None
+    key = id(value) if value is not None and not inert.is_a(value, int, float, str, bytes) else 0
+    with no_torch_function():
+        at = storage_of(value) if inert.is_a(value, torch.Tensor) else None
+    place = at[0] if at is not None else None
+    return _Value(id_, users, state, nbytes, walk.gpu, walk.is_partial or not walk.done, key, place), spent
 
 
-def _roots(agent: Agent) -> Roots:
-    """Where this process keeps what its user knows."""
-    shell = _shell()
-    errors = _errors(shell)
-    named = {id(promise): _HERE for _, promise, _ in agent.references.owned()}
-    if shell is None:
-        return Roots([vars(sys.modules["__main__"])], named=named, tracebacks=pins.frames_of(errors))
-    named |= {id(shell.InteractiveTB): _RAISED, id(vars(shell.InteractiveTB)): _RAISED}
-    named |= {id(shell): _SHELL, id(vars(shell)): _SHELL}
-    for result in _results(shell):
-        named |= {id(result): _RESULT, id(vars(result)): _RESULT}
-    # What a cell gave has a name in each of these.
-    variables = [shell.user_ns, shell.user_ns_hidden, vars(shell.displayhook)]
-    return Roots(variables, shell.user_ns.get("_oh", {}), named, pins.frames_of(errors))
+def _watch(census: Census, values: list[_Value]) -> list[int]:
+    """Have the census tell which variables lead to these values; returns by which number it does."""
+    numbers = []
+    for number, value in enumerate(values):
+        if value.key:
+            number = census.watched.setdefault(value.key, number)
+        if value.place is not None:
+            census.watched.setdefault(value.place, number)
+        numbers.append(number)
+    return numbers
 
 
-_RAISED = Pin("traceback", "a traceback")
-_HERE = Pin("other", "a value that lives there")
-_RESULT = Pin("out", "the last result")
-_SHELL = Pin("other", "the shell")
+def _pins_within(named: Named) -> list[Pin]:
+    return [Pin(named.kind, name, within=True) for name in named.names]
 
 
-def _forget(ids: set[GlobalId]) -> None:
-    """Drop what `Out`, `_` and tracebacks hold of these."""
-    agent, shell = current_agent(), _shell()
-    if shell is None:
-        return
-    roots = _roots(agent)
-    rrefs = [rref for rref in _references(agent) if rref._id in ids]
-    found = {pin for held in pins.find(rrefs, roots) for pin in held}
-    for id, promise, _ in agent.references.owned():
-        if id in ids and promise.done() and promise.exception() is None:
-            found.update(_names(promise.value(), roots))
-    del rrefs
-    _drop_shown(shell, roots, {pin.name for pin in found if pin.kind == "out"})
-    if any(pin.kind == "traceback" for pin in found):
-        _drop_errors(shell)
-    gc.collect()
-    agent.references.reap()
-
-
-def _drop_shown(shell: Any, roots: Roots, names: set[str]) -> None:
-    """What cells gave, under all names that it has."""
-    gone = [roots.out.pop(number) for number in list(roots.out) if f"Out[{number}]" in names]
-    own = [(space, name) for space in roots.variables for name in list(space) if pins.variable(name).kind == "out"]
-    gone += [space[name] for space, name in own if pins.variable(name).name in names]
-    known = {id(each) for each in gone if each is not None}
-    for space, name in own:
-        if id(space.get(name)) in known:
-            space[name] = ""  # as the shell itself does, for whoever asks for it
-    for result in _results(shell):
-        if id(result.result) in known or _RESULT.name in names:
-            result.result = None
-
-
-def _drop_errors(shell: Any) -> None:
-    """What is kept of errors for `%debug` and `%tb`; who has kept an error himself still has all of it."""
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        if hasattr(sys, name):
-            delattr(sys, name)
-    shell.InteractiveTB.tb = None
-    for result in _results(shell):
-        result.error_in_exec = result.error_before_exec = None
+def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:
+    usage, regions = process_memory.measure()
+    return WorkerMemory(
+        agent.me.name,
+        agent.me.incarnation,
+        usage,
+        process_memory.started_with(),
+        census.amounts(regions),
+        rows,
+        gpu_memory(),
+    )

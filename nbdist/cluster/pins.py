@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ import msgspec
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.references import References
 
-__all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "told", "variable"]
+__all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "name_of", "namespace_of", "told", "variable"]
 
 _DEPTH = 12
 """So many steps are walked back at most,"""
@@ -71,9 +71,7 @@ def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
     for number, each in enumerate(objects):
         reached.setdefault(id(each), set()).add(number)
         level[id(each)] = each, reached[id(each)]
-    namespaces = {
-        id(module.__dict__): module.__name__ for module in list(sys.modules.values()) if isinstance(module, ModuleType)
-    }
+    namespaces = {id(space): name_of(space) for space in map(namespace_of, list(sys.modules.values())) if space}
     passed = {id(each) for each in (reached, level, found, namespaces, objects, roots.named, roots.tracebacks)}
     passed |= {id(sys._getframe()), *(id(pair) for pair in level.values()), *map(id, objects)}
     for depth in range(_DEPTH):
@@ -129,7 +127,7 @@ def _pins(
     """For what a holder stands, and for which object, 0 for all; and whether others may hold on to that by it."""
     for namespace in roots.variables:
         if holder is namespace:
-            names = [(name, value) for name, value in list(namespace.items()) if id(value) in inner]
+            names = _entries(namespace, inner)
             return [(id(value), variable(name, within)) for name, value in names if value is not roots.out], False
     if holder is roots.out:
         numbers = [(number, value) for number, value in list(roots.out.items()) if id(value) in inner]
@@ -140,15 +138,35 @@ def _pins(
         return [(0, Pin("traceback", "a traceback"))], True  # the user may have kept the error
     module = namespaces.get(id(holder))
     if module is not None:
-        assert isinstance(holder, dict)
+        assert type(holder) is dict
         if module.partition(".")[0] == _OURS:
             return [], False
-        named = [(name, value) for name, value in list(holder.items()) if id(value) in inner]
+        named = _entries(holder, inner)
         if module == "sys":  # where the last error is, for the debugger
             named = [(name, value) for name, value in named if not name.startswith("last_")]
         return [(id(value), Pin("variable", f"{module}.{name}", within)) for name, value in named], False
     # An agent refers to all that it owns, and each reference to its agent: that way leads from anything to anything.
-    return [], not isinstance(holder, ModuleType | Agent | References)
+    return [], not issubclass(type(holder), (ModuleType, Agent, References))
+
+
+def _entries(namespace: dict[str, Any], inner: Collection[int]) -> list[tuple[str, Any]]:
+    """Return the variables whose values are among these, given by their ``id``."""
+    return [(name, value) for name, value in list(namespace.items()) if id(value) in inner and type(name) is str]
+
+
+def namespace_of(module: object) -> dict[str, Any]:
+    """Return a module's variables; none of what is in `sys.modules` and is not a module."""
+    return _namespace(module) if issubclass(type(module), ModuleType) else {}
+
+
+def name_of(namespace: dict[str, Any]) -> str:
+    """Return the name of the module with these variables; "" where that is no plain text."""
+    name = namespace.get("__name__")
+    return name if type(name) is str else ""
+
+
+_module: Any = ModuleType
+_namespace: Callable[[Any], dict[str, Any]] = _module.__dict__["__dict__"].__get__
 
 
 def variable(name: str, within: bool = False) -> Pin:
@@ -163,7 +181,7 @@ def frames_of(errors: Iterable[BaseException | None]) -> dict[int, FrameType]:
     """The frames that errors keep, and those for which they were raised."""
     found: dict[int, FrameType] = {}
     for error in chain_of(errors):
-        traceback: TracebackType | None = error.__traceback__
+        traceback: TracebackType | None = _traceback(error)
         while traceback is not None:
             found[id(traceback.tb_frame)] = traceback.tb_frame
             traceback = traceback.tb_next
@@ -178,5 +196,10 @@ def chain_of(errors: Iterable[BaseException | None]) -> list[BaseException]:
         error = stack.pop()
         if error is not None and id(error) not in found:
             found[id(error)] = error
-            stack += [error.__cause__, error.__context__]
+            stack += [_cause(error), _context(error)]
     return list(found.values())
+
+
+_traceback, _cause, _context = (
+    BaseException.__dict__[name].__get__ for name in ("__traceback__", "__cause__", "__context__")
+)

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from nbdist.autograd.api import recorder
 from nbdist.cluster import where
 from nbdist.cluster.labels import is_cell
+from nbdist.cluster.process_memory import own_bytes
 from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
     from nbdist.cluster.workers import Worker
 
-__all__ = ["WorkerStatus", "collect", "is_users"]
+__all__ = ["WorkerStatus", "collect", "gpu_memory", "is_users"]
 
 _PATIENCE = 0.5
 _SHOWN = 60
@@ -138,7 +139,7 @@ def _status(worker: Worker, report: Report) -> WorkerStatus:
         device,
         "busy" if report.calls and worker.state == "idle" else worker.state,
         runs,
-        _own_memory(pid),
+        own_bytes(pid),
         report.calls,
         report.where if runs else "",
         report.waits,
@@ -171,11 +172,11 @@ def _report() -> Report:
     others = agent.executor.active - 1
     waits = Counter(call.worker for call in agent.pending.all())
     doing = agent.executor.doing() if others > 0 else ""
-    return Report(others, doing, _where(), dict(waits), agent.links.sent(), _gpu_memory())
+    return Report(others, doing, _where(), dict(waits), agent.links.sent(), gpu_memory())
 
 
-def _gpu_memory() -> int | None:
-    """What torch has taken of the GPU that is this process's; None where there is none, or it is not used."""
+def gpu_memory() -> int | None:
+    """Return the bytes that torch has taken of this process's GPUs; None where there are none, or they are not used."""
     cuda = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return None
@@ -206,11 +207,3 @@ _INNER = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parents[1])}
 )
 """Where code is that is not the user's."""
-
-
-def _own_memory(pid: int | None) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        if pid is not None:
-            with open(f"/proc/{pid}/smaps_rollup") as file:
-                return sum(int(line.split()[1]) for line in file if line.startswith("Private_")) * 1024
-    return None

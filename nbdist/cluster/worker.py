@@ -167,7 +167,7 @@ def _seed(told: WorkerSetup) -> None:
 
 def join() -> None:
     """Become a member of the RPC world."""
-    from nbdist.cluster import labels, worker_output
+    from nbdist.cluster import labels, process_memory, worker_output
     from nbdist.rpc import failures
     from nbdist.rpc.api import initialize
     from nbdist.rpc.options import RpcBackendOptions
@@ -184,6 +184,7 @@ def join() -> None:
     worker_output.follow(agent)
     collectives.follow(agent, told.backend)
     failures.on_text(labels.rename_frames)
+    process_memory.mark_start()
 
 
 def group(generation: int) -> None:

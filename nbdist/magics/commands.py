@@ -17,8 +17,8 @@ from nbdist.cluster import labels
 from nbdist.cluster.arrange import say_names
 from nbdist.cluster.cells import Cell
 from nbdist.cluster.comparing import differences
+from nbdist.cluster.freeing import free
 from nbdist.cluster.holdings import collect as collect_holdings
-from nbdist.cluster.holdings import free
 from nbdist.cluster.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.print_log import read_logs
 from nbdist.cluster.sinks import current_sink
@@ -31,6 +31,7 @@ from nbdist.magics.lines import (
     parse_diff,
     parse_init,
     parse_log,
+    parse_memory,
     parse_value,
     parse_watch,
     reader,
@@ -206,10 +207,34 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_memory(self, line: str) -> MemoryTable:
-        """Show what lives on each worker by reference: its type and bytes, and which names hold it."""
-        reader("%dist_memory").read(line)
+        """Show how much memory each worker uses, what takes it, which names hold it, and what has grown.
+
+        %dist_memory [TARGET] [-v]
+
+        For each worker and the notebook: values with RRefs, open contexts (graphs and gradients), the worker's own
+        variables, shared memory, and what is not accounted for: the interpreter, torch, what allocators keep. Every
+        tensor is counted once, by its storage, whoever holds it. "since last look" compares with the last
+        %dist_memory. Nothing of yours is called, and busy workers answer too.
+
+        Small things are put together, and rows that are the same on several workers.
+        TARGET       show each thing on these workers: worker1, 0,2, all, notebook
+        -v, --all    show each thing on all workers
+        """
+        targets, unfolded = parse_memory(line)
+        workers = self._memory_of(targets) if targets is not None else None
         self._session.cluster()
-        return MemoryTable(collect_holdings())
+        last = self._session.memory_look
+        table = MemoryTable(collect_holdings(), last, workers, unfolded=unfolded or workers is not None)
+        self._session.memory_look = table.look
+        return table
+
+    def _memory_of(self, targets: str) -> set[str]:
+        """Return the names that a target means, of which the notebook's own may be one."""
+        cluster = self._session.cluster()
+        parts = [part.strip() for part in targets.split(",")]
+        others = ",".join(part for part in parts if part != cluster.driver)
+        own = {cluster.driver} if cluster.driver in parts else set()
+        return own | ({worker.name for worker in cluster.select(others)} if others else set())
 
     @line_magic
     @_shortly

@@ -24,6 +24,7 @@ __all__ = [
     "parse_diff",
     "parse_init",
     "parse_log",
+    "parse_memory",
     "parse_value",
     "parse_watch",
     "reader",
@@ -195,6 +196,7 @@ INIT_OPTIONS = (
 OPTIONS: dict[str, tuple[str, ...]] = {
     "%dist_init": INIT_OPTIONS,
     "%%watch": ("--paused", "-a", "--noblock", "-o", "--out", "--no-norms"),
+    "%dist_memory": ("-v", "--all"),
     "%dist_log": ("--cell", "--lines", "--save"),
     "%dist_restart": ("-p", "--process-group"),
     "%dist_reset": ("-n", "--nuclear"),
@@ -290,6 +292,15 @@ def parse_log(line: str) -> LogLine:
     reader.add_argument("--save")
     found = reader.read(line)
     return LogLine(_targets(found.targets), found.cell, found.lines, found.save)
+
+
+def parse_memory(line: str) -> tuple[str | None, bool]:
+    """Read the line of ``%dist_memory``: a target, and whether to put rows together is not wanted."""
+    reader = _Reader("%dist_memory [TARGET] [-v | --all]")
+    reader.add_argument("targets", nargs="*")
+    reader.add_argument("-v", "--all", action="store_true")
+    found: Any = reader.read(line)
+    return _targets(found.targets), found.all
 
 
 def _count(text: str) -> int:

@@ -13,6 +13,7 @@ from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter
 from nbdist.magics.inspection import RemoteInspector
 from nbdist.magics.reruns import Reruns
+from nbdist.views.memory_rows import Look
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -32,6 +33,8 @@ class Session:
         self._shell: Any = shell
         self.everywhere = False
         """Whether plain cells run on all workers: `%dist_mode -e`."""
+        self.memory_look: Look | None = None
+        """What the last `%dist_memory` saw, in amounts."""
         labels.install(shell, None)
         self._completer = RemoteCompleter(shell)
         shell.input_transformers_cleanup.insert(0, self._transform)

@@ -16,10 +16,12 @@ import torch
 
 from nbdist.errors import RRefError, UsageError
 from nbdist.ids import GlobalId
+from nbdist.rpc import inert
 from nbdist.rpc.forks import Standing
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.peeking import Peek, look
+from nbdist.torch_private import no_torch_function
 from nbdist.wire.codec import register_reference
 from nbdist.wire.messages import State
 
@@ -284,12 +286,20 @@ def error_line(name: str, text: str) -> str:
 
 
 def describe_value(value: Any) -> State:
-    """What goes to the users of a reference, so that they can show it."""
+    """Return what the users of a reference can be shown of its value. No code of the value's class is called."""
     cls = type(value)
-    try:
-        return _describe(value, cls.__module__, cls.__qualname__)
-    except Exception:  # a property of the user's class that fails
-        return State(cls.__module__, cls.__qualname__)
+    if cls is torch.Tensor or cls is torch.nn.Parameter:
+        return _describe_tensor(value, getattr)
+    if issubclass(cls, torch.Tensor):
+        with no_torch_function():
+            return _describe_tensor(value, inert.tensor_fact)
+    module, qualname = inert.module_of(cls), inert.qualname_of(cls)
+    nbytes: int | None
+    if issubclass(cls, torch.nn.Module):
+        nbytes = sum(_nbytes_of(parameter) for parameter in inert.parameters_of(value))
+    else:
+        nbytes = inert.nbytes_of(value)
+    return State(module, qualname, nbytes=nbytes, names=inert.public_names(cls) if module == "__main__" else None)
 
 
 @cache
@@ -297,27 +307,31 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe(value: Any, module: str, qualname: str) -> State:
+def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], Any]) -> State:
     cls = type(value)
-    if isinstance(value, torch.Tensor):
-        function = value.grad_fn
+    module, qualname = inert.module_of(cls), inert.qualname_of(cls)
+    if inert.user_dispatches(cls):
+        return State(module, qualname)
+    try:
+        function = fact(value, "grad_fn")
         return State(
             module,
             qualname,
-            shape=list(value.shape),
-            dtype=_dtype_name(value.dtype),
-            device="cpu" if value.is_cpu else str(value.device),
-            requires_grad=value.requires_grad,
+            shape=list(fact(value, "shape")),
+            dtype=_dtype_name(fact(value, "dtype")),
+            device="cpu" if fact(value, "is_cpu") else str(fact(value, "device")),
+            requires_grad=fact(value, "requires_grad"),
             grad_fn=type(function).__name__ if function is not None else None,
-            nbytes=value.nbytes if value.layout is torch.strided else None,
+            nbytes=fact(value, "nbytes") if fact(value, "layout") is torch.strided else None,
         )
-    names = [name for name in dir(cls) if not name.startswith("_")] if module == "__main__" else None
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(value, torch.nn.Module):
-        nbytes = sum(parameter.nbytes for parameter in value.parameters())
-    elif isinstance(value, str | bytes | bytearray | int | float):
-        nbytes = sys.getsizeof(value)
-    return State(module, qualname, nbytes=nbytes if isinstance(nbytes, int) else None, names=names)
+    except RuntimeError:  # of a kind of tensor that has no shape, such as a nested one
+        return State(module, qualname)
+
+
+def _nbytes_of(tensor: torch.Tensor) -> int:
+    with no_torch_function():
+        nbytes: int = inert.tensor_fact(tensor, "nbytes")
+        return nbytes
 
 
 def _summary(state: State | None) -> str:

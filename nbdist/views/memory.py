@@ -1,75 +1,225 @@
-"""What `%dist_memory` and `%dist_free` show: what lives on each worker by reference, and who holds it."""
+"""What `%dist_memory` and `%dist_free` show: how much memory each worker uses and for what, and who holds it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from html import escape
 
-from nbdist.cluster.holdings import Holding, Holdings
+from nbdist.cluster.arrange import say_names
+from nbdist.cluster.holdings import Holdings, WorkerMemory
 from nbdist.pictures import themed
-from nbdist.views import cards, tables
+from nbdist.views import tables
 from nbdist.views.amounts import size
+from nbdist.views.memory_rows import Look, Row, compare, fold, rows_of, split
 
 __all__ = ["FreedTable", "MemoryTable"]
 
-_MOST = 100
-_SHOWN = 80
-_COLUMNS = ("worker", "what", "bytes", "held by")
+_MOST = 1000
+"""Rows of a table that is not folded."""
+_SINCE = "since last look"
+_REST = (
+    "not accounted for: the interpreter, torch, and what allocators keep; in brackets, what the worker used when it "
+    "had started"
+)
+_SHARED = (
+    "shared memory: blocks in which values went to other workers, which count them too, and blocks that are kept for "
+    "the next messages"
+)
 
 
 class MemoryTable:
-    """All that lives, as text and as a table."""
+    """The memory of each worker, and what takes it, as text and as tables."""
+
+    def __init__(
+        self,
+        found: Holdings,
+        last: Look | None = None,
+        workers: Collection[str] | None = None,
+        *,
+        unfolded: bool = False,
+    ) -> None:
+        """Show what was found on all workers, or on these; beside what the last look saw."""
+        self.found = found
+        self.look = Look.at(found, last)
+        """What the next look is compared with."""
+        self._last = last
+        self._workers = [memory for memory in found.workers if workers is None or memory.name in workers]
+        self._splits = [split(memory) for memory in self._workers]
+        every = compare(rows_of(found, workers), last)
+        self._idle = [row for row in every if row.idle]
+        self._items = every if unfolded else fold(every)
+
+    # -- the workers ------------------------------------------------------------------------------
+
+    def _totals(self) -> tuple[list[str], list[list[str]]]:
+        """Return the names of the columns, and a row for each worker."""
+        parts = {
+            "references": "by reference",
+            "contexts": "contexts" if any(each.parts["contexts"] for each in self._splits) else "",
+            "variables": "variables",
+        }
+        head = ["worker", "memory", _SINCE if self._last is not None else ""]
+        head += [*parts.values(), "shared memory" if any(each.shared for each in self._splits) else ""]
+        head += ["not accounted for", "GPU" if self._has_gpus() else ""]
+        rows = []
+        for memory, each in zip(self._workers, self._splits, strict=True):
+            known = [_bytes(each.total), self._grown(memory, each.total)]
+            known += [size(each.parts[kind]) for kind in parts]
+            known += [_bytes(each.shared), _rest(memory, each.rest), _gpu(memory, each.gpu)]
+            rows.append([memory.name, *known])
+        used = [number for number, name in enumerate(head) if name]
+        return [head[number] for number in used], [[row[number] for number in used] for row in rows]
+
+    def _has_gpus(self) -> bool:
+        return any(memory.gpu_taken for memory in self._workers) or any(each.gpu for each in self._splits)
+
+    def _grown(self, memory: WorkerMemory, total: int | None) -> str:
+        if self._last is None:
+            return ""
+        if self._last.is_restarted(memory):
+            return "started anew"
+        return _signed(self._last.growth(memory, total) or 0)
+
+    # -- what takes it ------------------------------------------------------------------------------
+
+    def _columns(self) -> list[str]:
+        since = [_SINCE] if self._last is not None else []
+        gpu = ["on GPU"] if any(row.gpu for row in self._items) else []
+        return ["worker", "counted as", "what", "bytes", *gpu, *since, "held by"]
+
+    def _rows(self) -> list[list[str]]:
+        columns = self._columns()
+        rows = []
+        for row in self._items[:_MOST]:
+            cells = {
+                "worker": _names(row.workers),
+                "counted as": row.kind,
+                "what": row.what,
+                "bytes": _amount(row, row.nbytes),
+                "on GPU": _amount(row, row.gpu) if row.gpu else "",
+                _SINCE: _growth(row),
+                "held by": _held(row),
+            }
+            rows.append([cells[name] for name in columns])
+        return rows
+
+    def _foot(self) -> list[str]:
+        lines = []
+        if len(self._items) > _MOST:
+            lines.append(f"… and {len(self._items) - _MOST:,} more")
+        if self._idle:
+            nbytes = size(sum(row.amount for row in self._idle))
+            lines.append(
+                f"{len(self._idle)} of these, {nbytes}, only Out, _ and tracebacks hold: %dist_free lets go of them"
+            )
+        lines += [
+            f"{memory.name}: {size(each.absent)} of what was counted are not in its own memory: never written to, or "
+            "shared with other processes"
+            for memory, each in zip(self._workers, self._splits, strict=True)
+            if each.absent > _NOTABLE and each.total is not None
+        ]
+        if any(row.is_partial for row in self._items):
+            lines.append("at least: there were more objects than a look meets, or they changed meanwhile")
+        if any(row.count > 1 or len(row.workers) > 1 for row in self._items):
+            lines.append("rows are put together: %dist_memory -v, or %dist_memory worker1, shows each")
+        return lines + _silent(self.found)
+
+    def _explained(self) -> list[str]:
+        return [_REST, *([_SHARED] if any(each.shared for each in self._splits) else [])]
+
+    def __repr__(self) -> str:
+        lines = tables.as_lines(*self._totals())
+        if self._items:
+            lines += ["", *tables.as_lines(self._columns(), self._rows())]
+        return "\n".join([*lines, "", *self._foot(), *self._explained()])
+
+    def _repr_html_(self) -> str:
+        faint = [number for number, row in enumerate(self._items) if row.idle]
+        parts = [tables.as_html(*self._totals())]
+        if self._items:
+            parts.append(tables.as_html(self._columns(), self._rows(), faint))
+        parts += [f"<div>{escape(line)}</div>" for line in self._foot()]
+        parts += [f'<div style="opacity:.6">{escape(line)}</div>' for line in self._explained()]
+        return themed(*parts)
+
+
+class FreedTable:
+    """What `%dist_free` has let go of."""
 
     def __init__(self, found: Holdings) -> None:
         self.found = found
 
     def _head(self) -> str:
         if not self.found.items:
-            return "Nothing lives on any worker by reference."
-        return ", ".join(f"{worker}: {size(nbytes)}" for worker, nbytes in self.found.totals.items() if nbytes)
-
-    def _foot(self) -> list[str]:
-        lines = []
-        if len(self.found.items) > _MOST:
-            lines.append(f"… and {len(self.found.items) - _MOST} more")
-        idle = [item for item in self.found.items if item.idle]
-        if idle:
-            nbytes = sum(item.nbytes or 0 for item in idle)
-            lines.append(
-                f"{len(idle)} of these, {size(nbytes)}, only Out, _ and tracebacks hold: %dist_free lets go of them"
-            )
-        if self.found.silent:
-            lines.append(f"{', '.join(self.found.silent)} did not answer")
-        return lines
-
-    def __repr__(self) -> str:
-        lines = tables.as_lines(_COLUMNS, self._rows()) if self.found.items else []
-        return "\n".join([line for line in (self._head(),) if line] + lines + self._foot())
-
-    def _repr_html_(self) -> str:
-        faint = [number for number, item in enumerate(self.found.items) if item.idle]
-        table = tables.as_html(_COLUMNS, self._rows(), faint) if self.found.items else ""
-        foot = "".join(f"<div>{escape(line)}</div>" for line in self._foot())
-        return themed(f"<div>{escape(self._head())}</div>", table, foot)
-
-    def _rows(self) -> list[list[str]]:
-        return [_cells(item) for item in self.found.items[:_MOST]]
-
-
-class FreedTable(MemoryTable):
-    """What has been let go of."""
-
-    def _head(self) -> str:
-        if not self.found.items:
             return "Out, _ and tracebacks hold nothing that is not held otherwise."
-        told = ", ".join(f"{size(nbytes)} on {worker}" for worker, nbytes in self.found.totals.items())
+        totals: dict[str, int] = {}
+        for item in self.found.items:
+            totals[item.worker] = totals.get(item.worker, 0) + (item.nbytes or 0) + item.gpu
+        told = ", ".join(f"{size(nbytes)} on {worker}" for worker, nbytes in totals.items())
         count = len(self.found.items)
         return f"Let go of {count} {'reference' if count == 1 else 'references'}: {told}."
 
-    def _foot(self) -> list[str]:
-        return [f"{', '.join(self.found.silent)} did not answer"] if self.found.silent else []
+    def _rows(self) -> list[list[str]]:
+        rows = [row for row in rows_of(self.found) if row.kind == "reference"]
+        return [[_names(row.workers), row.what, _amount(row, row.nbytes), _held(row)] for row in fold(rows)]
+
+    def __repr__(self) -> str:
+        lines = tables.as_lines(_FREED, self._rows()) if self.found.items else []
+        return "\n".join([self._head(), *lines, *_silent(self.found)])
+
+    def _repr_html_(self) -> str:
+        table = tables.as_html(_FREED, self._rows()) if self.found.items else ""
+        foot = "".join(f"<div>{escape(line)}</div>" for line in _silent(self.found))
+        return themed(f"<div>{escape(self._head())}</div>", table, foot)
 
 
-def _cells(item: Holding) -> list[str]:
-    held = [f"{worker}: {', '.join(map(str, pins))}" for worker, pins in item.pins]
-    what = cards.value(item.state).partition("\n")[0][:_SHOWN] if item.id is not None else "graph and gradients"
-    return [item.worker, what, size(item.nbytes) if item.nbytes is not None else "", "; ".join(held)]
+_FREED = ("worker", "what", "bytes", "held by")
+_NOTABLE = 1_000_000
+"""Bytes that are worth a line."""
+
+
+def _names(workers: Sequence[str]) -> str:
+    numbered = [name for name in workers if name[-1:].isdigit()]
+    others = [name for name in workers if not name[-1:].isdigit()]
+    return ", ".join([*([say_names(numbered)] if numbered else []), *others])
+
+
+def _silent(found: Holdings) -> list[str]:
+    return [f"{', '.join(found.silent)} did not answer"] if found.silent else []
+
+
+def _bytes(nbytes: int | None) -> str:
+    return size(nbytes) if nbytes is not None else ""
+
+
+def _signed(grown: int) -> str:
+    return f"{'+' if grown > 0 else '-'}{size(abs(grown))}" if grown else ""
+
+
+def _rest(memory: WorkerMemory, rest: int | None) -> str:
+    start = f" ({size(memory.started_with)} at start)" if memory.started_with is not None else ""
+    return f"{size(rest)}{start}" if rest is not None else ""
+
+
+def _gpu(memory: WorkerMemory, counted: int) -> str:
+    return f"{size(counted)} of {size(memory.gpu_taken)}" if memory.gpu_taken is not None else _bytes(counted)
+
+
+def _amount(row: Row, nbytes: int | None) -> str:
+    if nbytes is None:
+        return ""
+    each = " each" if len(row.workers) > 1 else ""
+    return f"{'at least ' if row.is_partial else ''}{size(nbytes)}{each}"
+
+
+def _growth(row: Row) -> str:
+    if row.new and row.count == 1:
+        return "new"
+    return _signed(row.grown) + (f", {row.new} new" if row.new else "")
+
+
+def _held(row: Row) -> str:
+    if row.kind == "variable":
+        return ", ".join(name for _, names in row.held for name in names)
+    own = row.workers[0] if len(row.workers) == 1 else "each"
+    return "; ".join(f"{worker or own}: {', '.join(names)}" for worker, names in row.held)
