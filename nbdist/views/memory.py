@@ -138,7 +138,7 @@ class MemoryTable:
         parts = [tables.as_html(*self._totals())]
         if self._items:
             parts.append(tables.as_html(self._columns(), self._rows(), faint))
-        parts += [f"<div>{escape(line)}</div>" for line in self._foot()]
+        parts += [f'<div style="overflow-wrap:anywhere">{escape(line)}</div>' for line in self._foot()]
         parts += [f'<div style="opacity:.6">{escape(line)}</div>' for line in self._explained()]
         return themed(*parts)
 
