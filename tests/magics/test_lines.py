@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
 from nbdist.errors import UsageError
-from nbdist.magics.lines import CELL_OPTIONS, INIT_OPTIONS, CellLine, ValueLine, parse_cell, parse_init, parse_value
+from nbdist.magics.lines import (
+    CELL_OPTIONS,
+    INIT_OPTIONS,
+    CellLine,
+    ValueLine,
+    parse_cell,
+    parse_init,
+    parse_memory,
+    parse_value,
+)
 
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
 USAGE = "%%remote [TARGET] [-a]"
@@ -312,3 +321,15 @@ def test_all_options_of_dist_init_can_be_completed():
     values = {"--backend": "gloo", "--driver": "master", "--launcher": "ray", "--isolate-gpus": "", "--preload": "json"}
     for option in INIT_OPTIONS:
         assert parse_init(f"{option} {values.get(option, '1')}") != Spec()
+
+
+# -- %dist_memory -------------------------------------------------------------------------------
+
+
+def test_the_line_of_dist_memory():
+    assert parse_memory("") == (None, False)
+    assert parse_memory("worker1 -v") == ("worker1", True)
+    assert parse_memory("--all") == (None, True)
+    assert parse_memory("0, notebook") == ("0, notebook", False)
+    with pytest.raises(UsageError, match=r"%dist_memory \[TARGET\] \[-v \| --all\]"):
+        parse_memory("--everything")
