@@ -134,10 +134,10 @@ _NAMESPACES = ("autograd", "nn", "optim", "rpc", "swarm", "testing")
 def __getattr__(name: str) -> Any:
     """Import what a program asks for: `Cluster` needs Jupyter's packages, and `swarm` needs transformers."""
     if name == "Cluster":
-        from nbdist.compat import ipyparallel
+        from nbdist.compat.ipyparallel.client import view_of
         from nbdist.views import clusters
 
-        clusters.Cluster.add_view("view", ipyparallel.view_of)
+        clusters.Cluster.add_view("view", view_of)
         return clusters.Cluster
     if name in _NAMESPACES:
         return importlib.import_module(f"nbdist.{name}")

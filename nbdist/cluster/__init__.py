@@ -10,6 +10,7 @@ processes zygote   the local one's mechanism: the process that workers are forke
 folder             the run directory
 kernels            the thread that talks to the kernels; `jupyter_wire`, what is said as bytes              (pure)
 cells errors       one cell on its workers: its handle; how it fails
+executor           functions called on workers, one at a time on each: an executor of `concurrent.futures`
 asking             what a worker's kernel says of a name, and how it would complete one
 routing origins    to which cell a message belongs, of a cell or of a call
 arrange            the output of several workers in one place: the contract                                 (pure)
@@ -23,7 +24,7 @@ labels             ``In[3] on worker1``
 status             what each worker does
 in a worker
 worker             what is added to a stock ipykernel; `setup`, what it is told
-worker_output      where output goes; ``worker_values``, how values come
+worker_output      where output goes; ``worker_values``, how values come; ``worker_tasks``, how tasks run
 collectives        the process group, and how its collectives end when a member dies or the user interrupts
 gloo               gloo's connections, which are shut for that; `group_store`, where the group's members meet
 translating        torch's error of a collective becomes WorkerLost, where it leaves the user's code

@@ -18,6 +18,7 @@ from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster import labels, process_memory
 from nbdist.cluster.cells import Cell
+from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
 from nbdist.cluster.jupyter_wire import pack
 from nbdist.cluster.kernels import KernelThread, Message
@@ -88,6 +89,7 @@ class Cluster:
             Worker(f"worker{rank + first}", rank, rank + first, *devices[rank]) for rank in range(self.spec.count)
         ]
         self.driver = driver or "notebook"
+        self._lanes = Lanes(self)
 
     @classmethod
     def add_view(cls, name: str, make: Callable[..., Any]) -> None:
@@ -285,11 +287,11 @@ class Cluster:
     # -- cells ----------------------------------------------------------------------------------
 
     def select(self, targets: Targets) -> list[Worker]:
-        """The workers that targets name."""
+        """Return the workers that targets name; an empty sequence names none, which is an error."""
         if targets is None:
             return list(self.workers)
         if isinstance(targets, Sequence) and not isinstance(targets, str):
-            targets = ",".join(map(str, targets))
+            targets = ",".join(map(str, targets)) or "[]"
         return [self.workers[rank] for rank in parse_targets(str(targets), self.names)]
 
     def execute(
@@ -393,6 +395,20 @@ class Cluster:
         kernel = self.find(name).kernel
         assert kernel is not None
         self._thread.soon(lambda: kernel.send("input_reply", {"value": text}, channel="stdin", parent=request))
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def executor(self, targets: Targets = None) -> WorkerExecutor:
+        """Return an executor of `concurrent.futures` that calls functions on some workers, or on all.
+
+        Each call goes to the first worker that is free; a worker runs one call at a time, and first the cells that it
+        was sent before::
+
+            with cluster.executor() as pool:
+                values = list(pool.map(function, items))
+        """
+        self.start()
+        return WorkerExecutor(self._lanes, [worker.name for worker in self.select(targets)])
 
     # -- stopping -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ MODULES = (
     "nbdist.cluster.status",
     "nbdist.cluster.worker",
     "nbdist.cluster.worker_output",
+    "nbdist.cluster.worker_tasks",
     "nbdist.cluster.worker_values",
     "nbdist.rpc.caller",
     "nbdist.rpc.ending",

@@ -44,7 +44,9 @@ _RUNS_USER_CODE = Request.invoke.__code__
 """Frames inside of this one's are the user's."""
 _CALLS_USER_CODE = os.path.join(_OURS, "nn")
 """Code of ours that calls users' modules, and puts everything back whatever they raise."""
-_RUNS_TASKS = os.path.join(_OURS, "compat", "ipyparallel", "tasks.py")
+_RUNS_TASKS = {
+    os.path.join(_OURS, *place) for place in (("cluster", "worker_tasks.py"), ("compat", "ipyparallel", "tasks.py"))
+}
 """Code of ours that only calls a user's function: KeyboardInterrupt may be raised in it as in the function."""
 _TORCHS = os.path.dirname(torch.__file__)
 _PYTHONS = os.path.dirname(threading.__file__)
@@ -136,7 +138,7 @@ class Stopping:
             users = False
             while frame is not None and frame.f_code is not _RUNS_USER_CODE:
                 file = frame.f_code.co_filename
-                if file == _RUNS_TASKS:
+                if file in _RUNS_TASKS:
                     users = True
                 elif file.startswith(_OURS):
                     if not users or not file.startswith(_CALLS_USER_CODE):

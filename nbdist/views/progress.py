@@ -9,53 +9,62 @@ from collections.abc import Sequence
 from nbdist.cluster.sinks import PlainSink, Sink
 from nbdist.cluster.workers import STEPS
 
-__all__ = ["StartProgress", "draw"]
+__all__ = ["LiveText", "StartProgress", "bar", "draw"]
 
 _WIDTH = 12
 
 
+def bar(done: int, total: int, width: int) -> str:
+    """Return a bar of ``width`` characters, full as far as ``done`` of ``total`` steps are; empty if there are none."""
+    full = round(width * done / max(1, total))
+    return "█" * full + "░" * (width - full)
+
+
 def draw(names: Sequence[str], steps: dict[str, str]) -> str:
-    """A bar for each worker."""
+    """Return a line for each worker: its name, a bar, and the step that it has reached."""
     longest = max(map(len, names), default=0)
     lines = []
     for name in names:
         step = steps.get(name, "starting")
         reached = len(STEPS) if step == "ready" else STEPS.index(step) + 1 if step in STEPS else 0
-        full = round(_WIDTH * reached / len(STEPS))
-        lines.append(f"{name:<{longest}}  {'█' * full}{'░' * (_WIDTH - full)}  {step}")
+        lines.append(f"{name:<{longest}}  {bar(reached, len(STEPS), _WIDTH)}  {step}")
     return "\n".join(lines)
 
 
-class StartProgress:
-    """Draws it, and draws it anew with each step; called in any thread.
+class LiveText:
+    """Shows a text below a cell, and later texts in its place.
 
-    Where nobody watches, only the end is drawn, which is the same every time.
+    Where nobody watches, and on a terminal, which cannot replace what it shows, only the last text is shown.
     """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._id = uuid.uuid4().hex
+        self._kind = "display_data"
+        self._live = sink.interactive and not isinstance(sink, PlainSink)
+
+    def draw(self, text: str, *, last: bool = False) -> None:
+        """Show a text instead of the one before; ``last`` says that none comes after it."""
+        if self._live or last:
+            content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
+            self._sink.publish(self._kind, content)
+            self._kind = "update_display_data"
+
+
+class StartProgress:
+    """Shows how far each worker is, drawn anew with each step; called in any thread."""
 
     def __init__(self, names: Sequence[str], sink: Sink) -> None:
         self._names = names
-        self._sink = sink
         self._steps: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._id = uuid.uuid4().hex
-        self._shown = False
-        self._live = sink.interactive and not isinstance(sink, PlainSink)
-        if self._live:
-            self._show()
+        self._text = LiveText(sink)
+        self._text.draw(draw(names, {}))
 
     def __call__(self, worker: str, step: str) -> None:
-        """A worker has reached a step."""
+        """Note that a worker has reached a step."""
         with self._lock:
-            if self._steps.get(worker) == step:
-                return
-            self._steps[worker] = step
-            finished = all(self._steps.get(name) == "ready" for name in self._names)
-            if self._live or finished:
-                self._show()
-
-    def _show(self) -> None:
-        text = draw(self._names, self._steps)
-        kind = "update_display_data" if self._shown else "display_data"
-        self._shown = True
-        content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
-        self._sink.publish(kind, content)
+            if self._steps.get(worker) != step:
+                self._steps[worker] = step
+                finished = all(self._steps.get(name) == "ready" for name in self._names)
+                self._text.draw(draw(self._names, self._steps), last=finished)

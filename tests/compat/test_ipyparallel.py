@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import io
 import os
+import re
 import signal
 import time
+import tokenize
+from concurrent.futures import Future
+from pathlib import Path
 
 import frontend
 import pytest
@@ -13,6 +19,11 @@ import torch
 
 import nbdist
 from nbdist.compat import ipyparallel as ipp
+from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
+
+FOLDER = Path(ipp.__file__).parent
+LIST = Path(__file__).parents[2] / "docs" / "coming_from.md"
+MOST_LINES = 400
 
 FUNCTIONS = """
 import os, time
@@ -180,7 +191,7 @@ def test_interrupt_ends_a_task(cluster, tmp_path):
 def test_every_other_name_raises_and_says_what_to_write(cluster, view, owner, name, instead):
     owners = {
         "view": view,
-        "result": ipp.AsyncResult.of(1),
+        "result": view.push({}),
         "client": ipp.Client(cluster),
         "module": ipp,
         "starter": ipp.Cluster(),
@@ -231,3 +242,82 @@ def test_a_notebook_of_ipyparallels_runs_with_one_changed_line():
         wrong = notebook.run("%%px --verbosely\n1", check=False).error
         assert wrong["ename"] == "UsageError"
         assert "write: %%px [-t TARGETS]" in wrong["evalue"]
+
+
+# -- how much there is of it ----------------------------------------------------------------------
+
+
+def lines_of_code(source):
+    """Return how many lines of a module have code: not blank lines, comments and docstrings."""
+    bodies = (node.body for node in ast.walk(ast.parse(source)) if isinstance(getattr(node, "body", None), list))
+    texts = [line for body in bodies for line in body if isinstance(getattr(line, "value", None), ast.Constant)]
+    docstrings = [text for text in texts if isinstance(text, ast.Expr) and isinstance(text.value.value, str)]
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [each for each in tokenize.generate_tokens(io.StringIO(source).readline) if each.type not in no_code]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - {line for text in docstrings for line in range(text.lineno, text.end_lineno + 1)})
+
+
+def test_it_is_a_thin_shell():
+    counted = {path.name: lines_of_code(path.read_text()) for path in FOLDER.glob("*.py")}
+    assert "views.py" in counted
+    assert sum(counted.values()) <= MOST_LINES, counted
+
+
+def test_lines_of_code_are_counted():
+    source = '''"""A module.
+
+    Of two lines.
+    """
+
+import os  # one
+
+
+# a comment
+class A:
+    """A class."""
+
+    x = (
+        1,
+    )
+    """An attribute."""
+
+    def f(self):
+        """A function: two."""
+        return """a
+        b"""
+'''
+    assert lines_of_code(source) == 8
+    assert lines_of_code("") == 0
+
+
+def listed(beginning):
+    """Return the names that an entry of the list in `LIST` has: what is one name in backticks."""
+    (entry,) = re.findall(rf"^- {beginning}.*?(?=^- |\n\n)", LIST.read_text(), re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`([a-z]\w*)`", entry.partition(": ")[2]))
+
+
+def public(thing):
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+def test_the_list_of_names_is_closed(cluster, view, balanced):
+    of_views = listed("of a view, ")
+    assert "map_sync" in of_views
+    assert public(balanced) == public(LoadBalancedView) | {"block", "cluster", "targets"} == of_views
+    assert public(view) == public(DirectView) | {"block", "cluster", "targets"}
+    assert public(view) == of_views | listed("of a view that is not load balanced")
+    assert public(ipp.Client(cluster)) == listed("of a client")
+    handle = view.apply_async(abs, 1)
+    facts = {"engine_id", "submitted", "started", "completed", "received"}
+    assert public(handle) - public(Future) | facts == listed("of a handle")
+    assert facts == set(handle.metadata[0])
+    assert all(getattr(handle, fact) == handle[fact] for fact in facts)
+
+
+def test_the_starter_has_each_name_twice():
+    twins = public(ipp.Cluster)
+    assert {name.removesuffix("_sync") for name in twins} == listed(r"of `ipp\.Cluster")
+    assert {f"{name}_sync" for name in twins if not name.endswith("_sync")} < twins
+    for name in twins:
+        assert getattr(ipp.Cluster, name).__doc__

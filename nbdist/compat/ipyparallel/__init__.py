@@ -10,29 +10,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbdist.compat.ipyparallel.client import Client, Cluster, view_of
+from nbdist.compat.ipyparallel.client import Client, Cluster
 from nbdist.compat.ipyparallel.closed import refuse
 from nbdist.compat.ipyparallel.results import AsyncResult
 from nbdist.compat.ipyparallel.tasks import Reference
-from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
 from nbdist.errors import UsageError
 
-__all__ = [
-    "AsyncResult",
-    "Client",
-    "Cluster",
-    "DirectView",
-    "LoadBalancedView",
-    "Reference",
-    "bind_kernel",
-    "interactive",
-    "load_ipython_extension",
-    "view_of",
-]
+__all__ = ["AsyncResult", "Client", "Cluster", "Reference", "bind_kernel", "interactive"]
 
 
 def interactive(function: Any) -> Any:
-    """Return the function: names that it does not find are looked up on the worker in any case."""
+    """Return the function unchanged: workers look up its global names among their own variables in any case."""
     return function
 
 
@@ -41,15 +29,17 @@ def bind_kernel() -> None:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Have ``import ipyparallel`` mean this package; add ``ipp`` and ``%px`` to the notebook."""
+    """Make ``import ipyparallel`` mean this package; add ``ipp`` and ``%px`` to the notebook.
+
+    Raises `UsageError` if the notebook has imported ipyparallel itself.
+    """
     from nbdist.compat.ipyparallel.magics import activate
 
-    here, other = sys.modules[__name__], sys.modules.get("ipyparallel")
-    if other not in (None, here):
+    here = sys.modules[__name__]
+    if sys.modules.setdefault("ipyparallel", here) is not here:
         raise UsageError("ipyparallel itself has been imported: restart the kernel, and load this extension first")
-    sys.modules["ipyparallel"] = here
     shell.push({"ipp": here}, interactive=False)
-    activate(None)
+    activate()
 
 
 def __getattr__(name: str) -> Any:

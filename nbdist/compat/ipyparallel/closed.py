@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["refuse"]
+__all__ = ["Closed", "refuse"]
 
 _SUBSTITUTES = {
     "nothing: what a task prints or shows appears in the notebook at once": "stdout stderr outputs display_outputs",
@@ -29,6 +29,13 @@ _SUBSTITUTES = {
 def refuse(owner: str, name: str) -> Any:
     """Raise an AttributeError that says what to use instead of ``owner.name``."""
     asked = name.removesuffix("_sync")
-    told = next((f": use {instead}" for instead, names in _SUBSTITUTES.items() if asked in names.split()), "")
-    told = told or "; docs/coming_from.md lists what it has"
-    raise AttributeError(f"nbdist's {owner} has no {name!r}{told}", name=name)
+    known = (f": use {instead}" for instead, names in _SUBSTITUTES.items() if asked in names.split())
+    advice = next(known, "; docs/coming_from.md lists what it has")
+    raise AttributeError(f"nbdist's {owner} has no {name!r}{advice}", name=name)
+
+
+class Closed:
+    """Raises for each name that a class does not have, and says what to use instead: see `refuse`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return refuse(type(self).__name__, name)

@@ -1,183 +1,131 @@
-"""The handle of tasks: a future that also knows its parts, who did them, and how long that took."""
+"""Collects tasks in one handle: a future that also says which engines ran them, and how long that took."""
 
 from __future__ import annotations
 
-import datetime
+import itertools
+import math
 import secrets
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from nbdist.cluster.executor import Task
 from nbdist.cluster.sinks import current_sink
-from nbdist.compat.ipyparallel.closed import refuse
+from nbdist.cluster.worker_tasks import now
+from nbdist.compat.ipyparallel.closed import Closed
+from nbdist.views.progress import LiveText, bar
 
-__all__ = ["AsyncResult"]
+__all__ = ["AsyncResult", "wait_for"]
 
-_TOLD = ("engine_id", "submitted", "started", "completed", "received")
-_BAR = 30
-"""Characters of a full progress bar."""
+_FACTS = {"engine_id": "rank"} | {each: each for each in ("submitted", "started", "completed", "received")}
+"""What ``metadata`` says of a task, and the name that `Task` has for that."""
 
 
-class AsyncResult(Future):  # type: ignore[type-arg]
-    """The values of tasks, now or later; one part for each task.
+def wait_for(results: AsyncResult | Iterable[AsyncResult], timeout: float | None = None) -> bool:
+    """Wait until all tasks of some handles have ended, at most ``timeout`` seconds; return whether they have."""
+    return not wait([results] if isinstance(results, AsyncResult) else results, timeout).not_done
+
+
+class AsyncResult(Closed, Future[Any]):
+    """The values of tasks, now or later.
 
     It is a `concurrent.futures.Future`: `result`, `done`, `add_done_callback` and `asyncio.wrap_future` work. Stop ends
     a wait for it, not its tasks; ``cluster.interrupt()`` ends these.
     """
 
-    def __init__(self, count: int, engines: Mapping[str, int], *, chunks: bool = False, single: bool = False) -> None:
-        """Make the handle of ``count`` tasks; ``engines`` are the workers' numbers by name.
+    def __init__(self, tasks: Sequence[Task], *, single: bool = False, chunks: bool = False) -> None:
+        """Make the handle of some tasks, whose value is the list of their values.
 
-        With ``chunks`` the value of a task is a list, and the whole has all their items. With ``single`` the whole is
-        the one value, and no list.
+        With ``single``, there is one task, and its value is the handle's. With ``chunks``, each task's value is a list,
+        and the handle's value joins the lists.
         """
         super().__init__()
-        self._engines, self._chunks, self._single = engines, chunks, single
-        self._parts: list[Future[Any]] = [Future() for _ in range(count)]
-        self._left, self._lock = count, threading.Lock()
-        self.metadata: list[dict[str, Any]] = [{**dict.fromkeys(_TOLD), "submitted": _now()} for _ in range(count)]
-        """Of each part: the engine, and when the part was submitted, started, completed and received."""
-        self.msg_ids = [secrets.token_hex(8) for _ in range(count)]
-        """A name for each part."""
+        self._tasks, self._single = tasks, single
+        self._join = itertools.chain.from_iterable if chunks else iter
+        self.msg_ids = [secrets.token_hex(8) for _ in tasks]
+        self._begun, self._left = now(), iter(tasks)
         self.set_running_or_notify_cancel()
-        if not count:
-            self.set_result([])
+        self._settle()
 
-    @classmethod
-    def of(cls, value: Any) -> AsyncResult:
-        """Return the handle of a value that is there already."""
-        result = cls(1, {}, single=True)
-        result.on_ended(0, (value, time.time(), time.time()), None)
-        return result
-
-    # -- filled by lanes ------------------------------------------------------------------------
-
-    def on_sent(self, part: int, worker: str) -> None:
-        """Note who does a part."""
-        self.metadata[part]["engine_id"] = self._engines[worker]
-
-    def on_ended(self, part: int, answer: tuple[Any, float, float] | None, error: BaseException | None) -> None:
-        """Take a part's value, and when it began and ended, or its error; the last part settles the whole."""
-        told = self.metadata[part]
-        told["received"] = _now()
-        if error is not None:
-            self._parts[part].set_exception(error)
-        elif answer is not None:
-            value, began, ended = answer
-            told["started"], told["completed"] = (
-                datetime.datetime.fromtimestamp(at, datetime.UTC) for at in (began, ended)
-            )
-            self._parts[part].set_result(value)
-        with self._lock:
-            self._left -= 1
-        if self._left:
-            return
-        failed = next((error for each in self._parts if (error := each.exception()) is not None), None)
-        if failed is not None:
-            self.set_exception(failed)
-        else:
-            values = [value for each in self._parts for value in self._values(each)]
+    def _settle(self, _: object = None) -> None:
+        """Set the value, or the first error, once all tasks have ended. Called again when the next one has."""
+        for task in self._left:
+            if not task.done():
+                return task.add_done_callback(self._settle)
+        try:
+            values = list(self._values())
             self.set_result(values[0] if self._single else values)
+        except BaseException as error:
+            self.set_exception(error)
 
-    def _values(self, part: Future[Any]) -> list[Any]:
-        return part.result() if self._chunks else [part.result()]
+    def _values(self) -> Iterator[Any]:
+        return self._join(task.result() for task in self._tasks)
 
-    # -- looking --------------------------------------------------------------------------------
-
-    def get(self, timeout: float | None = None) -> Any:
-        """Return the values; raise the first error, or TimeoutError after ``timeout`` seconds."""
-        return self.result(_seconds(timeout))
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all parts have ended, at most ``timeout`` seconds; return whether they have."""
-        return not wait([self], _seconds(timeout)).not_done
-
-    def ready(self) -> bool:
-        """Return whether all parts have ended."""
-        return self.done()
+    get = Future.result
+    ready = Future.done
+    wait = wait_for
 
     def successful(self) -> bool:
-        """Return whether all parts have ended, and none with an error."""
+        """Return whether all tasks have ended, and none with an error."""
         return self.done() and self.exception() is None
 
     @property
     def progress(self) -> int:
-        """How many parts have ended."""
-        return len(self) - self._left
+        """The number of tasks that have ended."""
+        return sum(task.done() for task in self._tasks)
 
-    def get_dict(self, timeout: float | None = None) -> dict[int, Any]:
-        """Return the values by engine; each engine must have done one part."""
+    @property
+    def metadata(self) -> list[dict[str, Any]]:
+        """Of each task: the engine that runs it, and when it was submitted, started, completed and received."""
+        return [{fact: getattr(task, name) for fact, name in _FACTS.items()} for task in self._tasks]
+
+    def get_dict(self, timeout: float | None = None) -> dict[int | None, Any]:
+        """Return the values by engine; each engine must have run one task."""
         self.get(timeout)
-        return {each["engine_id"]: part.result() for each, part in zip(self.metadata, self._parts, strict=True)}
+        return {task.rank: task.result() for task in self._tasks}
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._tasks)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the values in order, each as soon as it is there."""
-        if self._single:
-            yield from self.result()
-        else:
-            for each in self._parts:
-                yield from self._values(each)
+        """Yield the values in order, each as soon as it has arrived."""
+        return iter(self.result()) if self._single else self._values()
 
     def __getitem__(self, key: int | slice | str) -> Any:
-        """Return some of the values, waited for, or what ``metadata`` says of the parts."""
-        if isinstance(key, str):
-            told = [each[key] for each in self.metadata]
-            return told[0] if self._single else told
-        return self.result()[key]
+        """Wait, and return some of the values; or one entry of each task's `metadata`: ``result["engine_id"]``."""
+        if not isinstance(key, str):
+            return self.result()[key]
+        facts = [each[key] for each in self.metadata]
+        return facts[0] if self._single else facts
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TOLD:
-            return self[name]
-        return refuse("AsyncResult", name)
-
-    # -- time -----------------------------------------------------------------------------------
+        return self[name] if name in _FACTS else super().__getattr__(name)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the tasks were submitted, at most until the last one was received."""
-        submitted = min((each["submitted"] for each in self.metadata), default=_now())
-        return float(max(((each["received"] or _now()) - submitted).total_seconds() for each in self.metadata))
+        """Seconds since the tasks were submitted; once all have ended, until the last value arrived."""
+        ends = [task.received or now() for task in self._tasks]
+        return (max(ends, default=self._begun) - self._begun).total_seconds()
 
     @property
     def wall_time(self) -> float:
-        """Seconds from the first task's submission until the last one was received."""
+        """Seconds from the submission of the tasks until the last value arrived, which it waits for."""
         self.wait()
         return self.elapsed
 
     @property
     def serial_time(self) -> float:
-        """Seconds that the tasks took on workers, together."""
-        self.get()
-        return float(sum((each["completed"] - each["started"]).total_seconds() for each in self.metadata))
+        """Seconds that all tasks together took on workers. Waits for them."""
+        self.wait()
+        return sum(task.seconds for task in self._tasks)
 
     def wait_interactive(self, interval: float = 0.1, timeout: float | None = None) -> None:
-        """Wait, and show a progress bar, drawn anew every ``interval`` seconds. Errors are raised by `get`."""
-        deadline = None if timeout is None or timeout < 0 else time.monotonic() + timeout
-        sink, id, kind = current_sink(), secrets.token_hex(8), "display_data"
-        while True:
-            over = self.wait(interval) or (deadline is not None and time.monotonic() > deadline)
-            if over or sink.interactive:  # where nobody watches, only the end is shown, the same each time
-                data = {"text/plain": self._bar(with_time=sink.interactive)}
-                sink.publish(kind, {"data": data, "metadata": {}, "transient": {"display_id": id}})
-                kind = "update_display_data"
-            if over:
-                return
+        """Wait, and show a progress bar, drawn anew every ``interval`` seconds. `get` raises the tasks' errors."""
+        shown, ends = LiveText(current_sink()), time.monotonic() + (math.inf if timeout is None else timeout)
+        while not self.wait(interval) and time.monotonic() < ends:
+            shown.draw(f"{self._bar()}  {self.elapsed:.1f} s")
+        shown.draw(self._bar(), last=True)
 
-    def _bar(self, *, with_time: bool) -> str:
-        full = round(_BAR * self.progress / max(1, len(self)))
-        time_taken = f"  {self.elapsed:.1f} s" if with_time else ""
-        return f"{'█' * full}{'░' * (_BAR - full)}  {self.progress}/{len(self)} tasks{time_taken}"
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
-
-
-def _seconds(timeout: float | None) -> float | None:
-    """Return a limit as Python has it; of ipyparallel's, a negative one is none."""
-    return None if timeout is None or timeout < 0 else timeout
+    def _bar(self) -> str:
+        return f"{bar(self.progress, len(self), 30)}  {self.progress}/{len(self)} tasks"

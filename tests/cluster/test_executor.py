@@ -1,0 +1,168 @@
+"""Functions called on workers by an executor of `concurrent.futures`, over a real cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import CancelledError, Executor, as_completed
+
+import pytest
+import torch
+
+import nbdist
+
+FUNCTIONS = """
+import os, time
+
+def wait_for(path, value=None):
+    open(f"{path}.begun", "w").close()
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return value
+
+def begin(order, number):
+    order.append(number)
+    time.sleep(0.001)
+    order.append(number)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nbdist.Cluster(2, backend="none") as cluster:
+        cluster.execute(FUNCTIONS)
+        yield cluster
+
+
+def until(condition):
+    """Wait until something is so, at most a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def pids(cluster):
+    return [worker.pid for worker in cluster.workers]
+
+
+def kill(worker):
+    os.kill(worker.pid, signal.SIGKILL)
+    until(lambda: not worker.alive)
+
+
+def test_it_is_an_executor_of_pythons(cluster):
+    with cluster.executor() as pool:
+        assert isinstance(pool, Executor)
+        assert list(pool.map(pow, range(7), [2] * 7)) == [number**2 for number in range(7)]
+        tasks = [pool.submit(torch.add, torch.ones(2), number) for number in range(3)]
+        assert {task.result().sum().item() for task in as_completed(tasks, 60)} == {2, 4, 6}
+
+
+def test_a_task_knows_who_ran_it_and_when(cluster):
+    task = cluster.executor(1).submit(os.getpid)
+    assert task.result(60) == pids(cluster)[1]
+    assert task.rank == 1
+    assert task.submitted <= task.started <= task.completed <= task.received
+    assert task.seconds == (task.completed - task.started).total_seconds()
+    failed = cluster.executor(0).submit(int, "x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        failed.result(60)
+    assert (failed.rank, failed.started, failed.seconds) == (0, None, 0)
+    assert failed.received is not None
+
+
+def test_a_task_goes_to_who_is_free(cluster, tmp_path):
+    pool, path = cluster.executor(), tmp_path / "release"
+    slow = pool.submit(lambda path: wait_for(path, os.getpid()), str(path))  # noqa: F821
+    until(lambda: os.path.exists(f"{path}.begun"))
+    (quick,) = set(pool.map(lambda _: os.getpid(), range(8)))
+    assert not slow.done()
+    path.touch()
+    assert {slow.result(60), quick} == set(pids(cluster))
+
+
+def test_one_task_at_a_time_in_order_after_cells(cluster):
+    cluster.execute("import time; time.sleep(0.3); order = []", 0, block=False)
+    tasks = [cluster.executor(0).submit(lambda number: begin(order, number), number) for number in range(20)]  # noqa: F821
+    assert [task.result(60) for task in tasks] == [None] * 20
+    assert cluster.pull("order", 0) == [step for number in range(20) for step in (number, number)]
+
+
+def test_a_task_that_has_not_begun_can_be_cancelled(cluster, tmp_path):
+    pool, path = cluster.executor("worker1"), tmp_path / "release"
+    cluster.execute("ran = []", 1)
+    running = pool.submit(lambda path: wait_for(path, 5), str(path))  # noqa: F821
+    dropped = pool.submit(lambda: ran.append(1))  # noqa: F821
+    until(lambda: os.path.exists(f"{path}.begun"))
+    assert not running.cancel()
+    assert dropped.cancel()
+    path.touch()
+    assert running.result(60) == 5
+    with pytest.raises(CancelledError):
+        dropped.result(60)
+    assert pool.submit(lambda: ran).result(60) == []  # noqa: F821
+
+
+def test_shutdown_waits_and_takes_no_more(cluster, tmp_path):
+    path = tmp_path / "release"
+    with cluster.executor(0) as pool:
+        running = pool.submit(lambda path: wait_for(path, 5), str(path))  # noqa: F821
+        left = pool.submit(abs, -1)
+        until(lambda: os.path.exists(f"{path}.begun"))
+        pool.shutdown(wait=False, cancel_futures=True)
+        assert left.cancelled()
+        assert not running.done()
+        with pytest.raises(nbdist.UsageError, match=r"has been shut down; cluster\.executor\(\)"):
+            pool.submit(abs, -1)
+        path.touch()
+    assert running.done()
+    assert running.result() == 5
+
+
+def test_no_workers_are_no_executor(cluster):
+    with pytest.raises(nbdist.UsageError, match="names no worker"):
+        cluster.executor([])
+    with pytest.raises(nbdist.UsageError, match="names no worker"):
+        cluster.execute("1", [])
+
+
+def test_arguments_that_cannot_be_sent_fail_the_task_alone(cluster):
+    pool = cluster.executor()
+    with pytest.raises(nbdist.EncodeError):
+        pool.submit(abs, (each for each in "ab")).result(60)
+    assert pool.submit(abs, -1).result(60) == 1
+
+
+def test_tasks_of_a_worker_that_dies_go_to_one_that_was_restarted_meanwhile(cluster, tmp_path):
+    path = tmp_path / "never"
+    kill(cluster.workers[0])
+    pool = cluster.executor()
+    running = pool.submit(lambda path: wait_for(path), str(path))  # noqa: F821
+    left = [pool.submit(os.getpid) for _ in range(3)]
+    until(lambda: os.path.exists(f"{path}.begun"))
+    until(lambda: "nbdist-tasks-worker0" not in {thread.name for thread in threading.enumerate()})
+    cluster.restart()
+    kill(cluster.workers[1])
+    with pytest.raises(nbdist.WorkerLost):
+        running.result(60)
+    assert {task.result(60) for task in left} == {cluster.workers[0].pid}
+    with pytest.raises(nbdist.WorkerLost):
+        cluster.executor(1).submit(os.getpid).result(60)
+    cluster.restart()
+
+
+def test_a_cluster_that_has_ended_fails_what_is_left(cluster, tmp_path):
+    path = tmp_path / "never"
+    cluster.execute(FUNCTIONS)
+    pool = cluster.executor(0)
+    tasks = [pool.submit(lambda path: wait_for(path), str(path)) for _ in range(3)]  # noqa: F821
+    until(lambda: os.path.exists(f"{path}.begun"))
+    cluster.shutdown()  # this test is the last
+    for task in tasks:
+        assert isinstance(task.exception(60), nbdist.NbdistError)
+    assert isinstance(pool.submit(abs, 1).exception(60), nbdist.UsageError)
+    with pytest.raises(nbdist.UsageError, match="has been shut down"):
+        cluster.executor()
