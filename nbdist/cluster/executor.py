@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import datetime
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -24,17 +25,15 @@ from nbdist.errors import UsageError
 from nbdist.rpc import api
 
 if TYPE_CHECKING:
-    import datetime
-
     from nbdist.cluster.cluster import Cluster
 
 __all__ = ["Lanes", "Task", "WorkerExecutor"]
 
 
 class Task(Future[Any]):
-    """The value of one call, now or later, and which worker ran the call when.
+    """The future of one call's value, which also knows the worker that ran the call, and when.
 
-    Until a worker has begun with the task, `cancel` drops it. Afterwards ``cluster.interrupt()`` ends it.
+    `cancel` drops a task that no worker has begun. ``cluster.interrupt()`` ends one that runs.
     """
 
     rank: int | None = None
@@ -63,7 +62,7 @@ class Task(Future[Any]):
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
         """Set the value, or the error if there is one."""
-        self.received = now()
+        self.received, self.call = now(), ()  # whoever keeps the task does not keep the arguments
         if error is None:
             self.set_result(value)
         else:
@@ -71,7 +70,7 @@ class Task(Future[Any]):
 
 
 class Lanes:
-    """The tasks of one cluster that no worker has taken yet."""
+    """Hands the tasks of one cluster to its workers, one at a time to each."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -87,7 +86,7 @@ class Lanes:
             self._serve_all(task.workers)
 
     def _serve_all(self, names: Sequence[str]) -> None:
-        """Give each of some workers a thread, if it has none. The lock is held."""
+        """Start a thread for each of some workers that has none. The caller holds the lock."""
         for name in set(names) - self._served:
             self._served.add(name)
             threading.Thread(target=self._serve, args=(name,), name=f"nbdist-tasks-{name}", daemon=True).start()
@@ -110,9 +109,9 @@ class Lanes:
             del task
 
     def _take(self, name: str) -> Task | None:
-        """Take the oldest task that a worker may run; without one, the worker's thread ends.
+        """Return the oldest task that a worker may run. Without one, return None: the worker's thread ends.
 
-        A dead worker leaves a task to the living ones. If all of them are dead it takes the task, which then fails.
+        A dead worker leaves a task to the living ones. If none lives, the dead one takes the task, which then fails.
         """
         with self._lock:
             for task in self._waiting:
@@ -144,7 +143,7 @@ class Lanes:
 
 
 class WorkerExecutor(Executor):
-    """An executor of `concurrent.futures` over some workers; `Cluster.executor` makes it.
+    """Calls functions on some workers, as an executor of `concurrent.futures`. `Cluster.executor` makes it.
 
     ``map`` and the ``with`` block are Python's: ``with cluster.executor() as pool: pool.map(f, items)``.
     """
@@ -158,8 +157,11 @@ class WorkerExecutor(Executor):
         """Call a function on the first worker that is free; return the future of its value at once.
 
         The future fails with the error that the function raised, with `EncodeError` if the arguments cannot be sent,
-        and with `WorkerLost` if its worker dies, or if all workers have died. Tasks that no worker has begun go to the
-        workers that live. After `shutdown`, raises `UsageError`.
+        and with `WorkerLost` if the worker dies. Living workers take over the tasks that a dead one has not begun; if
+        none lives, these fail as well.
+
+        Raises:
+            UsageError: The executor has been shut down.
         """
         if self._is_shut_down:
             raise UsageError("this executor has been shut down; cluster.executor() makes another")
@@ -170,9 +172,9 @@ class WorkerExecutor(Executor):
         return task
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks; drop those that no worker has begun if ``cancel_futures``; wait for the rest if ``wait``.
+        """Refuse new tasks. With ``cancel_futures``, drop the tasks that no worker has begun. Wait for the rest.
 
-        The workers live on.
+        Returns at once if ``wait`` is false. The workers live on.
         """
         self._is_shut_down = True
         left = list(self._tasks)

@@ -28,10 +28,10 @@ def wait_for(results: AsyncResult | Iterable[AsyncResult], timeout: float | None
 
 
 class AsyncResult(Closed, Future[Any]):
-    """The values of tasks, now or later.
+    """Holds the values of tasks, now or later.
 
-    It is a `concurrent.futures.Future`: `result`, `done`, `add_done_callback` and `asyncio.wrap_future` work. Stop ends
-    a wait for it, not its tasks; ``cluster.interrupt()`` ends these.
+    A handle is a `concurrent.futures.Future`: `result`, `done`, `add_done_callback` and `asyncio.wrap_future` work.
+    Stop ends a wait for the handle, not its tasks; ``cluster.interrupt()`` ends the tasks.
     """
 
     def __init__(self, tasks: Sequence[Task], *, single: bool = False, chunks: bool = False) -> None:
@@ -44,7 +44,7 @@ class AsyncResult(Closed, Future[Any]):
         self._tasks, self._single = tasks, single
         self._join = itertools.chain.from_iterable if chunks else iter
         self.msg_ids = [secrets.token_hex(8) for _ in tasks]
-        self._begun, self._left = now(), iter(tasks)
+        self._begun, self._left = min((task.submitted for task in tasks), default=now()), iter(tasks)
         self.set_running_or_notify_cancel()
         self._settle()
 
@@ -62,6 +62,7 @@ class AsyncResult(Closed, Future[Any]):
     def _values(self) -> Iterator[Any]:
         return self._join(task.result() for task in self._tasks)
 
+    # ipyparallel's names
     get = Future.result
     ready = Future.done
     wait = wait_for

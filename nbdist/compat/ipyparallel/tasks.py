@@ -36,4 +36,4 @@ def take_name() -> None:
 
 def _found(value: Any) -> Any:
     shell: Any = get_ipython()
-    return shell.ev(value.expression) if isinstance(value, Reference) else value
+    return eval(value.expression, shell.user_global_ns, shell.user_ns) if isinstance(value, Reference) else value
