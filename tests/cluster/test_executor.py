@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError, Executor, as_completed
 
 import pytest
@@ -72,6 +74,15 @@ def test_a_task_knows_who_ran_it_and_when(cluster):
         failed.result(60)
     assert (failed.rank, failed.started, failed.seconds) == (0, None, 0)
     assert failed.received is not None
+
+
+def test_a_task_that_has_ended_keeps_no_arguments(cluster):
+    argument = torch.ones(3)
+    gone = weakref.ref(argument)
+    task = cluster.executor().submit(torch.sum, argument)
+    del argument
+    assert task.result(60) == 3
+    until(lambda: gc.collect() >= 0 and gone() is None)
 
 
 def test_a_task_goes_to_who_is_free(cluster, tmp_path):
