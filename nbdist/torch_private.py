@@ -52,7 +52,6 @@ __all__ = [
     "validate_sparse",
     "warn_of_untested",
     "without_dispatch_modes",
-    "without_function_modes",
     "keep_in_thread",
 ]
 
@@ -66,7 +65,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._get_obj_in_tls": REQUIRED,
     "torch._C._is_key_in_tls": REQUIRED,
     "torch._C._remove_obj_from_tls": "since 2.13; before, a value of a thread is replaced by None",
-    "torch._C.DisableTorchFunction": "views may call the __torch_function__ of a user's class or mode",
+    "torch._C.DisableTorchFunction": "a look may call the __torch_function__ of a user's class or mode",
     "torch._C._set_grad_enabled": "torch.set_grad_enabled, which is slower, is used",
     "torch._C._len_torch_function_stack": "a thread is taken to be in no function mode; origins stay unknown",
     "torch._C._pop_torch_function_stack": "origins of nodes stay unknown",
@@ -74,7 +73,6 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._len_torch_dispatch_stack": "a thread is taken to be in no dispatch mode",
     "torch._C._functorch.peek_interpreter_stack": "a thread is taken to be outside of torch.func transforms",
     "torch._C._current_graph_task_id": 'a context with check="nan" also looks at what a user\'s backward computes',
-    "torch._C.DisableTorchFunction": "function modes see how a tensor is searched for NaN",
     "torch._C._DisableTorchDispatch": "dispatch modes see how a tensor is searched for NaN",
     "torch._C._collect_all": "torch.futures.wait_all waits for the rest after the first error of a call",
     "torch._C.Future": "torch.futures.Future, its subclass, is looked for",
@@ -211,9 +209,6 @@ _transforms: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_
 
 graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 """Return the number of the backward pass for which the calling thread runs a node; negative outside of any."""
-
-without_function_modes: Callable[[], AbstractContextManager[Any]] = _find("torch._C.DisableTorchFunction", nullcontext)
-"""Return a context in which no function mode, and no ``__torch_function__`` of a subclass, sees what is called."""
 
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _find("torch._C._DisableTorchDispatch", nullcontext)
 """Return a context in which no dispatch mode sees what is called."""

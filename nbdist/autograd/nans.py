@@ -32,8 +32,8 @@ from nbdist.errors import ForwardNaN
 from nbdist.torch_private import (
     graph_task,
     is_transforming,
+    no_torch_function,
     without_dispatch_modes,
-    without_function_modes,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def holds_nan(tensor: torch.Tensor) -> bool:
     So it is for tensors without values (meta and fake ones), for subclasses that dispatch on their own, and while a
     CUDA graph is captured. No graph and no mode sees it.
     """
-    with without_function_modes(), without_dispatch_modes():
+    with no_torch_function(), without_dispatch_modes():
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
             return False
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
