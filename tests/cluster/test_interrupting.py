@@ -86,7 +86,7 @@ def test_a_collective_is_interrupted_and_its_group_can_be_formed_anew(two):
     two.interrupt()
     two.finish(cell)
     assert cell.error is not None
-    assert "%dist_restart --process-group" in cell.traceback
+    assert "%dist_restart -p" in cell.traceback
     assert "dist.all_reduce(), cell:3" in cell.error["evalue"]
     assert "gloo" not in cell.traceback
     two.run("%dist_restart --process-group")
