@@ -126,9 +126,10 @@ def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
     With ``lasting`` it is the same each time: nothing in it was read from a clock.
     """
     lines = [_head(snapshot), *_session(snapshot, lasting=lasting)]
-    rows = [_row(server, lasting=lasting, over=snapshot["over"]) for server in snapshot["servers"]]
+    known = lasting or snapshot["over"]  # what was only heard at some time is left out
+    rows = [_row(server, lasting=known, over=snapshot["over"]) for server in snapshot["servers"]]
     faint = [n for n, server in enumerate(snapshot["servers"]) if server["state"] == "gone" or snapshot["over"]]
-    table = tables.as_html(_COLUMNS_LASTING if lasting else _COLUMNS, rows, faint) if rows else ""
+    table = tables.as_html(_COLUMNS_LASTING if known else _COLUMNS, rows, faint) if rows else ""
     log = "\n".join(_PASSING.sub("", text) if lasting else f"{_clock(at)}  {text}" for at, text in snapshot["log"])
     return themed(
         *(f"<div>{escape(line)}</div>" for line in lines),

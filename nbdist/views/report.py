@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from nbdist.autograd.drawing import Marks, as_svg
-from nbdist.pictures import as_image
+from nbdist.pictures import as_image, themed
 from nbdist.views import tables
 from nbdist.views.amounts import duration
 from nbdist.views.backward import Backward
@@ -41,11 +41,8 @@ def as_html(found: Backward, told: str) -> str:
     ]
     table = tables.as_html(("worker", "nodes", "busy", "waited", "waits for"), rows)
     told_of = "".join(f"<div>{escape(text_of(remark))}</div>" for remark in remarks(found))
-    return (
-        f'<div style="font-family:sans-serif;font-size:13px"><div>{escape(told)}</div>'
-        f"{as_image(as_svg(found.plan.trace, marks_of(found)))}"
-        f"{table}{told_of}</div>"
-    )
+    drawing = as_image(as_svg(found.plan.trace, marks_of(found)))
+    return themed(f"<div>{escape(told)}</div>", drawing, table, told_of)
 
 
 def marks_of(found: Backward) -> Marks:

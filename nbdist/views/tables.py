@@ -10,7 +10,7 @@ from nbdist.pictures import themed
 __all__ = ["Html", "as_html", "as_lines"]
 
 
-_WHOLE = 20
+_WHOLE = 12
 """Up to so many letters stay on one line, such as "4.0 KB", however narrow the page is."""
 
 

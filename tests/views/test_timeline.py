@@ -44,7 +44,7 @@ def test_a_step_of_training_is_told_by_kind_and_worker(tmp_path):
                 optimizer.step(context_id)
             with dist_autograd.context() as context_id:
                 dist_autograd.backward(context_id, [pipe(x).sum()])
-        assert not trace._listeners
+        assert not trace.listeners
         for worker in ("worker0", "worker1"):
             own = [entry for entry in told.noted if entry.agent == worker]
             by_kind = {kind: [entry.name for entry in own if entry.kind == kind] for kind in KINDS}
@@ -103,7 +103,7 @@ def test_both_timelines_have_one_legend_and_the_colours_of_it():
             pipe.train_step(x, x, square)
         pictures = {"all": told._repr_html_(), "pipeline": pipe.timeline()._repr_html_()}
     for name, html in pictures.items():
-        legend = html[html.rindex("</map>") :]
+        legend = html[html.rindex("<div><span style=") :]
         drawn = "".join(base64.b64decode(found).decode() for found in re.findall(r"base64,([^\"]+)", html))
         fills = set(re.findall(r'fill="(#[0-9a-f]{6})"', drawn))
         shown = {kind for kind, how in KINDS.items() if how.colour in fills}
