@@ -12,11 +12,13 @@ been tested with torch 2.11 to `NEWEST_TESTED`; a newer torch gives one warning 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,7 @@ __all__ = [
     "ATTRIBUTES",
     "FUNCTIONS",
     "NEWEST_TESTED",
+    "SYMBOLS",
     "engine",
     "function_modes",
     "graph_task",
@@ -47,6 +50,7 @@ __all__ = [
     "take_over_collect_all",
     "thread_has",
     "thread_value",
+    "torch_library",
     "torch_rpc",
     "torch_version",
     "validate_sparse",
@@ -106,6 +110,17 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_set_unwrap_func": ("a torch.futures.Future", "torch.futures.wait_all does not raise the errors of calls"),
 }
 """Private attributes of torch's objects: whose they are, and what happens where they are missing."""
+
+SYMBOLS: dict[str, str] = dict.fromkeys(
+    [
+        "_ZTVN4gloo9transport3tcp13UnboundBufferE",
+        "_ZTVN4gloo9transport3tcp7ContextE",
+        "_ZNK4gloo9transport3tcp7Context21getConnectedPeerRanksEv",
+        "_ZN4gloo9transport3tcp13UnboundBuffer15signalExceptionENSt15__exception_ptr13exception_ptrE",
+    ],
+    "the receiver of a large tensor waits 30 minutes if its sender dies in the middle of the transfer",
+)
+"""Names in torch's C++ library, as its compiler writes them, and what happens where they are missing."""
 
 
 def torch_version() -> tuple[int, ...]:
@@ -266,6 +281,15 @@ def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -
 def torch_rpc() -> Any:
     """Return the C++ module of torch's own RPC; None where torch was built without it."""
     return getattr(torch._C, "_distributed_rpc", None)
+
+
+# -- the C++ library -----------------------------------------------------------------------------------------
+
+
+def torch_library() -> ctypes.CDLL:
+    """Return torch's C++ library, for the names of `SYMBOLS`. Raises OSError where torch has loaded no such file."""
+    file = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
 
 
 # -- process groups -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 import nbdist
 from nbdist import rpc, testing, torch_private
-from nbdist.torch_private import ATTRIBUTES, FUNCTIONS, REQUIRED
+from nbdist.torch_private import ATTRIBUTES, FUNCTIONS, REQUIRED, SYMBOLS, torch_library
 
 PACKAGE = Path(nbdist.__file__).parent
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -137,6 +137,13 @@ def test_this_torch_has_the_function(name):
     for part in name.split(".")[1:]:
         assert hasattr(found, part), f"torch {torch.__version__} has no {name}: {FUNCTIONS[name]}"
         found = getattr(found, part)
+
+
+@pytest.mark.parametrize("name", SYMBOLS)
+def test_this_torchs_library_has_the_symbol_and_a_module_uses_it(name):
+    assert torch_library()[name]
+    files = [file for file in PACKAGE.rglob("*.py") if file.name != "torch_private.py"]
+    assert any(f'"{name}"' in file.read_text() for file in files), "listed, but nobody uses it"
 
 
 class Twice(Function):

@@ -10,10 +10,9 @@ torch then raises a RuntimeError in every thread that waits. Outside of the user
 WorkerLost if a member died, else GroupError: `translate`. A group that was left stays unusable until all groups are
 formed anew. Then all groups from before are left for good, with the DDP and FSDP wrappers that hold them.
 
-A limit: gloo tells a broken connection to the transfers that wait for their turn, and not to one that is half done
-(`Pair::signalException` passes over the unbound buffers in ``tx_`` and ``rx_``). Where all connections end at such a
-moment, nothing in the process can end the wait before gloo's own timeout. Seen in 7 of 100 deaths while a survivor was
-stopped by SIGSTOP, and in none of 65 others. Only a restart of that worker ends it.
+gloo forgets one kind of wait when a connection ends: for a transfer that is half done. A worker that leaves its group
+fails those waits in gloo's place: `nbdist.cluster.gloo_waits`. A limit: another worker that was just sending to an
+interrupted one may go on waiting, as its group has other connections. An interrupt of that worker ends its wait.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from nbdist.cluster import gloo
+from nbdist.cluster.gloo_waits import CutTransfers
 from nbdist.cluster.group_store import GroupStore
 from nbdist.cluster.setup import WorkerSetup, group_folder
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
@@ -52,6 +52,10 @@ _NEWS_WITHIN = 1.0
 
 _NEW_GROUP_WITHIN = 5.0
 """Seconds for which a group that was just forming when a member died is kept from waiting for the dead member."""
+
+_LOOKS_FOR_CUT, _LOOK_FOR_CUT_EVERY = 40, 0.25
+"""How many times, and after how many seconds each, a process looks for cut transfers once connections were shut. A
+number and no time limit, as a worker may stand still at that moment."""
 
 _POLL = 0.01
 _PROCESS = re.compile(r" \(process \d+ has ended\)")
@@ -102,10 +106,9 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     global _broken, _formed, _loops_before, _store
     with _breaking:
         if dist.is_initialized():
-            for loop in _loops():
-                # Nothing in it is waited for any more, and who still holds the group learns that it is over.
-                if _broken or _lost or (_store is not None and _store.group_at(loop.address) is not None):
-                    gloo.shut(loop)
+            # Nothing in them is waited for any more, and whoever still holds a group learns that it is over.
+            all_of_them = bool(_broken or _lost)
+            _shut([loop for loop in _loops() if all_of_them or _is_known(loop.address)])
             dist.destroy_process_group()
         _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
         _broken = _formed = False
@@ -178,11 +181,9 @@ def _leave_groups_of(rank: int) -> None:
     assert _store is not None
     _store.lost = _say_lost()
     groups = process_groups()
-    for loop in _loops():
-        name = _store.group_at(loop.address)
-        # A group that is not known here was made with a store of the user's own, or forms just now.
-        if name not in groups or rank in groups[name]:
-            gloo.shut(loop)
+    names = [(loop, _store.group_at(loop.address)) for loop in _loops()]
+    # A group that is not known here was made with a store of the user's own, or forms just now.
+    _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
 
 
 def _keep_new_groups_from_waiting() -> None:
@@ -203,7 +204,27 @@ def _keep_new_groups_from_waiting() -> None:
 
 
 def _loops() -> list[gloo.Loop]:
-    return gloo.loops(lambda address: _store is not None and _store.group_at(address) is not None)
+    return gloo.loops(_is_known)
+
+
+def _is_known(address: bytes) -> bool:
+    """Return whether this is the address of a group that this process group's store knows."""
+    return _store is not None and _store.group_at(address) is not None
+
+
+def _shut(loops: Sequence[gloo.Loop]) -> int:
+    """Shut all connections of these loops, and end what then waits in vain; return how many connections there were."""
+    count = sum(map(gloo.shut, loops))
+    # Also without a connection to shut: gloo itself has closed those to the dead, and forgotten the cut transfers.
+    threading.Thread(target=_end_cut_transfers, name="nbdist-cut-transfers", daemon=True).start()
+    return count
+
+
+def _end_cut_transfers() -> None:
+    cut = CutTransfers()
+    for _ in range(_LOOKS_FOR_CUT):
+        time.sleep(_LOOK_FOR_CUT_EVERY)
+        cut.end()
 
 
 def _say_lost() -> str:
@@ -271,7 +292,7 @@ def break_off(thread: int | None = None) -> str:
             return ""
         name_of = _store.group_at if _store is not None else lambda _: None
         left = [loop for loop in _loops() if group is None or name_of(loop.address) in (group, None)]
-        if not sum(map(gloo.shut, left)):
+        if not _shut(left):
             return ""
         _broken = True
     return "its process group was broken off; `%dist_restart -p` forms it anew"

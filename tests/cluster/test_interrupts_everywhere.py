@@ -62,14 +62,19 @@ WORK = {
 }
 
 
+def reach(ready):
+    """Return when ``ready()``, and a worker that has said so has come into the wait that follows."""
+    deadline = time.monotonic() + LIMIT
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)  # from the mark into the wait: of that nothing tells
+
+
 def press_when(way, cluster, ready):
     """Interrupt in another thread as soon as ``ready()``; return that thread."""
 
     def press():
-        deadline = time.monotonic() + LIMIT
-        while not ready() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.3)  # from the mark into the wait: of that nothing tells
+        reach(ready)
         WAYS[way](cluster)
 
     thread = threading.Thread(target=press)
@@ -92,6 +97,40 @@ def test_work_ends(cluster, tmp_path, way, work):
     shown = "\n".join(ended.value.traceback)
     assert ("%dist_restart" in shown) == ("collective" in work and "call" not in work), shown
     cluster.execute("pass", timeout=LIMIT)  # neither worker is stuck in a cell
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_half_a_tensor_whose_sender_stands_still_ends(cluster, tmp_path, way):
+    # The receiver stands still until the connection is full, and then the sender does.
+    receiver, sender = (cluster.find(name).pid for name in ("worker0", "worker1"))
+    cluster.execute(f"large, mark = torch.ones(10_000_000), f'{tmp_path}/{{rank}}'")
+
+    def press():
+        reach((tmp_path / "0").exists)
+        os.kill(receiver, signal.SIGSTOP)
+        sending.append(cluster.execute("open(mark, 'w').close(); dist.send(large, dst=0)", "worker1", block=False))
+        reach((tmp_path / "1").exists)
+        os.kill(sender, signal.SIGSTOP)
+        os.kill(receiver, signal.SIGCONT)
+        time.sleep(0.3)  # until it has read what the connection held
+        WAYS[way](cluster)
+
+    sending = []
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    try:
+        with pytest.raises(BaseException) as ended:  # noqa: PT011 (its type is made for it)
+            cluster.execute("open(mark, 'w').close(); dist.recv(large, src=1)", "worker0")
+        pressing.join()
+    finally:
+        for pid in (receiver, sender):
+            os.kill(pid, signal.SIGCONT)
+    assert type(ended.value).__name__ == "KeyboardInterrupt", ended.value
+    assert "has not given way" not in str(ended.value)
+    cluster.interrupt("worker1")  # whose transfer gloo may have forgotten, too
+    with pytest.raises(nbdist.NbdistError) as ended:
+        sending[0].wait(LIMIT)
+    assert type(ended.value).__name__ in ("KeyboardInterrupt", "GroupError"), ended.value
 
 
 @pytest.mark.parametrize("way", ["interrupt()", "the panel's button"])

@@ -144,6 +144,37 @@ def test_a_call_that_is_served_leaves_with_worker_lost(three, tmp_path):
     assert "gloo" in shown
 
 
+LARGE = {
+    "broadcast": "dist.broadcast(large, src=2)",
+    "an asynchronous broadcast": "dist.broadcast(large, src=2, async_op=True).wait()",
+    "send": "dist.recv(large, src=2) if rank < 2 else [dist.isend(large, dst=to) for to in (0, 1)][-1].wait()",
+    "objects": "dist.broadcast_object_list([large], src=2)",
+}
+
+
+@pytest.mark.parametrize("way", LARGE)
+def test_a_receiver_of_half_a_tensor_leaves_with_worker_lost(three, tmp_path, way):
+    # gloo forgets a transfer of which some bytes have come. The receivers stand still until their sender is dead: then
+    # they find as much as the connection holds, and its end.
+    three.execute("large = torch.ones(10_000_000)")
+    cell = three.execute(f"{at(tmp_path)}\n{LARGE[way]}", [0, 1], block=False)
+    reach(tmp_path, "worker0", "worker1")
+    receivers = [three.find(name).pid for name in ("worker0", "worker1")]
+    try:
+        for pid in receivers:
+            os.kill(pid, signal.SIGSTOP)
+        three.execute(f"{at(tmp_path)}\n{LARGE[way]}", 2, block=False)
+        reach(tmp_path, "worker2")
+        kill(three)
+        assert three.find("worker2").exited.wait(LIMIT)
+    finally:
+        for pid in receivers:
+            os.kill(pid, signal.SIGCONT)
+    error = wait_for(cell)
+    assert {each.worker: each.name for each in error.errors} == dict.fromkeys(("worker0", "worker1"), "WorkerLost")
+    expect_lost(error)
+
+
 GROUPS = "with_dead, without = dist.new_group([1, 2]), dist.new_group([0, 1])"
 
 
