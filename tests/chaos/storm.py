@@ -49,7 +49,7 @@ class Outcome:
     findings: list[Finding]
     counts: dict[str, int]
     folder: Path | None = None
-    """Where the ledger, the logs and the stacks are, if there are findings."""
+    """Where the ledger, the strikes, the logs and the stacks are, if there are findings."""
 
 
 @dataclass
@@ -92,6 +92,7 @@ class Storm:
         outcome = Outcome(self._found + ledger.compare(), ledger.counts())
         if outcome.findings:
             outcome.folder = self.folder
+            (self.folder / "strikes").write_text("".join(f"{each}\n" for each in self._struck))
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         return outcome
