@@ -91,10 +91,10 @@ CASES = {
     "empty, of __main__": (empty_of_main, 2, 85, 46, 2),
     "empty, from a cell": (empty_from_a_cell, 2, 36, 32, 2),
     "small tensor": (small_tensor, 2, 42, 34, 2),
-    "remote().to_here()": (created_and_fetched, 2, 122, 110, 5),
-    "step": (step, 2, 459, 453, 7),
-    "ten hops, SMART": (ten_hops("smart"), 4, 3166, 2811, 43),
-    "ten hops, FAST": (ten_hops("fast"), 4, 3297, 2858, 43),
+    "remote().to_here()": (created_and_fetched, 2, 122, 113, 5),
+    "step": (step, 2, 463, 456, 7),
+    "ten hops, SMART": (ten_hops("smart"), 4, 3200, 2841, 43),
+    "ten hops, FAST": (ten_hops("fast"), 4, 3331, 2888, 43),
 }
 
 
