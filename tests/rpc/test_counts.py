@@ -19,7 +19,8 @@ from nbdist.nn import RemoteModule
 from nbdist.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11), reason="other versions of Python count calls differently"
+    sys.version_info[:2] != (3, 11) or not torch.__version__.startswith("2.13."),
+    reason="the counts are those of Python 3.11 and torch 2.13, whose own functions count too",
 )
 
 WARM = 105
