@@ -20,7 +20,7 @@ Steps = Callable[[str], None]
 
 _show: Callable[[], Steps] | None = None
 listeners: tuple[Listener, ...] = ()
-"""Those who listen; code that runs with each call emits only if there are some."""
+"""The listeners. Code that runs with each call looks here first, and emits only if there is one."""
 _lock = threading.Lock()
 _log = logging.getLogger("nbdist.trace")
 

@@ -174,7 +174,7 @@ class Contexts:
         """The contexts that have ended, as (id, incarnation of the maker)."""
         self._lock = threading.Lock()
         self.here = _PerThread()
-        """What the calling thread is in; `current` says whether that has ended."""
+        """The context that the calling thread has entered, which may have ended meanwhile: see `current`."""
         self.is_gone: Callable[[int], bool] = lambda maker: False
         """Whether a maker was a member and is one no more; set by who knows the members."""
         self.on_displaced: Callable[[Context], None] = lambda context: None

@@ -233,7 +233,7 @@ class Observer:
         given: Gradients = (),
         explain: Callable[[], Inherited | None] | None = None,
     ) -> None:
-        """Where a NaN is looked for and found, the next node is halted before; with norms, the first is told of."""
+        """Look for a NaN or Inf: halt before the next node if one was looked for; with norms, tell of the first."""
         control = self._control
         halts = control.until == "nan"
         if not halts and (explain is None or not self.looks):

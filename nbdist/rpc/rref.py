@@ -124,7 +124,7 @@ class RRef(Generic[T]):
         return f"<RRef {_summary(self.state)} {told}>"
 
     def _standing(self) -> str:
-        """How far the reference has come, in one word; "failed" is also one whose call raised an error."""
+        """Return how far the reference has come, in one word; "failed" also if its call raised an error."""
         if self._hold is None:
             return "released"
         if self._agent.closed:

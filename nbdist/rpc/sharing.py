@@ -51,12 +51,12 @@ class Sharing:
         self._arena = arena
         self._leases = Leases()
         self.spaces: dict[int, Space] = {}
-        """Where to put what is large, by receiver; for one that has no entry it has to go in frames."""
+        """The shared memory for large tensors, by receiver; tensors for a receiver without an entry go in frames."""
         self._readable: dict[int, bool] = {}
         self.ended = self._leases.ended
         """The leases that have ended and that nobody has looked at: `tend` does."""
         self.owing: dict[int, _Owed] = {}
-        """What is to go back to other agents."""
+        """The blocks that should go back to other agents, by agent."""
         self._lock = threading.Lock()
         """Guards `owing`."""
         self.trim_at = 0.0

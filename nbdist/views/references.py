@@ -39,7 +39,7 @@ def facts_of(rref: RRef[Any]) -> Facts:
 
 
 def _why(rref: RRef[Any], standing: str, state: State | None) -> str:
-    """What went wrong, in one line; empty if nothing did."""
+    """Return what went wrong, in one line; nothing if nothing did."""
     if state is not None and state.error is not None:
         return error_line(state.qualname, state.error)
     if standing not in ("failed", "dead"):

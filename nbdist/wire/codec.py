@@ -689,7 +689,7 @@ def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
 
 
 NOT_DECODED = object()
-"""What `decode_early` returns for what has to wait for a thread of its own."""
+"""The result of `decode_early` for a value that a job has to decode."""
 
 
 def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:

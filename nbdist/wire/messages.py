@@ -197,7 +197,7 @@ class Carrier(Message, frozen=True):
 
     @property
     def payload(self) -> Payload:
-        """What those frames hold; a field of each subclass."""
+        """The description of those frames; a field of each subclass."""
         raise NotImplementedError
 
 
