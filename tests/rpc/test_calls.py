@@ -308,7 +308,7 @@ def test_definitions_of_main_go_by_value_where_the_other_lacks_them(others, monk
     assert made.to_here().value == 7
     del rref, made
     workers.eventually(lambda: rpc.rpc_sync("worker2", workers.statistics)["forks_of_owned"] == 0)
-    rpc.rpc_sync("worker1", gc.collect)  # errors of tests before hold what they were given, in circles
+    rpc.rpc_sync("worker1", gc.collect)  # without it a value is left in a third of the runs: the cause is not known
     workers.eventually(lambda: rpc.rpc_sync("worker1", workers.statistics)["owned_values"] == 0)
 
 
