@@ -7,7 +7,7 @@ registering. `tests/test_layers.py` holds every import against the tables below.
 layer  modules                      what is there
 ====== ============================ ====================================================================
 0      errors ids trace pictures    words that all layers share; drawings as images
-       durations                    lengths of time that users give, checked
+       durations registry           lengths of time that users give, checked; what higher layers make
        torch_private                the private names of torch that are used, in one table
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
@@ -34,6 +34,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nbdist import registry
 from nbdist.errors import (
     DecodeError,
     EncodeError,
@@ -94,6 +95,7 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "ids": 0,
     "pictures": 0,
+    "registry": 0,
     "torch_private": 0,
     "trace": 0,
     "wire": 1,
@@ -142,6 +144,15 @@ def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
         return importlib.import_module(f"nbdist.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _make_recorder(agent: Any) -> Any:
+    from nbdist.autograd.recorder import Recorder
+
+    return Recorder(agent)
+
+
+registry.make_recorder = _make_recorder
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

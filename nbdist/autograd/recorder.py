@@ -36,7 +36,7 @@ from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
 from nbdist.wire.messages import Cast, Payload, Record, Recording
 
-__all__ = ["Recorder", "extend"]
+__all__ = ["Recorder"]
 
 _OURS = str(Path(nbdist.__file__).parent)
 
@@ -46,23 +46,20 @@ failure_words: Callable[[Exception, int], Exception] | None = None
 _NO_EDGE = -1
 
 
-def extend(agent: Agent) -> None:
-    """Give an agent its recorder."""
-    agent.recorder = Recorder(agent)
-    set_carrier(_carry)
-
-
 def _carry() -> Surroundings | None:
     """A context goes along into what is done when a future is done."""
     try:
         recorder = current_agent().recorder
     except NotInitialized:
         return None
-    context = recorder.current() if recorder is not None else None
-    if recorder is None or context is None:
+    context = recorder.current()
+    if context is None:
         return None
     recording = Recording(context.id, context.maker, _NO_EDGE, torch.is_grad_enabled())
     return partial(recorder.running, context, recording)
+
+
+set_carrier(_carry)
 
 
 class Recorder:

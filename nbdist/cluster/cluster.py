@@ -206,7 +206,7 @@ class Cluster:
         options = RpcBackendOptions(init_method=self._lives.meeting)
         self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder)
         self.agent.explain_end = self._explain_end
-        self.agent.origin = self._router.origins.current
+        self.agent.know_cells(self._router.origins.current)
         failures.on_text(labels.rename_frames)
         self._lives.bring_up(self.workers, deadline)
         process_memory.mark_start()

@@ -89,8 +89,7 @@ def _keep_parent(shell: Any) -> None:
 
 def follow(agent: Agent) -> None:
     """Give calls that this worker makes their origin, and the output of calls that it runs to theirs."""
-    agent.origin = _origin
-    agent.around = _as_part_of
+    agent.know_cells(_origin, _as_part_of)
 
 
 def fence(token: str) -> None:

@@ -19,35 +19,65 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nbdist import durations, trace
+from nbdist import registry, trace
 from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
-from nbdist.errors import NbdistError, UnknownWorker, WorkerLost
+from nbdist.errors import NbdistError, WorkerLost
 from nbdist.ids import IdSource
+from nbdist.rpc.caller import Caller
 from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.dispatch import Job, Pool
+from nbdist.rpc.ending import Ending
+from nbdist.rpc.executor import Executor
+from nbdist.rpc.futures import Latch
+from nbdist.rpc.guest import Guest
+from nbdist.rpc.handshake import Handshake
+from nbdist.rpc.here import Active, here
 from nbdist.rpc.links import Links
-from nbdist.rpc.membership import Membership, WorkerInfo
-from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
-from nbdist.rpc.recording import Recorder, extend
-from nbdist.wire.messages import NOT_A_MESSAGE, Carrier, Cast, Envelope, Goodbye, Hello, Record, Refused, decode
-from nbdist.wire.peer import Standing
+from nbdist.rpc.membership import Membership
+from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.outcomes import Outcomes
+from nbdist.rpc.recording import Recorder
+from nbdist.rpc.references import References
+from nbdist.rpc.rref import RRef
+from nbdist.rpc.sharing import Sharing
+from nbdist.rpc.stopping import Stopping
+from nbdist.wire.messages import (
+    NOT_A_MESSAGE,
+    AskShutdown,
+    Call,
+    Carrier,
+    Cast,
+    ChildAccept,
+    Envelope,
+    ForkConfirm,
+    ForkRequest,
+    GiveBack,
+    Goodbye,
+    Hello,
+    Nothing,
+    Ping,
+    Pong,
+    Ready,
+    Record,
+    Refused,
+    Reply,
+    RRefState,
+    ShutdownState,
+    Stop,
+    UserDelete,
+    Welcome,
+    decode,
+)
+from nbdist.wire.peer import PeerLimits, Standing
 
-__all__ = ["Agent", "Handler", "active_agent", "here"]
+__all__ = ["Agent", "Handler", "active_agent"]
 
 Handler = Callable[[Any, int, list[bytes]], Job | None]
 """``handler(message, sender's incarnation, the frames behind the envelope)``."""
 
 _log = logging.getLogger("nbdist.rpc")
-
-
-class _PerThread(threading.local):
-    agent: Agent | None = None
-
-
-here = _PerThread()
-"""The agent for which the calling thread runs, if it runs for one."""
 
 
 def _drop(listeners: list[Any], listener: Any) -> None:
@@ -57,23 +87,8 @@ def _drop(listeners: list[Any], listener: Any) -> None:
 
 def active_agent() -> Agent | None:
     """The agent for which the calling thread runs, if it is one of an agent's threads."""
-    return here.agent
-
-
-class _Active:
-    """The time in which an agent is the calling thread's."""
-
-    __slots__ = ("_agent", "_before")
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-
-    def __enter__(self) -> Agent:
-        self._before, here.agent = here.agent, self._agent
-        return self._agent
-
-    def __exit__(self, *exception: object) -> None:
-        here.agent = self._before
+    agent: Agent | None = here.agent
+    return agent
 
 
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
@@ -91,46 +106,37 @@ class Agent:
     """One member of an RPC world."""
 
     def __init__(self, me: Record, channel: Channel, options: RpcBackendOptions, arena: Arena | None = None) -> None:
-        from nbdist.rpc.caller import Caller
-        from nbdist.rpc.ending import Ending
-        from nbdist.rpc.executor import Executor
-        from nbdist.rpc.guest import Guest
-        from nbdist.rpc.handshake import Handshake
-        from nbdist.rpc.outcomes import Outcomes
-        from nbdist.rpc.references import References
-        from nbdist.rpc.sharing import Sharing
-        from nbdist.rpc.stopping import Stopping
-
         self.me = me
         self.options = options
         self.channel = channel
-        self.membership = Membership(me)
-        self.ids = IdSource(me.id, me.incarnation)
-        self.rpc_timeout = time_limit(options.rpc_timeout)
-        self.pending = PendingCalls()
         self.pid = os.getpid()
         self.forked = False
         """Whether this process was forked from the agent's own: the agent's threads and sockets are the parent's."""
         self.refused = 0
         self.hosted = False
         """Whether a cluster keeps it, so that the user's `shutdown` does not end it."""
-        self.origin: Callable[[], str] | None = None
-        """For whose cell the calling thread works; it travels with every call."""
-        self.around: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
-        """What to enter around a function that runs for a call with such an origin."""
         self.explain_end: Callable[[int], str] | None = None
         """How a process ended, by its pid, where somebody knows more than that it did; may take a moment."""
         self.directory: Path | None = None
         """Where files lie that must go with this process, however it ends; None for the temporary directory."""
-        self.recorder: Recorder | None = None
-        """Who records what autograd needs to know of its messages."""
-        self._handlers: dict[type, Handler] = {}
         self._cast_handlers: dict[str, Handler] = {}
-        self._on_lost: list[Callable[[Record, str], None]] = []
         self._at_close: list[Callable[[], None]] = []
-        self.processes = ProcessWatch(self._on_process_end)
         self._turn = threading.Lock()
-        self.read_as_guest = Guest(self).read if channel.readers > 1 else None
+        self.membership = Membership(me)
+        self.ids = IdSource(me.id, me.incarnation)
+        self.pending = PendingCalls()
+        self.processes = ProcessWatch(self._on_process_end)
+        self.sharing = Sharing(me, arena, reads=options.arena_bytes != 0)
+        self.links = Links(
+            channel,
+            PeerLimits(options.suspect_after, options.lost_after, retries=options.retries),
+            self.membership,
+            self.pending,
+            self.sharing,
+            watch=self.processes.watch,
+            on_undelivered=self._on_undelivered,
+        )
+        self.post = self.links.post
         self.pool = Pool(
             options.num_worker_threads,
             self.read,
@@ -140,25 +146,102 @@ class Agent:
             has_more=channel.has_more,
             begin=self._adopt,
         )
-        self.links = Links(self)
-        self.post = self.links.post
-        self.handle(Goodbye, self._on_goodbye)
-        self.handle(Cast, self._on_cast)
-        self.references = References(self)
-        self.sharing = Sharing(self, arena)
-        self.executor = Executor(self)
-        self.caller = Caller(self)
-        self.outcomes = Outcomes(self)
-        self.handshake = Handshake(self)
-        self.ending = Ending(self)
-        self.stopping = Stopping(self)
-        extend(self)
+        refer = partial(RRef._refer, self)
+        self.references = References(self.ids, self.membership, self.links, refer, self.submit)
+        self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
+        self.recorder: Recorder = registry.make_recorder(self)
+        self.executor = Executor(
+            self.membership,
+            self.links,
+            self.references,
+            self.sharing,
+            self.recorder,
+            submit=self.submit,
+            activate=self.activate,
+        )
+        self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
+        self.caller = Caller(
+            options,
+            self.membership,
+            self.ids,
+            self.pending,
+            self.links,
+            self.references,
+            self.sharing,
+            self.recorder,
+            self.outcomes,
+        )
+        self.find, self.timeout_of = self.caller.find, self.caller.timeout_of
+        if channel.readers > 1:
+            self.caller.read_as_guest = Guest(channel, self.links, self._read_as_guest, self.submit).read
+        self.stopping = self.executor.stopping = Stopping(
+            me,
+            self.pending,
+            self.links,
+            call=self.caller.sync,
+            give_up=self.outcomes.interrupt,
+            submit=self.submit,
+        )
+        self.handshake = Handshake(
+            self.membership, self.links, self.sharing, lose=self.lose, lost_after=options.lost_after
+        )
+        self.ending = Ending(self.membership, self.links, self.pending, self.references, self.caller, self.executor)
+        self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
+        self._handlers: dict[type, Handler] = {
+            Nothing: lambda *_: None,
+            Hello: self.handshake.on_hello,
+            Welcome: self.handshake.on_welcome,
+            Ready: self.handshake.on_ready,
+            Goodbye: self._on_goodbye,
+            Ping: self._on_ping,
+            Pong: self.links.on_pong,
+            Call: self.executor.on_call,
+            Reply: self.outcomes.on_reply,
+            Stop: self.stopping.on_stop,
+            ForkRequest: self.references.on_fork_request,
+            ForkConfirm: self.references.on_fork_confirm,
+            ChildAccept: self.references.on_child_accept,
+            UserDelete: self.references.on_user_delete,
+            RRefState: self.references.on_state,
+            GiveBack: self.sharing.on_give_back,
+            Cast: self._on_cast,
+            AskShutdown: self.ending.on_ask,
+            ShutdownState: self.ending.on_state,
+        }
+        """Who acts upon a message, by its type."""
         _agents.add(self)
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r} (id {self.me.id}){' closed' if self.closed else ''}>"
 
     # -- life ---------------------------------------------------------------------------------
+
+    @property
+    def rpc_timeout(self) -> float:
+        """Seconds that a call has which names no limit; 0 for none."""
+        return self.caller.rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self.caller.rpc_timeout = seconds
+
+    @property
+    def read_as_guest(self) -> Callable[[Latch], None] | None:
+        """What a thread that waits for an answer does first, if anything."""
+        return self.caller.read_as_guest
+
+    def know_cells(
+        self,
+        origin: Callable[[], str] | None,
+        around: Callable[[str], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Have calls carry the cell for which they are made.
+
+        ``origin()`` names the cell for which the calling thread works; it travels with every call. ``around(origin)``
+        is entered around a function that runs here for a call with such an origin.
+        """
+        self.caller.origin = origin
+        self.executor.around = around
 
     @property
     def closed(self) -> bool:
@@ -170,10 +253,6 @@ class Agent:
         self.links.connect(self.me)
         self.sharing.meet_self()
         self.pool.start()
-
-    def handle(self, message_type: type, handler: Handler) -> None:
-        """Have messages of a type go to ``handler``."""
-        self._handlers[message_type] = handler
 
     def handle_cast(self, topic: str, handler: Handler) -> None:
         """Have the casts of a topic go to ``handler``."""
@@ -197,7 +276,11 @@ class Agent:
 
     def activate(self) -> contextlib.AbstractContextManager[Agent]:
         """Make this the agent of the calling thread, for as long as the block lasts."""
-        return _Active(self)
+        return Active(self)
+
+    def submit(self, job: Job) -> None:
+        """Have a thread of the agent's run a job."""
+        self.pool.submit(job)
 
     def close(self, why: str) -> None:
         """End at once: tell the others, fail what is pending, stop all threads."""
@@ -212,6 +295,7 @@ class Agent:
         self.processes.close()
         self.pool.close(2.0)
         self.channel.close()
+        self.sharing.close()
         for action in self._at_close:
             action()
         trace.emit("agent.closed", agent=self.me.name, why=why)
@@ -229,7 +313,7 @@ class Agent:
         if self.references.released:
             self.references.reap()
         if sharing.ended or sharing.owing or now >= sharing.trim_at:
-            sharing.tend(now)
+            self._give_back(now)
         if now >= links.due:
             with self._turn:
                 self._run_due(now)
@@ -238,6 +322,21 @@ class Agent:
             return None
         with self._turn:
             return self._take(frames)
+
+    def _read_as_guest(self, timeout: float | None) -> Job | None:
+        """As `read`, in a thread that is none of the agent's."""
+        before, here.agent = here.agent, self
+        try:
+            return self.read(timeout)
+        finally:
+            here.agent = before
+
+    def _give_back(self, now: float) -> None:
+        due, later = self.sharing.tend(now)
+        for to, message in due:
+            with contextlib.suppress(NbdistError):  # who is gone has no use for them
+                self.post(to, message)
+        self.links.note(later)
 
     def _run_due(self, now: float) -> None:
         for incarnation, why in self.links.tick(now):
@@ -301,6 +400,14 @@ class Agent:
                 how = self.explain_end(pid) if self.explain_end is not None else ""
                 self.lose(incarnation, how or f"died (process {pid} has ended)")
 
+    def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
+        with contextlib.suppress(NbdistError):
+            self.post(sender, Pong(message.number, self.executor.doing()))
+
+    def _on_undelivered(self, call: Call) -> None:
+        """A call was not taken in all tries."""
+        self.submit(partial(self.outcomes.undelivered, call.id))
+
     def _on_goodbye(self, message: Goodbye, sender: int, _: list[bytes]) -> None:
         if message.orderly:
             self.ending.on_orderly_goodbye()
@@ -325,7 +432,7 @@ class Agent:
                 then()
 
         if calls or going_on:
-            self.pool.submit(tell)
+            self.submit(tell)
         for listener in list(self._on_lost):
             try:
                 listener(record, why)
@@ -333,29 +440,6 @@ class Agent:
                 _log.exception("what was to be told of the loss of %s failed", record.name)
 
     # -- looking ------------------------------------------------------------------------------
-
-    def find(self, to: str | int | WorkerInfo) -> Record:
-        """Return the living member that ``to`` names.
-
-        Raises:
-            WorkerLost: the member has gone; the text says why.
-            UnknownWorker: there has never been such a member.
-        """
-        try:
-            return self.membership.find(to)
-        except UnknownWorker:
-            why = self.membership.why_gone(to)
-            if why is None:
-                raise
-            name = to.name if isinstance(to, WorkerInfo) else to
-            raise WorkerLost(f"{name if isinstance(name, str) else f'the worker with id {name}'} {why}") from None
-
-    def timeout_of(self, timeout: float) -> float:
-        """Return a call's time limit in seconds: the default where ``timeout`` is negative; 0 for none."""
-        if timeout == UNSET_RPC_TIMEOUT:  # as in almost every call
-            return self.rpc_timeout
-        seconds = durations.limit(timeout)
-        return self.rpc_timeout if seconds < 0 else seconds
 
     def statistics(self) -> dict[str, int]:
         """Counters, for people and tests."""

@@ -22,8 +22,9 @@ from nbdist.channel.contract import Channel
 from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
 from nbdist.rpc import rref as rref_module
-from nbdist.rpc.agent import Agent, here
+from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future, set_interrupt_hook
+from nbdist.rpc.here import here
 from nbdist.rpc.hosted import take_on
 from nbdist.rpc.interrupts import InterruptWatch
 from nbdist.rpc.membership import WorkerInfo

@@ -6,25 +6,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from nbdist import trace
+from nbdist import durations, trace
 from nbdist.channel.contract import Buffer, ChannelError
-from nbdist.errors import EncodeError, NbdistError, UsageError, WorkerLost
-from nbdist.rpc.calls import Pending
+from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError, WorkerLost
+from nbdist.ids import IdSource
+from nbdist.rpc.calls import Pending, PendingCalls
 from nbdist.rpc.futures import Future, Latch, Promise
-from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.options import UNSET_RPC_TIMEOUT
-from nbdist.rpc.references import MessageForker
+from nbdist.rpc.links import Links
+from nbdist.rpc.membership import Membership, WorkerInfo
+from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
+from nbdist.rpc.outcomes import Outcomes
+from nbdist.rpc.recording import Recorder
+from nbdist.rpc.references import MessageForker, References
 from nbdist.rpc.rref import RRef, local_type
+from nbdist.rpc.sharing import Sharing
 from nbdist.wire import codec, culprit, names
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
 from nbdist.wire.tensors import Slot
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 __all__ = ["Caller"]
 
@@ -47,9 +49,37 @@ class _Encoded(NamedTuple):
 class Caller:
     """The caller's side of calls."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(
+        self,
+        options: RpcBackendOptions,
+        membership: Membership,
+        ids: IdSource,
+        pending: PendingCalls,
+        links: Links,
+        references: References,
+        sharing: Sharing,
+        recorder: Recorder,
+        outcomes: Outcomes,
+    ) -> None:
         self.issued: dict[int, int] = {}
-        self._agent = agent
+        """How many calls have gone out, by their callees' incarnations."""
+        self.origin: Callable[[], str] | None = None
+        """For whose cell the calling thread works; it travels with every call."""
+        self.rpc_timeout = time_limit(options.rpc_timeout)
+        """Seconds that a call has which names no limit; 0 for none."""
+        self.read_as_guest: Callable[[Latch], None] | None = None
+        """What a thread that waits for a call does first."""
+        self._device_maps = options.device_maps
+        self._membership = membership
+        self._me = membership.me.incarnation
+        self._name = membership.me.name
+        self._ids = ids
+        self._pending = pending
+        self._links = links
+        self._references = references
+        self._spaces = sharing.spaces
+        self._recorder = recorder
+        self._outcomes = outcomes
         self._counting = threading.Lock()
 
     # -- the ways to call ---------------------------------------------------------------------
@@ -65,7 +95,7 @@ class Caller:
         """Call and wait."""
         outcome = Latch()
         self._call(to, function, args, kwargs, timeout, outcome)
-        return outcome.wait(self._agent.read_as_guest)
+        return outcome.wait(self.read_as_guest)
 
     def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
         """Call, and have what `sync` waits for."""
@@ -100,7 +130,7 @@ class Caller:
     ) -> RRef[Any]:
         """Call, and have an RRef to the outcome, which stays there."""
         _check(function, args, kwargs)
-        owner = self._agent.find(to)
+        owner = self.find(to)
         named = names.describe(function)
         body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
         return self._create(owner, Mode.REMOTE, named.label, body, timeout, builtin=named.builtin)
@@ -110,13 +140,13 @@ class Caller:
         owner = self._owner(rref)
         outcome = Latch()
         self._send(owner, Mode.FETCH, "to_here", None, timeout, outcome, target=rref)
-        return outcome.wait(self._agent.read_as_guest)
+        return outcome.wait(self.read_as_guest)
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a referenced value and wait."""
         outcome = Latch()
         self._method(rref, name, timeout, args, kwargs, outcome)
-        return outcome.wait(self._agent.read_as_guest)
+        return outcome.wait(self.read_as_guest)
 
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of a referenced value, and have a Future."""
@@ -124,7 +154,7 @@ class Caller:
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Call a method of a referenced value, and have an RRef to the outcome."""
-        self._agent.references.check_alive(rref)
+        self._references.check_alive(rref)
         state = rref.state
         cls = local_type(state) if state is not None else None
         if cls is not None and not hasattr(cls, name) and not hasattr(cls, "__getattr__"):
@@ -132,6 +162,31 @@ class Caller:
         owner = self._owner(rref)
         label = f"{cls.__name__}.{name}" if cls is not None else name
         return self._create(owner, Mode.METHOD_REMOTE, label, (name, args, kwargs), timeout, target=rref)
+
+    # -- whom, and for how long ---------------------------------------------------------------
+
+    def find(self, to: To) -> Record:
+        """Return the living member that ``to`` names.
+
+        Raises:
+            WorkerLost: the member has gone; the text says why.
+            UnknownWorker: there has never been such a member.
+        """
+        try:
+            return self._membership.find(to)
+        except UnknownWorker:
+            why = self._membership.why_gone(to)
+            if why is None:
+                raise
+            name = to.name if isinstance(to, WorkerInfo) else to
+            raise WorkerLost(f"{name if isinstance(name, str) else f'the worker with id {name}'} {why}") from None
+
+    def timeout_of(self, timeout: float) -> float:
+        """Return a call's time limit in seconds: the default where ``timeout`` is negative; 0 for none."""
+        if timeout == UNSET_RPC_TIMEOUT:  # as in almost every call
+            return self.rpc_timeout
+        seconds = durations.limit(timeout)
+        return self.rpc_timeout if seconds < 0 else seconds
 
     # -- making a call ------------------------------------------------------------------------
 
@@ -146,7 +201,7 @@ class Caller:
     ) -> Pending:
         if not callable(function) or type(args) not in _ARGS or type(kwargs) not in _KWARGS:
             _check(function, args, kwargs)
-        callee = (self._agent.membership.names.get(to) if type(to) is str else None) or self._agent.find(to)
+        callee = (self._membership.names.get(to) if type(to) is str else None) or self.find(to)
         named = names.describe(function)
         body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
         return self._send(callee, Mode.CALL, named.label, body, timeout, outcome, builtin=named.builtin)
@@ -154,14 +209,14 @@ class Caller:
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
     ) -> Pending:
-        self._agent.references.check_alive(rref)
+        self._references.check_alive(rref)
         state = rref.state
         label = f"{state.qualname}.{name}" if state is not None else name
         body = (name, args, kwargs)
         return self._send(self._owner(rref), Mode.METHOD, label, body, timeout, outcome, target=rref)
 
     def _owner(self, rref: RRef[Any]) -> Record:
-        record = self._agent.membership.get(rref._owner)
+        record = self._membership.get(rref._owner)
         if record is None:
             raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone")
         return record
@@ -177,24 +232,23 @@ class Caller:
         builtin: bool = False,
         target: RRef[Any] | None = None,
     ) -> RRef[Any]:
-        agent = self._agent
-        rref_id, fork_id = agent.ids.next(), agent.ids.next()
-        mine = owner.incarnation == agent.me.incarnation
+        rref_id, fork_id = self._ids.next(), self._ids.next()
+        mine = owner.incarnation == self._me
         creation: Promise[Any] = Promise()
         if mine:
-            agent.references.own(rref_id)
+            self._references.own(rref_id)
         else:
-            agent.references.begin(rref_id, fork_id, owner.incarnation)
-        rref: RRef[Any] = RRef._refer(agent, rref_id, None if mine else fork_id, owner.incarnation, creation)
-        result = Fork(rref_id, fork_id, owner.incarnation, agent.me.incarnation)
+            self._references.begin(rref_id, fork_id, owner.incarnation)
+        rref: RRef[Any] = self._references.refer(rref_id, None if mine else fork_id, owner.incarnation, creation)
+        result = Fork(rref_id, fork_id, owner.incarnation, self._me)
         try:
             self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
         except ChannelError as error:
-            agent.outcomes.creation_failed(result, error, may_exist=False)
+            self._outcomes.creation_failed(result, error, may_exist=False)
             creation.try_settle(None, error)
         except BaseException:
             if not mine:
-                agent.references.fail(fork_id, may_exist=False)
+                self._references.fail(fork_id, may_exist=False)
             raise
         return rref
 
@@ -211,26 +265,25 @@ class Caller:
         target: RRef[Any] | None = None,
         result: Fork | None = None,
     ) -> Pending:
-        agent = self._agent
         call = Pending(
-            id=next(agent.pending.numbers),
+            id=next(self._pending.numbers),
             to=to.incarnation,
             worker=to.name,
             function=label,
             outcome=outcome,
             started=time.monotonic(),
-            timeout=agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else agent.timeout_of(timeout),
+            timeout=self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.timeout_of(timeout),
             thread=threading.get_ident(),
             result=result,
             target=target._id if target is not None else None,
         )
         if target is not None:
             # Until it is answered, though the reference be let go of: it may be repeated, or wait there for others.
-            call.hold = agent.references.hold_of(target)
-        context = agent.recorder.current() if agent.recorder is not None else None
+            call.hold = self._references.hold_of(target)
+        context = self._recorder.current()
         if context is None and target is None:
             name, args, kwargs = body
-            usual = codec.encode_usual_call(name, args, kwargs, agent.sharing.spaces.get(to.incarnation))
+            usual = codec.encode_usual_call(name, args, kwargs, self._spaces.get(to.incarnation))
             if usual is not None:
                 self._send_usual(call, mode, builtin, *usual)
                 return call
@@ -240,42 +293,40 @@ class Caller:
             if call.definitions:
                 again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
                 self._prepare_repeat(call, to, again)
-            agent.pending.add(call)
+            self._pending.add(call)
             ready = True
             self._post(call, first)
         except BaseException:
             if not ready:  # otherwise `_post` knows whether the message may be on its way
                 first.forker.take_back()
-            agent.pending.pop(call.id)
+            self._pending.pop(call.id)
             call.drop_repeat()
-            if call.recording is not None and agent.recorder is not None:
-                agent.recorder.withdraw(call.recording)
+            if call.recording is not None:
+                self._recorder.withdraw(call.recording)
             raise
         self._on_sent(call)
         return call
 
     def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
         """Send a call in which there is nothing that references, recordings or definitions must hear of."""
-        agent = self._agent
-        origin = agent.origin() if agent.origin is not None else ""
+        origin = self.origin() if self.origin is not None else ""
         message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
-        agent.pending.add(call)
+        self._pending.add(call)
         try:
-            call.seq = agent.post(call.to, message, frames)
+            call.seq = self._links.post(call.to, message, frames)
         except BaseException:
-            agent.pending.pop(call.id)
+            self._pending.pop(call.id)
             raise
         self._on_sent(call)
 
     def _on_sent(self, call: Pending) -> None:
         """Count a call that has gone out, and have its half time noticed."""
-        agent = self._agent
         with self._counting:
             self.issued[call.to] = self.issued.get(call.to, 0) + 1
-        if call.timeout > 0 and call.started + call.timeout * 0.5 < agent.links.due:
-            agent.links.hurry(call.started + call.timeout * 0.5)
+        if call.timeout > 0 and call.started + call.timeout * 0.5 < self._links.due:
+            self._links.hurry(call.started + call.timeout * 0.5)
         if trace.listeners:
-            trace.emit("call.sent", agent=agent.me.name, to=call.worker, function=call.function, id=call.id)
+            trace.emit("call.sent", agent=self._name, to=call.worker, function=call.function, id=call.id)
 
     def _encode(
         self,
@@ -289,11 +340,9 @@ class Caller:
         *,
         by_value: bool = False,
     ) -> _Encoded:
-        agent = self._agent
-        recorder = agent.recorder
-        forker = MessageForker(agent.references, to.incarnation)
-        peer = agent.links.peer(to.incarnation)
-        device_map = agent.options.device_maps.get(to.name)
+        forker = MessageForker(self._references, to.incarnation)
+        peer = self._links.peer(to.incarnation)
+        device_map = self._device_maps.get(to.name)
         # A call that is encoded once more is so by another thread.
         grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
@@ -309,7 +358,7 @@ class Caller:
                     devices={str(ours): str(theirs) for ours, theirs in device_map.items()} if device_map else None,
                     receiver=to.name,
                     record=context is not None and grad,
-                    space=agent.sharing.spaces.get(to.incarnation),
+                    space=self._spaces.get(to.incarnation),
                 )
         except BaseException as error:
             forker.take_back()
@@ -319,11 +368,10 @@ class Caller:
                 raise EncodeError(f"{which} {error}") from (error.__cause__ or error)
             raise
         call.definitions = encoded.named
-        if recorder is not None:
-            if context is not None and call.recording is None:  # once, also for a call that is encoded twice
-                call.recording = recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
-            elif encoded.requires_grad and context is None and grad and not by_value:
-                recorder.warn(call.function, to.name)
+        if context is not None and call.recording is None:  # once, also for a call that is encoded twice
+            call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
+        elif encoded.requires_grad and context is None and grad and not by_value:
+            self._recorder.warn(call.function, to.name)
         message = Call(
             call.id,
             mode,
@@ -332,14 +380,14 @@ class Caller:
             builtin,
             call.result,
             target._id if target is not None else None,
-            agent.origin() if agent.origin is not None else "",
+            self.origin() if self.origin is not None else "",
             call.recording,
         )
         return _Encoded(message, encoded.frames, forker, call.hold, encoded.slots)
 
     def _post(self, call: Pending, encoded: _Encoded) -> None:
         try:
-            call.seq = self._agent.post(call.to, encoded.message, encoded.frames, encoded, encoded.slots)
+            call.seq = self._links.post(call.to, encoded.message, encoded.frames, encoded, encoded.slots)
         except NbdistError:
             encoded.forker.take_back()
             raise
@@ -353,7 +401,7 @@ class Caller:
         encoded by value right away, before the caller can change an argument; it costs that once for each
         definition and callee.
         """
-        peer = self._agent.links.peer(to.incarnation)
+        peer = self._links.peer(to.incarnation)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
             if call.is_waited_for:  # the caller cannot touch its arguments meanwhile
                 call.again = lambda: self._repeat(call, encode)
@@ -375,13 +423,13 @@ class Caller:
 
     def _repeat(self, call: Pending, encode: Callable[[], _Encoded]) -> None:
         call.again = call.unsent = None
-        self._agent.pending.add(call)
+        self._pending.add(call)
         try:
             self._post(call, encode())
             self._on_sent(call)
         except BaseException as error:
-            if self._agent.pending.pop(call.id) is not None:
-                self._agent.outcomes.end(call, None, error)
+            if self._pending.pop(call.id) is not None:
+                self._outcomes.end(call, None, error)
 
 
 _NO_PAYLOAD = Payload()

@@ -14,13 +14,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from nbdist.errors import NbdistError, RendezvousError, WorkerLost
+from nbdist.rpc.caller import Caller
+from nbdist.rpc.calls import PendingCalls
+from nbdist.rpc.executor import Executor
+from nbdist.rpc.links import Links
+from nbdist.rpc.membership import Membership
+from nbdist.rpc.references import References
 from nbdist.wire.messages import AskShutdown, Record, ShutdownState
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 __all__ = ["Ending", "Reminder", "Survey"]
 
@@ -113,8 +115,21 @@ class Reminder:
 class Ending:
     """One agent's part in ending the world."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        membership: Membership,
+        links: Links,
+        pending: PendingCalls,
+        references: References,
+        caller: Caller,
+        executor: Executor,
+    ) -> None:
+        self._membership = membership
+        self._links = links
+        self._pending = pending
+        self._references = references
+        self._caller = caller
+        self._executor = executor
         self._changed = threading.Condition()
         self._reached = RUNNING
         self._wanted = RUNNING
@@ -126,16 +141,8 @@ class Ending:
         self._lost: list[str] = []
         self._survey: Survey | None = None
         self.completed = False
-        self.release: Callable[[], None] = agent.references.release_all
+        self.release: Callable[[], None] = references.release_all
         """Lets go of all references to other members' values; `end` calls it once, when no call runs any more."""
-        agent.handle(AskShutdown, self._on_ask)
-        agent.handle(ShutdownState, self._on_state)
-        agent.on_lost(self._on_lost)
-
-    @property
-    def releases(self) -> bool:
-        """Whether this agent is past the end of calls, and lets go of its references, or has done so."""
-        return self._reached >= RELEASING
 
     # -- the one that ends --------------------------------------------------------------------
 
@@ -153,6 +160,7 @@ class Ending:
                 self.release()
             with self._changed:
                 self._reached = round_over
+            self._references.is_ending = True
         self.completed = True
         if not self._is_leader():
             self._tell(self._leader())
@@ -173,10 +181,10 @@ class Ending:
             now = time.monotonic()
             if now > deadline:
                 raise RendezvousError(f"shutdown: still waiting for {' '.join(self._waiting_for())}")
-            executor, (who, what) = self._agent.executor, self._waiting_for()
+            executor, (who, what) = self._executor, self._waiting_for()
             served = sum(list(executor.finished.values()))
             if reminder.is_due(now, served, executor.active, what):
-                _log.warning("%s: shutdown is waiting for %s %s", self._agent.me.name, who, what)
+                _log.warning("%s: shutdown is waiting for %s %s", self._membership.me.name, who, what)
             with self._changed:
                 if self._wanted < round:
                     self._changed.wait(min(pause, max(deadline - now, 0.001)))
@@ -189,18 +197,18 @@ class Ending:
         return (self._leader().name, _TO_CALL) if not self._is_leader() else ("the others", _TO_ANSWER)
 
     def _leader(self) -> Record:
-        return self._agent.membership.members()[0]
+        return self._membership.members()[0]
 
     def _is_leader(self) -> bool:
-        return self._leader() is self._agent.me
+        return self._leader() is self._membership.me
 
     # -- the leader ---------------------------------------------------------------------------
 
     def _ask(self) -> None:
         """Collect one look, and begin the next round if it may; ask for the next look."""
-        agent, me = self._agent, self._agent.me.incarnation
+        me = self._membership.me.incarnation
         with self._changed:
-            others = {record.incarnation for record in agent.membership.others()}
+            others = {record.incarnation for record in self._membership.others()}
             if self._survey is None:
                 self._survey = Survey({me, *others})
             survey = self._survey
@@ -227,53 +235,54 @@ class Ending:
             to_ask = others - self._asked if self._waits_for == before else others
         for member in to_ask:
             with contextlib.suppress(NbdistError):
-                agent.post(member, ask)
+                self._links.post(member, ask)
                 self._asked.add(member)
 
     def _names(self, members: set[int]) -> str:
-        return ", ".join(sorted(map(self._agent.membership.name_of, members)))
+        return ", ".join(sorted(map(self._membership.name_of, members)))
 
     def _farewell(self, deadline: float) -> None:
         """Keep telling that it is over until all others have said that they know, or have gone."""
         while time.monotonic() < deadline:
             with self._changed:
                 knowing = {member for member, state in self._answers.items() if state.round >= CLOSING}
-            waiting = {record.incarnation for record in self._agent.membership.others()} - knowing
+            waiting = {record.incarnation for record in self._membership.others()} - knowing
             if not waiting:
                 return
             for member in waiting:
                 with contextlib.suppress(NbdistError):
-                    self._agent.post(member, AskShutdown(CLOSING, True, ("", ""), self._look))
+                    self._links.post(member, AskShutdown(CLOSING, True, ("", ""), self._look))
             with self._changed:
                 self._changed.wait(0.02)
 
     # -- the members --------------------------------------------------------------------------
 
     def _state(self, look: int) -> ShutdownState:
-        agent = self._agent
-        members = {record.incarnation for record in agent.membership.members()}
-        sent = sum(count for to, count in list(agent.caller.issued.items()) if to in members)
-        taken = sum(count for sender, count in list(agent.executor.finished.items()) if sender in members)
-        active = agent.executor.active + len(agent.pending)
+        members = {record.incarnation for record in self._membership.members()}
+        sent = sum(count for to, count in list(self._caller.issued.items()) if to in members)
+        taken = sum(count for sender, count in list(self._executor.finished.items()) if sender in members)
+        active = self._executor.active + len(self._pending)
         if self._reached >= RELEASING:
-            agent.references.reap()
-            active += agent.links.outstanding() + agent.references.forks.pending
+            self._references.reap()
+            active += self._links.outstanding() + self._references.forks.pending
         return ShutdownState(self._reached, sent, taken, active, look)
 
     def _tell(self, leader: Record) -> None:
         with contextlib.suppress(NbdistError):
-            self._agent.post(leader.incarnation, self._state(0))
+            self._links.post(leader.incarnation, self._state(0))
 
-    def _on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
+    def on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
+        """The leader asks how far this member is."""
         with self._changed:
             self._waits_for = message.waits_for
             if self._reached >= DRAINING:
                 self._wanted = max(self._wanted, message.round)
                 self._changed.notify_all()
         with contextlib.suppress(NbdistError):
-            self._agent.post(sender, self._state(message.look))
+            self._links.post(sender, self._state(message.look))
 
-    def _on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
+    def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
+        """A member has answered the leader."""
         with self._changed:
             if message.look != self._look and message.round < CLOSING:
                 return
@@ -288,7 +297,8 @@ class Ending:
                 self._wanted = CLOSING
             self._changed.notify_all()
 
-    def _on_lost(self, record: Record, why: str) -> None:
+    def on_lost(self, record: Record, why: str) -> None:
+        """A member is gone, and not waited for."""
         with self._changed:
             if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:
                 self._lost.append(f"{record.name}, which {why}")

@@ -14,25 +14,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError, WorkerLost
+from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Promise, outcome_of
-from nbdist.rpc.references import MessageForker
+from nbdist.rpc.links import Links
+from nbdist.rpc.membership import Membership
+from nbdist.rpc.recording import Attach, Recorder
+from nbdist.rpc.references import MessageForker, References
+from nbdist.rpc.rref import RRef
+from nbdist.rpc.sharing import Sharing
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec, names
 from nbdist.wire.messages import Call, Mode, Payload, Recording, Reply, State
 from nbdist.wire.tensors import Slot
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
-    from nbdist.rpc.dispatch import Job
-    from nbdist.rpc.recording import Attach
-    from nbdist.rpc.rref import RRef
 
 __all__ = ["ASYNC_MARK", "Executor", "Request"]
 
@@ -40,16 +41,49 @@ ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, knows a function that returns a Future for its result."""
 
 
+class Stoppable(Protocol):
+    """Who can stop a call while it runs: `nbdist.rpc.stopping.Stopping`."""
+
+    def begin(self, key: tuple[int, int]) -> None:
+        """Let a call, by its caller and the caller's number, be stopped in this thread until `end`."""
+
+    def end(self, key: tuple[int, int]) -> None:
+        """Let a call no longer be stopped."""
+
+
 class Executor:
     """The callee's side of calls."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        links: Links,
+        references: References,
+        sharing: Sharing,
+        recorder: Recorder,
+        *,
+        submit: Callable[[Job], None],
+        activate: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Run nothing yet; ``activate()`` is entered by a thread that answers for the agent and is none of its own."""
         self.finished: dict[int, int] = {}
-        self._agent = agent
+        """How many calls have been answered, by their callers' incarnations."""
+        self.around: Callable[[str], AbstractContextManager[None]] | None = None
+        """What to enter around a function that runs for a call from a cell; takes the call's origin."""
+        self.stopping: Stoppable
+        """Who can stop what runs here."""
+        self.name = membership.me.name
+        self.pid = membership.me.pid
+        self.membership = membership
+        self.links = links
+        self.references = references
+        self.spaces = sharing.spaces
+        self.recorder = recorder
+        self.submit = submit
+        self.activate = activate
         self._numbers = itertools.count()
         self._running: dict[int, tuple[str, float, int]] = {}
         self._counting = threading.Lock()
-        agent.handle(Call, self._on_call)
 
     @property
     def active(self) -> int:
@@ -63,13 +97,14 @@ class Executor:
             return ""
         function, since, caller = running[0]
         more = f" and {len(running) - 1} more" if len(running) > 1 else ""
-        name = self._agent.membership.name_of(caller)
+        name = self.membership.name_of(caller)
         return f"{function} for {name} since {time.monotonic() - since:.1f} s{more}"
 
-    def _on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
+    def on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
+        """A call has come: return the job that runs it, unless it waits for a reference or a value."""
         number = next(self._numbers)
         self._running[number] = (call.function, time.monotonic(), sender)
-        request = Request(self._agent, self, number, call, sender, frames)
+        request = Request(self, number, call, sender, frames)
         if call.target is None and call.result is None and not call.payload.forks:  # nothing to take hold of
             if call.recording is None:
                 request.decoded = codec.decode_early(call.payload, frames)
@@ -88,28 +123,25 @@ class Executor:
 class Request:
     """One call on its way through this worker."""
 
-    def __init__(
-        self, agent: Agent, executor: Executor, number: int, call: Call, sender: int, frames: list[bytes]
-    ) -> None:
+    def __init__(self, executor: Executor, number: int, call: Call, sender: int, frames: list[bytes]) -> None:
         self._number = number
-        self._agent = agent
         self._executor = executor
         self._call = call
         self._sender = sender
         self._frames = frames
-        self._references: list[RRef[Any]] = agent.references.accept(call.payload.forks) if call.payload.forks else []
+        self._references: list[RRef[Any]] = executor.references.accept(call.payload.forks) if call.payload.forks else []
         self._target: Promise[Any] | None = None
         self.decoded: Any = codec.NOT_DECODED
         """The function and its arguments, where they could be decoded early."""
         self._context: Any = None
-        if call.recording is not None and agent.recorder is not None:
-            self._context = agent.recorder.enter(call.recording, sender)
+        if call.recording is not None:
+            self._context = executor.recorder.enter(call.recording, sender)
 
     # -- in the reading thread ----------------------------------------------------------------
 
     def admit(self) -> Job | None:
         """Take hold of what the call refers to; a job once nothing is missing."""
-        references, call = self._agent.references, self._call
+        references, call = self._executor.references, self._call
         if call.result is not None:
             references.create(call.result, self._sender)
         pending = references.unconfirmed(self._references) if self._references else None
@@ -119,24 +151,24 @@ class Request:
         return self._with_target()
 
     def _later(self) -> None:
-        if self._agent.links.connected(self._sender) is None:
-            caller = self._agent.membership.name_of(self._sender)
+        if self._executor.links.connected(self._sender) is None:
+            caller = self._executor.membership.name_of(self._sender)
             self._fail(WorkerLost(f"{caller} was lost before {self._call.function}, which it called here, could begin"))
             return
         job = self._with_target()
         if job is not None:
-            self._agent.pool.submit(job)
+            self._executor.submit(job)
 
     def _with_target(self) -> Job | None:
         if self._call.target is None:
             self.decode_early()
             return self.run
-        self._target = self._agent.references.retain(self._call.target, self._sender, self._later)
+        self._target = self._executor.references.retain(self._call.target, self._sender, self._later)
         if self._target is None:
             return None
         if self._target.done():
             return self.run
-        self._target.add_done_callback(lambda _: self._agent.pool.submit(self.run))
+        self._target.add_done_callback(lambda _: self._executor.submit(self.run))
         return None
 
     def decode_early(self) -> None:
@@ -151,16 +183,16 @@ class Request:
                 self.decoded = codec.decode(self._call.payload, self._frames, self._references, self._attach())
 
     def _attach(self) -> Attach | None:
-        recorder, recording = self._agent.recorder, self._call.recording
-        if self._context is None or recorder is None or recording is None:
+        recording = self._call.recording
+        if self._context is None or recording is None:
             return None
-        return recorder.incoming(self._context, recording, self._sender, self._call.function)
+        return self._executor.recorder.incoming(self._context, recording, self._sender, self._call.function)
 
     # -- in a thread of the pool --------------------------------------------------------------
 
     def run(self) -> None:
         """Run the function and answer; in a thread for which the agent is the active one."""
-        around = self._agent.around
+        around = self._executor.around
         try:
             if around is None:
                 result, is_async = self.invoke()
@@ -170,11 +202,11 @@ class Request:
         except MissingDefinition as error:
             self._answer_missing(error)
         except BaseException as error:
-            if self._agent.forked:
+            if os.getpid() != self._executor.pid:
                 _leave_fork(error)
             self._fail(error)
         else:
-            if self._agent.forked:
+            if os.getpid() != self._executor.pid:
                 _leave_fork(None)
             if is_async:
                 self._answer_later(result)
@@ -193,7 +225,7 @@ class Request:
         function, args, kwargs = self.decoded
         self.decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
-            peer = self._agent.links.peer(self._sender)
+            peer = self._executor.links.peer(self._sender)
             if peer is not None:
                 peer.definitions.update(digest for _, digest in call.payload.definitions)
         if self._target is not None:
@@ -204,20 +236,20 @@ class Request:
             if isinstance(function, str):
                 function = names.resolve(function)
             is_async = hasattr(function, ASYNC_MARK)
-        agent, key = self._agent, (self._sender, call.id)
+        executor, key = self._executor, (self._sender, call.id)
         if trace.listeners:
             what = {"callee": function, "args": args}
-            trace.emit("call.run", agent=agent.me.name, function=call.function, id=call.id, **what)
+            trace.emit("call.run", agent=executor.name, function=call.function, id=call.id, **what)
         try:
-            agent.stopping.begin(key)
-            if self._context is None or agent.recorder is None or call.recording is None:
+            executor.stopping.begin(key)
+            if self._context is None or call.recording is None:
                 return function(*args, **kwargs), is_async
-            with agent.recorder.running(self._context, call.recording):
+            with executor.recorder.running(self._context, call.recording):
                 return function(*args, **kwargs), is_async
         finally:
-            agent.stopping.end(key)
+            executor.stopping.end(key)
             if trace.listeners:
-                trace.emit("call.ran", agent=agent.me.name, function=call.function, id=call.id)
+                trace.emit("call.ran", agent=executor.name, function=call.function, id=call.id)
 
     def _answer_later(self, future: Any) -> None:
         if not is_torch_future(future):
@@ -230,7 +262,7 @@ class Request:
             return
 
         def finish(done: Any) -> None:
-            with self._agent.activate():
+            with self._executor.activate():
                 result, failed = outcome_of(done)
                 if failed is None:
                     self._answer(result)
@@ -242,17 +274,17 @@ class Request:
     def _answer(self, result: Any) -> None:
         if self._call.result is not None:
             # The reply goes first: who then asks for the value finds the reference confirmed.
-            state = self._agent.references.announce(self._call.result.rref, result, None)
+            state = self._executor.references.announce(self._call.result.rref, result, None)
             self._reply(True, Payload(), [], state)
-            self._agent.references.fulfil(self._call.result.rref, result, None)
+            self._executor.references.fulfil(self._call.result.rref, result, None)
             self._finish()
             return
-        usual = codec.encode_usual_result(result, self._agent.sharing.spaces.get(self._sender))
+        usual = codec.encode_usual_result(result, self._executor.spaces.get(self._sender))
         if usual is not None:
             self._reply(True, *usual)
             self._finish()
             return
-        forker = MessageForker(self._agent.references, self._sender)
+        forker = MessageForker(self._executor.references, self._sender)
         try:
             encoded = self._encode(result, forker)
         except BaseException as error:
@@ -267,25 +299,23 @@ class Request:
         self._finish()
 
     def _record(self, encoded: codec.Encoded) -> Recording:
-        recorder = self._agent.recorder
-        assert recorder is not None  # or nothing would have been recorded
-        return recorder.outgoing(self._context, self._sender, encoded.recorded, self._call.function)
+        return self._executor.recorder.outgoing(self._context, self._sender, encoded.recorded, self._call.function)
 
     def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
-        agent, recording = self._agent, self._call.recording
-        connection = agent.links.connections.get(self._sender)
+        executor, recording = self._executor, self._call.recording
+        connection = executor.links.connections.get(self._sender)
         if connection is None:  # the caller is gone
             name, device_map, known = "", None, set[str]()
         else:
             name, known = connection.record.name, connection.peer.definitions
-            device_map = connection.record.device_maps.get(agent.me.name)
+            device_map = connection.record.device_maps.get(executor.name)
         encode = partial(
             codec.encode,
             forker=forker,
             devices={theirs: ours for ours, theirs in device_map.items()} if device_map else None,
             receiver=name,
             record=self._context is not None and recording is not None and recording.grad,
-            space=agent.sharing.spaces.get(self._sender),
+            space=executor.spaces.get(self._sender),
         )
         try:
             return encode(result, by_value=True, known=known)
@@ -295,20 +325,22 @@ class Request:
             return encode(result)
 
     def _fail(self, error: BaseException) -> None:
-        agent, call = self._agent, self._call
+        executor, call = self._executor, self._call
         failure = None
         if call.target is not None and self._target is not None and self._target.exception() is error:
-            failure = agent.references.failure(call.target)  # it arose earlier, where the value should have been made
-        failure = failure or describe(error, agent.me.name, call.function)
+            failure = executor.references.failure(
+                call.target
+            )  # it arose earlier, where the value should have been made
+        failure = failure or describe(error, executor.name, call.function)
         state = None
         if call.result is not None:
             error.__traceback__ = None  # its frames would keep the arguments, for as long as the reference lives
-            state = agent.references.announce(call.result.rref, None, error, failure)
-        trace.emit("call.failed", agent=agent.me.name, function=call.function, error=error, note=failure[2])
+            state = executor.references.announce(call.result.rref, None, error, failure)
+        trace.emit("call.failed", agent=executor.name, function=call.function, error=error, note=failure[2])
         encoded = codec.encode(failure, by_value=True)
         self._reply(False, encoded.payload, encoded.frames, state)
         if call.result is not None:
-            agent.references.fulfil(call.result.rref, None, error)
+            executor.references.fulfil(call.result.rref, None, error)
         self._finish()
 
     def _answer_missing(self, error: MissingDefinition) -> None:
@@ -318,7 +350,7 @@ class Request:
             self._fail(error)
             return
         if self._call.result is not None:
-            self._agent.references.uncreate(self._call.result)
+            self._executor.references.uncreate(self._call.result)
         self._reply(False, Payload(), [], missing=missing)
         self._finish(created=False)
 
@@ -333,22 +365,22 @@ class Request:
         recording: Recording | None = None,
         slots: Sequence[Slot] = (),
     ) -> None:
-        agent, call = self._agent, self._call
+        call = self._call
         try:
             reply = Reply(call.id, ok, payload, state, missing or [], recording)
-            agent.post(self._sender, reply, frames, holds, slots)
+            self._executor.links.post(self._sender, reply, frames, holds, slots)
         except NbdistError:
             if isinstance(holds, MessageForker):
                 holds.take_back()  # the caller is gone
 
     def _finish(self, *, created: bool = True) -> None:
         """Let go of what was held for the call."""
-        agent, call = self._agent, self._call
+        references, call = self._executor.references, self._call
         if call.result is not None and created:
-            agent.references.release(call.result.rref)
+            references.release(call.result.rref)
         if call.target is not None and self._target is not None:
             self._target = None
-            agent.references.release(call.target)
+            references.release(call.target)
         self._executor.end(self._number, self._sender)
 
 

@@ -20,16 +20,16 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nbdist.channel.contract import Channel
 from nbdist.channel.local import SLEEPS
-from nbdist.rpc.agent import here
+from nbdist.rpc.dispatch import Job
 from nbdist.rpc.futures import Latch
+from nbdist.rpc.links import Links
 from nbdist.torch_private import is_in_a_mode
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 __all__ = ["Guest"]
 
@@ -49,8 +49,15 @@ _log = logging.getLogger("nbdist.rpc")
 class Guest:
     """One agent's place for a guest."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        channel: Channel,
+        links: Links,
+        read: Callable[[float | None], Job | None],
+        submit: Callable[[Job], None],
+    ) -> None:
+        self._channel, self._links = channel, links
+        self._read, self._submit = read, submit
         self._rest = 0
         self._rest_next = 1
         self._free = threading.Lock()
@@ -69,13 +76,11 @@ class Guest:
             if not self._free.acquire(blocking=False):
                 return
             self._thread = threading.get_ident()
-            before, here.agent = here.agent, self._agent
             try:
                 outcome.on_settle = self._call
                 while not (outcome.is_settled or deferral.is_due or self._rest):
                     self._read_one()
             finally:
-                here.agent = before
                 outcome.on_settle = None
                 with self._calling:  # or who is about to call would call nobody, and all that read
                     self._thread = 0
@@ -84,20 +89,20 @@ class Guest:
                 if not self._rest and self._rest_next > 1:
                     self._rest_next >>= 1
                 self._free.release()
-                if self._agent.channel.has_more() or self._agent.links.closed:
-                    self._agent.channel.wake()  # who sleeps there has not been told of what came together
+                if self._channel.has_more() or self._links.closed:
+                    self._channel.wake()  # who sleeps there has not been told of what came together
 
     def _read_one(self) -> None:
         try:
-            job = self._agent.read(None)
+            job = self._read(None)
         except Exception:  # not the waiting call's affair
             _log.exception("reading failed")
             job = None
         if self._is_called:
             self._come()
         if job is not None:
-            self._agent.pool.submit(job)
-        if job is not None or self._agent.links.closed:
+            self._submit(job)
+        if job is not None or self._links.closed:
             self._tire()
 
     def _tire(self) -> None:
@@ -109,14 +114,14 @@ class Guest:
         with self._calling:
             if self._thread not in (0, threading.get_ident()):
                 self._is_called = True
-                self._agent.channel.call()
+                self._channel.call()
 
     def _come(self) -> None:
         """Note that the guest has heard that it was called."""
         with self._calling:
             self._is_called = False
             self._tire()
-            self._agent.channel.called()
+            self._channel.called()
 
 
 class _Deferral:

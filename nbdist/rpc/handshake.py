@@ -10,16 +10,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from nbdist.channel.contract import ChannelError, TooManyFiles
 from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
 from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.links import Links
+from nbdist.rpc.membership import Membership
+from nbdist.rpc.sharing import Sharing
 from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 __all__ = ["Handshake"]
 
@@ -30,35 +30,49 @@ _log = logging.getLogger("nbdist.rpc")
 class Handshake:
     """One agent's part in meeting the others."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        membership: Membership,
+        links: Links,
+        sharing: Sharing,
+        *,
+        lose: Callable[[int, str], None],
+        lost_after: float,
+    ) -> None:
+        """Have met nobody.
+
+        ``lose(incarnation, why)`` gives another agent up. Who does not answer within ``lost_after`` seconds is taken
+        for dead where members come and go.
+        """
+        self._me = membership.me
+        self._membership = membership
+        self._links = links
+        self._sharing = sharing
+        self._lose = lose
+        self._lost_after = lost_after
         self._changed = threading.Condition()
         self._world: set[int] | None = None
         self._welcomed: set[int] = set()
         self._ready: set[int] = set()
         self._complete = False
         self._error: NbdistError | None = None
-        agent.handle(Hello, self._on_hello)
-        agent.handle(Welcome, self._on_welcome)
-        agent.handle(Ready, self._on_ready)
-        agent.on_lost(self._on_lost)
 
     @property
     def is_dynamic(self) -> bool:
         """Whether members may come and go."""
-        return self._agent.me.world_size is None
+        return self._me.world_size is None
 
     # -- joining ------------------------------------------------------------------------------
 
     def join_fixed(self, world: Sequence[Record], deadline: float) -> None:
         """Meet all members of a fixed world."""
-        others = [record for record in world if record.incarnation != self._agent.me.incarnation]
+        others = [record for record in world if record.incarnation != self._me.incarnation]
         for record in others:
-            self._agent.membership.add(record)
+            self._membership.add(record)
         with self._changed:
             self._world = {record.incarnation for record in others}
         for record in others:
-            self._agent.links.connect(record)
+            self._links.connect(record)
         self._until(others, lambda: (self._world or set()) <= self._welcomed & self._ready, deadline)
 
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
@@ -66,16 +80,16 @@ class Handshake:
         dead: list[Record] = []
         for record in present:
             try:
-                self._agent.links.connect(record)
+                self._links.connect(record)
             except TooManyFiles:
                 raise
             except ChannelError:
                 dead.append(record)
         waiting = [record for record in present if record not in dead]
-        patience = min(deadline, time.monotonic() + self._agent.options.lost_after)
+        patience = min(deadline, time.monotonic() + self._lost_after)
 
         def all_answered() -> bool:
-            gone = {record.incarnation for record in waiting if not self._agent.links.connected(record.incarnation)}
+            gone = {record.incarnation for record in waiting if not self._links.connected(record.incarnation)}
             return {record.incarnation for record in waiting} <= self._welcomed | gone
 
         with contextlib.suppress(RendezvousError):
@@ -85,7 +99,7 @@ class Handshake:
         for record in waiting:
             if record.incarnation not in self._welcomed:
                 dead.append(record)
-                self._agent.links.disconnect(record.incarnation)
+                self._links.disconnect(record.incarnation)
         self._complete = True
         return dead
 
@@ -107,8 +121,8 @@ class Handshake:
                     raise RendezvousError(f"no answer from {', '.join(missing)} while the RPC world formed")
                 for record in others:
                     if record.incarnation not in self._welcomed or record.incarnation not in self._ready:
-                        reads = self._agent.sharing.can_read(record)
-                        self._say(record.incarnation, Hello(self._agent.me, reads))
+                        reads = self._sharing.can_read(record)
+                        self._say(record.incarnation, Hello(self._me, reads))
                         if self._complete:
                             self._say(record.incarnation, Ready())
                 with self._changed:
@@ -120,7 +134,7 @@ class Handshake:
 
     def _say(self, to: int, message: Hello | Welcome | Ready) -> None:
         with contextlib.suppress(NbdistError):
-            self._agent.post(to, message)
+            self._links.post(to, message)
 
     # -- hearing ------------------------------------------------------------------------------
 
@@ -128,58 +142,61 @@ class Handshake:
         """Somebody knocks whom this agent does not know."""
         record = message.record
         if record.version != VERSION:
-            self._refuse(record, f"{self._agent.me.name} speaks version {VERSION}, not {record.version}")
+            self._refuse(record, f"{self._me.name} speaks version {VERSION}, not {record.version}")
         elif self.is_dynamic and record.world_size is None:
             try:
-                self._agent.links.connect(record)
-                self._agent.membership.add(record)  # last: a member without a connection could never be called
+                self._links.connect(record)
+                self._membership.add(record)  # last: a member without a connection could never be called
             except TooManyFiles as error:  # no reason to refuse: it will knock again
-                _log.warning("%s cannot answer %s yet: %s", self._agent.me.name, record.name, error)
+                _log.warning("%s cannot answer %s yet: %s", self._me.name, record.name, error)
             except (NotUnique, ChannelError) as error:
-                self._agent.links.disconnect(record.incarnation)
+                self._links.disconnect(record.incarnation)
                 self._refuse(record, str(error))
             else:
-                self._agent.sharing.on_met(record.incarnation, message.reads)
+                self._sharing.on_met(record.incarnation, message.reads)
                 self._welcome(record.incarnation)
         elif self._complete:
-            self._refuse(record, f"the world of {self._agent.me.name} is fixed and complete")
+            self._refuse(record, f"the world of {self._me.name} is fixed and complete")
         # else: the roster with this member in it has not been read yet; it will knock again
 
     def _refuse(self, record: Record, reason: str) -> None:
-        self._agent.links.refuse(record, Refused(self._agent.me.incarnation, reason))
+        self._links.refuse(record, Refused(self._me.incarnation, reason))
 
-    def _on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
-        self._agent.sharing.on_met(sender, message.reads)
+    def on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
+        """A member says who it is."""
+        self._sharing.on_met(sender, message.reads)
         self._welcome(sender)
         if self._complete:
             self._say(sender, Ready())
 
     def _welcome(self, sender: int) -> None:
-        record = self._agent.links.connected(sender)
+        record = self._links.connected(sender)
         if record is not None:  # else it was lost in between
-            self._say(sender, Welcome(self._agent.me, self._agent.sharing.can_read(record)))
+            self._say(sender, Welcome(self._me, self._sharing.can_read(record)))
 
-    def _on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
-        self._agent.sharing.on_met(sender, message.reads)
+    def on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
+        """A member has answered."""
+        self._sharing.on_met(sender, message.reads)
         # The record is the one by which this agent reached the sender: a message must not give it another name or id.
-        record = self._agent.links.connected(sender)
+        record = self._links.connected(sender)
         if self.is_dynamic and record is not None:
             with contextlib.suppress(NotUnique):
-                self._agent.membership.add(record)
+                self._membership.add(record)
         with self._changed:
             self._welcomed.add(sender)
             self._changed.notify_all()
 
-    def _on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
+    def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
+        """A member has met all others."""
         with self._changed:
             self._ready.add(sender)
             self._changed.notify_all()
 
     def on_refused(self, message: Refused) -> None:
         """A message of ours was not taken: by who has given us up, or by who is there in its place."""
-        if self._agent.links.connected(message.about) is None:
+        if self._links.connected(message.about) is None:
             return
-        name = self._agent.membership.name_of(message.about)
+        name = self._membership.name_of(message.about)
         if message.version != VERSION:
             error: NbdistError = VersionMismatch(f"{name} speaks version {message.version}, this agent {VERSION}")
         else:
@@ -188,9 +205,10 @@ class Handshake:
             self._error = self._error or error
             self._changed.notify_all()
         if self._complete:
-            self._agent.lose(message.about, f"refused further messages: {message.reason}")
+            self._lose(message.about, f"refused further messages: {message.reason}")
 
-    def _on_lost(self, record: Record, why: str) -> None:
+    def on_lost(self, record: Record, why: str) -> None:
+        """A member is gone, perhaps while the world forms."""
         with self._changed:
             if self._world is not None and record.incarnation in self._ready & self._welcomed:
                 # Its own world was complete: it has come and gone, which is no failure to form this one.

@@ -13,20 +13,21 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist import trace
-from nbdist.channel.contract import Buffer, ChannelError, Link
+from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
+from nbdist.rpc.calls import PendingCalls
+from nbdist.rpc.membership import Membership
+from nbdist.rpc.sharing import Sharing
 from nbdist.wire.messages import (
     Call,
     Envelope,
     Goodbye,
     Message,
-    Nothing,
-    Ping,
     Pong,
     Record,
     Refused,
@@ -34,9 +35,6 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.peer import PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
 from nbdist.wire.tensors import Slot
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 __all__ = ["Connection", "Links"]
 
@@ -63,33 +61,50 @@ class Connection:
 class Links:
     """The connections of one agent, by the other's incarnation; one of them leads to itself."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        limits: PeerLimits,
+        membership: Membership,
+        pending: PendingCalls,
+        sharing: Sharing,
+        *,
+        watch: Callable[[int, int], None],
+        on_undelivered: Callable[[Call], None],
+    ) -> None:
+        """Make the table, without any connection.
+
+        ``watch(pid, started)`` is to have the process of a member of this host watched, and ``on_undelivered(call)``
+        is told of a call that was not taken in all tries.
+        """
         self.connections: dict[int, Connection] = {}
         self.closed = False
         self.due = math.inf
         self._asleep_until = 0.0
-        self._agent = agent
-        self._channel = agent.channel
-        self._limits = PeerLimits(agent.options.suspect_after, agent.options.lost_after, retries=agent.options.retries)
+        self._channel = channel
+        self._limits = limits
+        self._membership = membership
+        self._me = membership.me
+        self._pending = pending
+        self._sharing = sharing
+        self._watch = watch
+        self._on_undelivered = on_undelivered
         self._lock = threading.Lock()
-        agent.handle(Nothing, lambda *_: None)
-        agent.handle(Ping, self._on_ping)
-        agent.handle(Pong, self._on_pong)
 
     # -- coming and going ---------------------------------------------------------------------
 
     def connect(self, record: Record) -> None:
         """Know another agent, and the way to it."""
-        me = self._agent.me
         with self._lock:
             if record.incarnation in self.connections or self.closed:
                 return
-            local = record.host == me.host
-            peer = Peer(me.incarnation, record.incarnation, self._limits, time.monotonic(), watch_silence=not local)
+            local = record.host == self._me.host
+            now = time.monotonic()
+            peer = Peer(self._me.incarnation, record.incarnation, self._limits, now, watch_silence=not local)
             addresses = [a for a in record.addresses if local or not a.startswith(_FILES)]
             self.connections[record.incarnation] = Connection(record, peer, self._channel.connect(addresses))
         if local and record.pid != os.getpid():
-            self._agent.processes.watch(record.pid, record.started)
+            self._watch(record.pid, record.started)
         self.hurry(peer.next_tick())
 
     def disconnect(self, incarnation: int) -> None:
@@ -117,7 +132,7 @@ class Links:
             connections = list(self.connections.values())
         if goodbye is not None:
             for connection in connections:
-                if connection.record is not self._agent.me:
+                if connection.record is not self._me:
                     with contextlib.suppress(NbdistError):
                         self._transmit(connection, connection.peer.send(goodbye, (), time.monotonic()))
         return True
@@ -138,7 +153,7 @@ class Links:
         refuses raises ChannelError; anything else that must arrive is tried again.
         """
         now = time.monotonic()
-        sharing = self._agent.sharing
+        sharing = self._sharing
         back = sharing.owed(to) if (sharing.ended or sharing.owing) and message.gives_back else None
         with self._lock:
             connection = self.connections.get(to)
@@ -169,8 +184,8 @@ class Links:
 
     def _no_connection(self, to: int) -> NbdistError:
         if self.closed:
-            return WorkerLost(f"{self._agent.me.name} has ended")
-        membership = self._agent.membership
+            return WorkerLost(f"{self._me.name} has ended")
+        membership = self._membership
         name = membership.name_of(to)
         otherwise = "is gone; a new worker has taken its name" if membership.is_gone(to) else "is not connected"
         return WorkerLost(f"{name} {membership.why_gone(name) or otherwise}")
@@ -190,7 +205,7 @@ class Links:
 
     def refuse(self, record: Record, refused: Refused) -> None:
         """Tell an agent, member or not, that its message was not taken."""
-        answer = Envelope(self._agent.me.incarnation, record.incarnation, 0, 1, 0, [], refused)
+        answer = Envelope(self._me.incarnation, record.incarnation, 0, 1, 0, [], refused)
         with contextlib.suppress(ChannelError):
             link = self._channel.connect(record.addresses)
             link.send([encode_envelope(answer)], "refused")
@@ -241,8 +256,13 @@ class Links:
         """After a `tick`: find out when something is due next."""
         with self._lock:
             due = min((connection.peer.next_tick() for connection in self.connections.values()), default=math.inf)
-            self.due = min(due, self._agent.pending.next_due())
+            self.due = min(due, self._pending.next_due())
         self.hurry(self.due)  # this thread may get something to run, and another be asleep
+
+    def note(self, due: float) -> None:
+        """Have the clock looked at by then; for the thread that reads, which need not be woken."""
+        if due < self.due:
+            self.due = due
 
     def hurry(self, due: float) -> None:
         """Have the clock looked at by then."""
@@ -258,15 +278,12 @@ class Links:
             message.kind,
             self._limits.retries,
         )
-        self._agent.sharing.undelivered(connection.record.incarnation, message)
+        self._sharing.undelivered(connection.record.incarnation, message)
         if isinstance(message, Call):
-            self._agent.pool.submit(lambda: self._agent.outcomes.undelivered(message.id))
+            self._on_undelivered(message)
 
-    def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
-        with contextlib.suppress(NbdistError):
-            self.post(sender, Pong(message.number, self._agent.executor.doing()))
-
-    def _on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
+    def on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
+        """Another agent has answered, and said what it is doing."""
         connection = self.connections.get(sender)
         if connection is None:
             return  # it is gone

@@ -9,22 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist import trace
 from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
-from nbdist.rpc.calls import Pending
+from nbdist.rpc.calls import Pending, PendingCalls
+from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import rebuild
 from nbdist.rpc.futures import Latch, Promise, without_first_frame
-from nbdist.rpc.references import creation_error
+from nbdist.rpc.links import Links
+from nbdist.rpc.recording import Attach, Recorder
+from nbdist.rpc.references import References, creation_error
 from nbdist.rpc.rref import RRef
 from nbdist.wire import codec
-from nbdist.wire.messages import Fork, Reply
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
-    from nbdist.rpc.dispatch import Job
-    from nbdist.rpc.recording import Attach
+from nbdist.wire.messages import Fork, Record, Reply
 
 __all__ = ["Outcomes"]
 
@@ -32,19 +30,32 @@ __all__ = ["Outcomes"]
 class Outcomes:
     """The ends of one agent's calls."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        agent.handle(Reply, self._on_reply)
+    def __init__(
+        self,
+        me: Record,
+        pending: PendingCalls,
+        references: References,
+        links: Links,
+        recorder: Recorder,
+        submit: Callable[[Job], None],
+    ) -> None:
+        self._me = me
+        self._pending = pending
+        self._references = references
+        self._links = links
+        self._recorder = recorder
+        self._submit = submit
 
     # -- with an answer -----------------------------------------------------------------------
 
-    def _on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
-        references = self._agent.references.accept(reply.payload.forks) if reply.payload.forks else []
-        call = self._agent.pending.pop(reply.id)
+    def on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
+        """An answer has come: settle its call, or return the job that does."""
+        references = self._references.accept(reply.payload.forks) if reply.payload.forks else []
+        call = self._pending.pop(reply.id)
         if call is None or call.to != sender:
             return None  # too late; the references it brought go as they came
         if reply.missing:
-            peer = self._agent.links.peer(sender)
+            peer = self._links.peer(sender)
             if peer is not None:
                 lacking = {digest for _, digest in reply.missing}
                 peer.lacking.update(lacking)
@@ -57,11 +68,11 @@ class Outcomes:
                 return partial(self._fail, call, error, may_exist=False)
             return call.again
         if call.definitions:
-            peer = self._agent.links.peer(sender)
+            peer = self._links.peer(sender)
             if peer is not None:
                 peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
         if call.result is not None:
-            self._agent.references.confirm(call.result.fork, reply.state)
+            self._references.confirm(call.result.fork, reply.state)
         if type(call.outcome) is Latch and reply.ok:
             if reply.recording is None:
                 value = codec.decode_early(reply.payload, frames, references)
@@ -72,7 +83,7 @@ class Outcomes:
                 self._settle(call, reply, frames, references)
                 return None
         if type(call.outcome) is Promise and reply.ok and not frames:
-            self.end(call, None, None, self._agent.pool.submit)
+            self.end(call, None, None, self._submit)
             return None
         return partial(self._settle, call, reply, frames, references)
 
@@ -92,11 +103,12 @@ class Outcomes:
         self.end(call, outcome, error)
 
     def _attach(self, call: Pending, reply: Reply) -> Attach | None:
-        recorder = self._agent.recorder
-        if reply.recording is None or recorder is None:
+        if reply.recording is None:
             return None
-        context = recorder.enter(reply.recording, call.to)
-        return recorder.incoming(context, reply.recording, call.to, call.function) if context is not None else None
+        context = self._recorder.enter(reply.recording, call.to)
+        if context is None:
+            return None
+        return self._recorder.incoming(context, reply.recording, call.to, call.function)
 
     def end(
         self,
@@ -109,7 +121,7 @@ class Outcomes:
         if call.again is not None:
             call.drop_repeat()
         if trace.listeners:
-            trace.emit("call.ended", agent=self._agent.me.name, to=call.worker, function=call.function, id=call.id)
+            trace.emit("call.ended", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
         if submit is not None and isinstance(call.outcome, Promise):
             call.outcome.try_settle(outcome, error, submit)
         else:
@@ -125,16 +137,16 @@ class Outcomes:
 
     def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
         """The reference that a call was to make refers to nothing."""
-        if result.owner == self._agent.me.incarnation:
-            self._agent.references.settle(result.rref, None, creation_error(why))
+        if result.owner == self._me.incarnation:
+            self._references.settle(result.rref, None, creation_error(why))
         else:
-            self._agent.references.fail(result.fork, may_exist=may_exist)
+            self._references.fail(result.fork, may_exist=may_exist)
 
     def run_due(self, now: float) -> None:
         """End the calls whose time is up; ask after those whose time is half over."""
-        half, over = self._agent.pending.due(now)
+        half, over = self._pending.due(now)
         for worker in {call.to for call in half}:
-            self._agent.links.ask(worker)
+            self._links.ask(worker)
         errors = [(call, self._timeout_error(call, now)) for call in over]
 
         def fail() -> None:
@@ -142,10 +154,10 @@ class Outcomes:
                 self._fail(call, error, may_exist=True)
 
         if errors:
-            self._agent.pool.submit(fail)
+            self._submit(fail)
 
     def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:
-        status = self._agent.links.status(call.to, call.seq)
+        status = self._links.status(call.to, call.seq)
         return RpcTimeout(
             f"RPC ran for more than {call.timeout:g} s ({call.timeout * 1000:.0f} ms): {call.function} on "
             f"{call.worker}; {status}"
@@ -153,14 +165,14 @@ class Outcomes:
 
     def undelivered(self, id: int) -> None:
         """The callee never took the call."""
-        call = self._agent.pending.pop(id)
+        call = self._pending.pop(id)
         if call is not None:
             error = WorkerLost(f"{call.worker} did not take the call of {call.function} in all tries")
             self._fail(call, error, may_exist=True)
 
     def lost(self, call: Pending, why: str, others: int) -> None:
         """The callee is gone."""
-        if self._agent.pending.pop(call.id) is None:
+        if self._pending.pop(call.id) is None:
             return
         more = f", and {others} other calls" if others else ""
         since = time.monotonic() - call.started
@@ -170,5 +182,5 @@ class Outcomes:
     def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:
         """The user gives up on these calls."""
         for call in calls:
-            if self._agent.pending.pop(call.id) is not None:
+            if self._pending.pop(call.id) is not None:
                 self._fail(call, error, may_exist=True)

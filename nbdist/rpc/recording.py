@@ -1,33 +1,24 @@
 """What an agent lets a recorder do with its messages, so that gradients can flow back where tensors went.
 
-The recorder is `nbdist.autograd`'s. This layer does not know what it records; it hands over the tensors of a
-message that require grad when one is sent, and has them made by the recorder when one has come.
+The recorder is `nbdist.autograd`'s, and `nbdist.registry` knows how to make one. This layer does not know what it
+records; it hands over the tensors of a message that require grad when one is sent, and has them made by the recorder
+when one has come.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from nbdist.wire.messages import Recording
 
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
-
-__all__ = ["EXTENSIONS", "Attach", "Recorder", "extend"]
+__all__ = ["Attach", "Recorder"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Makes the tensors that a message brought part of the graph here."""
-
-EXTENSIONS = ("nbdist.autograd.recorder",)
-"""Modules above this layer whose ``extend(agent)`` is called with every new agent.
-
-Also where a program has not imported them: a worker must be able to take part in what others record.
-"""
 
 
 class Recorder(Protocol):
@@ -56,9 +47,3 @@ class Recorder(Protocol):
 
     def warn(self, function: str, worker: str) -> None:
         """Tensors that require grad are sent outside of any context."""
-
-
-def extend(agent: Agent) -> None:
-    """Let the layers above take hold of a new agent."""
-    for name in EXTENSIONS:
-        importlib.import_module(name).extend(agent)

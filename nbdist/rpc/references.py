@@ -10,19 +10,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.errors import NbdistError, RRefError, WorkerLost
-from nbdist.ids import GlobalId
+from nbdist.ids import GlobalId, IdSource
+from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import Failure
 from nbdist.rpc.forks import Drop, Forks, Instruction, Send, Standing
 from nbdist.rpc.futures import Promise
+from nbdist.rpc.links import Links
+from nbdist.rpc.membership import Membership
 from nbdist.rpc.rref import RRef, describe_error, describe_value
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
-    from nbdist.rpc.dispatch import Job
 
 __all__ = ["MessageForker", "References", "creation_error"]
 
@@ -66,9 +65,27 @@ class MessageForker:
 class References:
     """The values that one agent owns, and the references that it uses."""
 
-    def __init__(self, agent: Agent) -> None:
-        self.forks = Forks(agent.me.incarnation, agent.ids)
-        self._agent = agent
+    def __init__(
+        self,
+        ids: IdSource,
+        membership: Membership,
+        links: Links,
+        refer: Callable[[GlobalId, GlobalId | None, int, Promise[Any] | None], RRef[Any]],
+        submit: Callable[[Job], None],
+    ) -> None:
+        """Own and use nothing yet.
+
+        ``refer(rref, fork, owner, creation)`` makes the object with which the user refers to a value; ``fork`` is None
+        where this agent owns it, and ``creation`` is the end of the ``remote()`` that makes it, or None.
+        """
+        self._me = membership.me.incarnation
+        self.forks = Forks(self._me, ids)
+        self.refer = refer
+        self.is_ending = False
+        """Whether the world is past the end of calls: forks that others still hold when they leave count as leaked."""
+        self._membership = membership
+        self._links = links
+        self._submit = submit
         self._lock = threading.RLock()
         self._values: dict[GlobalId, Promise[Any]] = {}
         self._failures: dict[GlobalId, Failure] = {}
@@ -78,11 +95,6 @@ class References:
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
         self.released: deque[tuple[GlobalId, GlobalId | None]] = deque()
         """What finalisers have noted, for `reap`."""
-        agent.handle(ForkRequest, lambda m, sender, _: self._perform_locked(self.forks.on_fork_request, m, sender))
-        agent.handle(UserDelete, lambda m, sender, _: self._perform_locked(self.forks.on_user_delete, m, sender))
-        agent.handle(ChildAccept, lambda m, sender, _: self._perform_locked(self.forks.on_child_accept, m))
-        agent.handle(ForkConfirm, lambda m, sender, _: self._on_fork_confirm(m))
-        agent.handle(RRefState, lambda m, sender, _: self._on_state(m))
 
     # -- values -------------------------------------------------------------------------------
 
@@ -102,14 +114,14 @@ class References:
     def create(self, result: Fork, creator: int) -> None:
         """A remote call came whose outcome is to be ``result``; it holds a handle until `settle`."""
         with self._lock:
-            if creator == self._agent.me.incarnation:
+            if creator == self._me:
                 self.forks.retain(result.rref)
             else:
                 self.forks.create(result.rref, result.fork, creator)
             self._value(result.rref)
             jobs = self._parked.pop(result.rref, ())
         for _, job in jobs:
-            self._agent.pool.submit(job)
+            self._submit(job)
 
     def uncreate(self, result: Fork) -> None:
         """The call that `create` prepared for did not run, and is going to be repeated."""
@@ -211,7 +223,7 @@ class References:
             raise RRefError(f"{rref!r} was let go of by release()")
         if rref._fork is None:
             return
-        if self._agent.closed:
+        if self._links.closed:
             raise RRefError(f"{rref!r} cannot be used: RPC has been shut down on this worker")
         standing = self.forks.standing(rref._fork)
         if standing is None:
@@ -220,12 +232,12 @@ class References:
             why = rref._creation.exception() if rref._creation is not None and rref._creation.done() else "timed out"
             raise creation_error(why)
         if standing is Standing.DEAD:
-            why = self._agent.membership.why_gone(rref.owner_name()) or "no longer has the value"
+            why = self._membership.why_gone(rref.owner_name()) or "no longer has the value"
             raise WorkerLost(f"the value of this RRef is lost: its owner {rref.owner_name()} {why}")
 
     def hand_over(self, rref: RRef[Any], to: int) -> Fork:
         """A fork of ``rref`` for another agent."""
-        if rref._agent is not self._agent:
+        if not rref.is_counted_by(self):
             raise RRefError(f"{rref!r} belongs to another agent, or to an RPC world that has ended")
         self.check_alive(rref)
         with self._lock:
@@ -241,12 +253,12 @@ class References:
         """The references that a message brought."""
         accepted: list[RRef[Any]] = []
         for fork in forks:
-            mine = fork.owner == self._agent.me.incarnation
+            mine = fork.owner == self._me
             with self._lock:
                 if mine and fork.rref not in self._values:
                     self._values[fork.rref] = _gone() if self.forks.is_gone(fork.rref) else Promise()
                 instructions = self.forks.accept(fork)
-            accepted.append(RRef._refer(self._agent, fork.rref, None if mine else fork.fork, fork.owner))
+            accepted.append(self.refer(fork.rref, None if mine else fork.fork, fork.owner, None))
             self.perform(instructions)
         return accepted
 
@@ -278,7 +290,25 @@ class References:
         for _ in range(ready):
             one_less()
 
-    def _on_fork_confirm(self, message: ForkConfirm) -> None:
+    # -- what others say ----------------------------------------------------------------------
+
+    def on_fork_request(self, message: ForkRequest, sender: int, _: list[bytes]) -> None:
+        """Another agent asks to be counted."""
+        self._perform_locked(self.forks.on_fork_request, message, sender)
+
+    def on_user_delete(self, message: UserDelete, sender: int, _: list[bytes]) -> None:
+        """Another agent has let go of a fork."""
+        self._perform_locked(self.forks.on_user_delete, message, sender)
+
+    def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
+        """A fork that was made here for another agent is counted."""
+        self._perform_locked(self.forks.on_child_accept, message)
+
+    def on_fork_confirm(self, message: ForkConfirm, sender: int, _: list[bytes]) -> None:
+        """An owner counts a fork held here, or no longer has its value."""
+        self._confirmed(message)
+
+    def _confirmed(self, message: ForkConfirm) -> None:
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)
             waiting = self._waiting.pop(message.fork, [])
@@ -287,7 +317,8 @@ class References:
             then()
         self._tell(message.fork)
 
-    def _on_state(self, message: RRefState) -> None:
+    def on_state(self, message: RRefState, sender: int, _: list[bytes]) -> None:
+        """A value that this agent refers to has come to be."""
         with self._lock:
             self.forks.on_state(message)
         self._tell(message.rref)
@@ -360,7 +391,7 @@ class References:
     def on_lost(self, incarnation: int) -> list[Job]:
         """An agent is gone; what waited for it and can now go on."""
         with self._lock:
-            if self._agent.ending.releases:
+            if self.is_ending:
                 self._leaked += self.forks.handed_out(incarnation)
             instructions = self.forks.on_lost(incarnation)
             going_on: list[Job] = [
@@ -406,11 +437,11 @@ class References:
         for instruction in instructions:
             if isinstance(instruction, Send):
                 try:
-                    self._agent.post(instruction.to, instruction.message)
+                    self._links.post(instruction.to, instruction.message)
                 except NbdistError:  # gone: `on_lost` has seen or will see to its forks, if it ever was known here
                     if isinstance(instruction.message, ForkRequest):
                         rref, fork = instruction.message.rref, instruction.message.fork
-                        self._on_fork_confirm(ForkConfirm(rref, fork, gone=True))
+                        self._confirmed(ForkConfirm(rref, fork, gone=True))
             elif isinstance(instruction, Drop):
                 with self._lock:
                     dropped = self._values.pop(instruction.rref, None)

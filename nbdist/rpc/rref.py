@@ -84,6 +84,10 @@ class RRef(Generic[T]):
         self._hold = _Hold(agent, id, fork)
         return self
 
+    def is_counted_by(self, references: object) -> bool:
+        """Whether it belongs to the agent that has these `References`."""
+        return self._agent.references is references
+
     # -- what is known without asking ---------------------------------------------------------
 
     def is_owner(self) -> bool:

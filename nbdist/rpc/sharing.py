@@ -6,22 +6,16 @@ that cannot goes in frames.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nbdist.channel.arena import Arena, Space
 from nbdist.channel.leases import Leases
 from nbdist.channel.liveness import is_alive
-from nbdist.errors import NbdistError
-from nbdist.wire.messages import Call, Cast, GiveBack, Message, Place, Record, Reply
+from nbdist.wire.messages import Carrier, GiveBack, Message, Place, Record
 from nbdist.wire.tensors import Buffer
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
 
 __all__ = ["Sharing"]
 
@@ -46,9 +40,11 @@ class _Owed:
 class Sharing:
     """One agent's arena, and its leases of those of others."""
 
-    def __init__(self, agent: Agent, arena: Arena | None) -> None:
-        self._agent = agent
+    def __init__(self, me: Record, arena: Arena | None, *, reads: bool) -> None:
+        self._me = me
         self._arena = arena
+        self._reads = reads
+        """Whether this agent reads the memory of others at all."""
         self._leases = Leases()
         self.spaces: dict[int, Space] = {}
         """The shared memory for large tensors, by receiver; tensors for a receiver without an entry go in frames."""
@@ -61,9 +57,6 @@ class Sharing:
         """Guards `owing`."""
         self.trim_at = 0.0
         """When `tend` should be called although nothing is owed (of `time.monotonic`)."""
-        agent.handle(GiveBack, self._on_give_back)
-        agent.on_lost(self._on_lost)
-        agent.at_close(self.close)
 
     # -- meeting ------------------------------------------------------------------------------
 
@@ -71,13 +64,13 @@ class Sharing:
         """Whether this agent can read the arena of another."""
         known = self._readable.get(owner.incarnation)
         if known is None:
-            known = owner.host == self._agent.me.host and self._agent.options.arena_bytes != 0
-            known = self._readable[owner.incarnation] = known and self._leases.can_read(owner)
+            known = self._reads and owner.host == self._me.host and self._leases.can_read(owner)
+            self._readable[owner.incarnation] = known
         return known
 
     def meet_self(self) -> None:
         """What this agent sends to itself is read as anybody else's."""
-        self.on_met(self._agent.me.incarnation, self.can_read(self._agent.me))
+        self.on_met(self._me.incarnation, self.can_read(self._me))
 
     def on_met(self, other: int, reads: bool) -> None:
         """Another agent has said whether it can read this one's arena."""
@@ -88,7 +81,7 @@ class Sharing:
 
     def undelivered(self, receiver: int, message: Message) -> None:
         """A message is given up, although it may have arrived."""
-        if isinstance(message, Call | Reply | Cast) and message.payload.places and self._arena is not None:
+        if isinstance(message, Carrier) and message.payload.places and self._arena is not None:
             self._arena.lose(receiver, [(place.segment, place.offset) for place in message.payload.places])
 
     # -- receiving ----------------------------------------------------------------------------
@@ -100,17 +93,21 @@ class Sharing:
             return None
         return memory
 
-    def tend(self, now: float) -> None:
-        """What the thread that reads does between two messages."""
+    def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
+        """Do what is due between two messages, in the thread that reads.
+
+        Returns what to send to whom, and by when (of `time.monotonic`) this should be called again, if nothing
+        happens before; as it should be where `ended`, `owing` or `trim_at` says so.
+        """
         if self.ended:
             self._collect(now)
-        if self.owing:
-            self._give_back(now)
+        due = self._due(now) if self.owing else ([], math.inf)
         if now >= self.trim_at:
             self.trim_at = now + _TRIM_EVERY
             self._leases.trim(now)
             if self._arena is not None:
                 self._arena.trim()
+        return due
 
     # -- giving back --------------------------------------------------------------------------
 
@@ -146,31 +143,33 @@ class Sharing:
                 if owed.size > _MUCH or lease.is_shared:
                     owed.due = now
 
-    def _give_back(self, now: float) -> None:
-        """Send what has waited for a message to its owner for too long."""
-        due: dict[int, list[tuple[int, int]]] = {}
+    def _due(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
+        """Return what has waited for a message to its owner for too long, and when more of it will have."""
+        due: list[tuple[int, GiveBack]] = []
+        later = math.inf
         with self._lock:
             for to, owed in self.owing.items():
                 if owed.due <= now:
-                    due[to], owed.shared = owed.shared, []
-                elif owed.due < self._agent.links.due:
-                    self._agent.links.due = owed.due  # this is the reader, which need not be woken
-        for to, shared in due.items():
-            with contextlib.suppress(NbdistError):  # who is gone has no use for them
-                self._agent.post(to, GiveBack(shared))
+                    due.append((to, GiveBack(owed.shared)))
+                    owed.shared = []
+                else:
+                    later = min(later, owed.due)
+        return due, later
 
     def on_back(self, sender: int, blocks: Sequence[tuple[int, int]]) -> None:
         """Another agent needs these no longer."""
         if self._arena is not None:
             self._arena.give_back(sender, blocks)
 
-    def _on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
+    def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
+        """Another agent needs shared blocks no longer."""
         if self._arena is not None:
             self._arena.lose(sender, message.shared)
 
     # -- the end ------------------------------------------------------------------------------
 
-    def _on_lost(self, record: Record, why: str) -> None:
+    def on_lost(self, record: Record, why: str) -> None:
+        """Forget the memory that a lost member had, or read."""
         self.spaces.pop(record.incarnation, None)
         self._readable.pop(record.incarnation, None)
         with self._lock:

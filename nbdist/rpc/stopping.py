@@ -15,17 +15,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from nbdist.errors import Interrupted, NbdistError
-from nbdist.rpc.calls import Pending
+from nbdist.rpc.calls import Pending, PendingCalls
+from nbdist.rpc.dispatch import Job
 from nbdist.rpc.executor import Request
-from nbdist.wire.messages import Stop
-
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
+from nbdist.rpc.here import here
+from nbdist.rpc.links import Links
+from nbdist.wire.messages import Record, Stop
 
 __all__ = ["BREAK_AFTER", "PATIENCE", "Stopping"]
 
@@ -58,15 +58,32 @@ _Key = tuple[int, int]
 class Stopping:
     """One agent's part in stopping calls, as caller and as callee."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(
+        self,
+        me: Record,
+        pending: PendingCalls,
+        links: Links,
+        *,
+        call: Callable[..., Any],
+        give_up: Callable[[Sequence[Pending], BaseException], None],
+        submit: Callable[[Job], None],
+    ) -> None:
+        """Stop nothing yet.
+
+        ``call`` is `nbdist.rpc.caller.Caller.sync`; ``give_up(calls, error)`` ends the waits for calls.
+        """
         self.patience = PATIENCE
         self.break_off: Callable[[int], object] | None = None
         """Ends the collective in which a thread waits, where somebody knows how; takes the thread's ident."""
-        self._agent = agent
+        self._me = me.incarnation
+        self._pending = pending
+        self._links = links
+        self._call = call
+        self._end_waits = give_up
+        self._submit = submit
         self._lock = threading.Lock()
         self._threads: dict[_Key, int] = {}
         self._stopped: dict[_Key, None] = {}
-        agent.handle(Stop, self._on_stop)
 
     # -- the callee's side --------------------------------------------------------------------
 
@@ -84,7 +101,8 @@ class Stopping:
             if self._stopped and self._stopped.pop(key, 0) is None:
                 _raise_in(threading.get_ident(), None)  # what has not been raised must not hit the thread's next call
 
-    def _on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
+    def on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
+        """A caller has given up on a call: stop it, or have it not begin."""
         key = sender, message.id
         with self._lock:
             self._stopped[key] = None  # it may not have begun
@@ -93,10 +111,10 @@ class Stopping:
             thread = self._threads.get(key)
         if thread is None:
             return
-        nested = [call for call in self._agent.pending.all() if call.thread == thread]
+        nested = [call for call in self._pending.all() if call.thread == thread]
         self.stop(nested)
         if nested:
-            self._agent.pool.submit(lambda: self._give_up(nested))
+            self._submit(lambda: self._give_up(nested))
             return
         raised = self._try_to_raise(key)
         if not raised or self.break_off is not None:
@@ -107,13 +125,13 @@ class Stopping:
         with self._lock:
             keys = [key for key, thread in self._threads.items() if thread != threading.get_ident()]
         for caller, id in keys:
-            self._on_stop(Stop(id), caller, [])
+            self.on_stop(Stop(id), caller, [])
 
     def _give_up(self, nested: Sequence[Pending]) -> None:
         """End the waits of a function that is to stop; it finds that it was interrupted."""
         for call in nested:
             stopped = Interrupted("stopped: its caller was interrupted")
-            self._agent.outcomes.interrupt([call], stopped if call.result is not None else KeyboardInterrupt())
+            self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
 
     def _insist(self, key: _Key, raised: bool) -> None:
         """Raise KeyboardInterrupt in a call's thread as soon as that may be; end a collective that is deaf to it."""
@@ -166,11 +184,11 @@ class Stopping:
         """Have these calls stopped where they run."""
         for call in calls:
             with contextlib.suppress(NbdistError):
-                self._agent.post(call.to, Stop(call.id))
+                self._links.post(call.to, Stop(call.id))
 
     def on_interrupt(self, outcome: object, error: BaseException) -> None:
         """Ctrl-C has ended a wait of this thread: stop what it waited for, and name what goes on all the same."""
-        pending, me = self._agent.pending, threading.get_ident()
+        pending, me = self._pending, threading.get_ident()
         calls = [call for call in pending.all() if call.outcome is outcome]
         values = {call.target for call in calls if call.target is not None}
         calls += [call for call in pending.all() if call.result is not None and call.result.rref in values]
@@ -187,19 +205,15 @@ class Stopping:
                 )
 
     def _ask_where(self, call: Pending) -> str:
-        me = self._agent.me.incarnation
         try:
-            found = self._agent.caller.sync(call.worker, _where, (me, call.id), None, _ASK)
+            found = self._call(call.worker, _where, (self._me, call.id), None, _ASK)
         except NbdistError:
             return " and does not say where it is"
         return f" (it is in {found})" if found else ""
 
 
 def _where(caller: int, id: int) -> str:
-    from nbdist.rpc.agent import active_agent
-
-    agent = active_agent()
-    return agent.stopping.where(caller, id) if agent is not None else ""
+    return here.agent.stopping.where(caller, id) if here.agent is not None else ""
 
 
 def _is_called_by_both(file: str) -> bool:

@@ -163,7 +163,7 @@ def test_calls_carry_whose_work_they_are(world):
         def __exit__(self, *exception):
             pass
 
-    world[0].origin = lambda: "cell 7"
-    world[1].around = around
+    world[0].know_cells(lambda: "cell 7")
+    world[1].know_cells(None, around)
     assert rpc.rpc_sync("worker1", len, args=([],)) == 0
     assert seen == ["cell 7"]
