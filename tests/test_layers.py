@@ -7,6 +7,7 @@ submodule runs it.
 """
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -163,6 +164,40 @@ def test_every_import_keeps_to_the_layers():
     assert "nbdist" in {module.name for module in modules}
     found = violations(modules, nbdist.LAYERS, nbdist.THIRD_PARTY)
     assert not found, "\n" + "\n".join(found)
+
+
+def imports_within(folder: str) -> dict[str, set[str]]:
+    """What each module of a folder of the package imports of the same folder, for its annotations too."""
+    modules = {module.name: module for module in modules_below(Path(nbdist.__file__).parent)}
+    inside = {name for name in modules if name.startswith(f"nbdist.{folder}.")}
+    found = {}
+    for name in inside:
+        tree = ast.parse(modules[name].source)
+        targets = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found[name] = targets & inside - {name}
+    return found
+
+
+@pytest.mark.parametrize("folder", ["rpc", "wire", "channel"])
+def test_modules_of_a_layer_do_not_import_each_other_in_circles(folder):
+    graphlib.TopologicalSorter(imports_within(folder)).prepare()  # raises CycleError, which names the circle
+
+
+def test_a_circle_of_imports_is_found():
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
+
+
+def test_the_parts_of_an_agent_do_not_know_it():
+    """Each part is given what it needs; only what stands above an agent, or is one, may import its class."""
+    above = {"nbdist.rpc.api", "nbdist.rpc.hosted", "nbdist.rpc.world"}
+    know_it = {name for name, targets in imports_within("rpc").items() if "nbdist.rpc.agent" in targets}
+    assert know_it == above
 
 
 def loaded_by(statement: str, path: Path) -> set[str]:

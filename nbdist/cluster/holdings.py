@@ -32,8 +32,8 @@ from nbdist.ids import GlobalId
 from nbdist.rpc import inert
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.describing import describe_value
 from nbdist.rpc.futures import Future, Promise
-from nbdist.rpc.rref import describe_value
 from nbdist.torch_private import no_torch_function
 from nbdist.wire.messages import State
 

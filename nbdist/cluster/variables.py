@@ -10,7 +10,7 @@ import msgspec
 from nbdist.cluster.census import Census, Walk
 from nbdist.cluster.roots import Named
 from nbdist.rpc import inert
-from nbdist.rpc.rref import describe_value
+from nbdist.rpc.describing import describe_value
 from nbdist.wire.messages import State
 
 __all__ = ["MOST_OBJECTS", "Variable", "count"]

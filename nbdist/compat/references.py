@@ -63,7 +63,7 @@ def _stand_in(method: Method, way: str) -> Method:
 
     @functools.wraps(method)
     def stand_in(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
-        return Proxy(self, functools.partial(_call, getattr(self._agent.caller, way)), timeout)
+        return Proxy(self, functools.partial(_call, getattr(self._home.calls, way)), timeout)
 
     return stand_in
 
@@ -97,7 +97,7 @@ def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: boo
     with _lock:
         future: Future[type] | None = getattr(self, "_compat_type", None)
         if future is None or (future.done() and future.exception() is not None):
-            future = self._agent.caller.asynchronous(self.owner(), _type_of, (self,), None, timeout)
+            future = api.current_agent().caller.asynchronous(self.owner(), _type_of, (self,), None, timeout)
             self._compat_type = future  # type: ignore[attr-defined]
     return future.wait() if blocking else future
 
@@ -153,7 +153,7 @@ def _unchanged(rref: RRef[Any]) -> RRef[Any]:
 def _serialize(self: RRef[Any]) -> tuple[Serialized]:
     """Return what `_deserialize` makes a reference of, after a pickler or a call has carried it."""
     try:
-        self._agent.references.check_alive(self)
+        self.check_alive()
     except RRefError as error:
         words.refuse_rref(error, "fork", self)
     return (Serialized(self),)
@@ -166,12 +166,13 @@ def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
 
 
 def _fork_for_anybody(rref: RRef[Any]) -> bytes:
-    return msgspec.msgpack.encode(rref._agent.references.hand_over(rref, _NOBODY))
+    return msgspec.msgpack.encode(rref.hand_over(_NOBODY, rref._home.references))
 
 
 def _accept_fork(data: bytes) -> RRef[Any]:
     agent = api.current_agent()
     fork = msgspec.msgpack.decode(data, type=Fork)
+    rref: RRef[Any]
     (rref,) = agent.references.accept([fork])
     if fork.owner == agent.me.incarnation:  # it has come home: a handle, where a fork was promised
         if fork.parent == fork.owner:

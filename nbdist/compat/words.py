@@ -74,11 +74,11 @@ def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
 
 
 def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
-    deleted = rref._fork is not None and rref._agent.references.forks.standing(rref._fork) is None
+    deleted = rref._fork is not None and rref._home.references.forks.standing(rref._fork) is None
     if deleted and what in _AFTER_DELETION:
         names = f"UserRRef(rref_id={rref._id}, fork_id={rref._fork})"
         return RuntimeError(f"{names} has been deleted. Cannot call {_AFTER_DELETION[what]} after deletion.")
-    if rref._agent.closed and not (what == "local_value()" and rref._fork is not None):
+    if rref._home.references.closed and not (what == "local_value()" and rref._fork is not None):
         return RuntimeError(NO_AGENT)
     return _of_call(error, "") if isinstance(error, UsageError) else error
 

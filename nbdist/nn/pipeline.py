@@ -362,7 +362,7 @@ class Pipeline:
             raise UsageError("no step has been done yet")
         step, rows = self._last
         offsets = self._offsets = self._offsets or [
-            offset(self._agent, self._agent.find(name)) for name in self.workers
+            offset(self._agent.me, self._agent.find(name), self._agent.caller.sync) for name in self.workers
         ]
         moved = [
             [Span(op, start - ahead, end - ahead) for op, start, end in row]

@@ -40,7 +40,7 @@ from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.outcomes import Outcomes
 from nbdist.rpc.recording import Recorder
 from nbdist.rpc.references import References
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.rref import Home, RRef
 from nbdist.rpc.sharing import Sharing
 from nbdist.rpc.stopping import Stopping
 from nbdist.wire.messages import (
@@ -146,8 +146,7 @@ class Agent:
             has_more=channel.has_more,
             begin=self._adopt,
         )
-        refer = partial(RRef._refer, self)
-        self.references = References(self.ids, self.membership, self.links, refer, self.submit)
+        self.references = References(self.ids, self.membership, self.links, self.submit)
         self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
         self.recorder: Recorder = registry.make_recorder(self)
         self.executor = Executor(
@@ -171,6 +170,9 @@ class Agent:
             self.recorder,
             self.outcomes,
         )
+        self.home = Home(self.references, self.caller, self.recorder.backward)
+        """The agent, as far as references know it."""
+        self.references.refer = partial(RRef._refer, self.home)
         self.find, self.timeout_of = self.caller.find, self.caller.timeout_of
         if channel.readers > 1:
             self.caller.read_as_guest = Guest(channel, self.links, self._read_as_guest, self.submit).read

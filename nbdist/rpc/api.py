@@ -29,7 +29,7 @@ from nbdist.rpc.hosted import take_on
 from nbdist.rpc.interrupts import InterruptWatch
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.rref import Home, RRef
 from nbdist.rpc.world import start_agent
 from nbdist.torch_private import warn_of_untested
 
@@ -69,7 +69,11 @@ def current_agent() -> Agent:
     return agent
 
 
-rref_module.set_agent_finder(current_agent)
+def _home() -> Home:
+    return current_agent().home
+
+
+rref_module.set_home_finder(_home)
 
 
 def is_initialized() -> bool:

@@ -15,13 +15,14 @@ from nbdist.channel.contract import Buffer, ChannelError
 from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError, WorkerLost
 from nbdist.ids import IdSource
 from nbdist.rpc.calls import Pending, PendingCalls
+from nbdist.rpc.forker import MessageForker
 from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership, WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
 from nbdist.rpc.outcomes import Outcomes
 from nbdist.rpc.recording import Recorder
-from nbdist.rpc.references import MessageForker, References
+from nbdist.rpc.references import References
 from nbdist.rpc.rref import RRef, local_type
 from nbdist.rpc.sharing import Sharing
 from nbdist.wire import codec, culprit, names
@@ -136,7 +137,9 @@ class Caller:
         return self._create(owner, Mode.REMOTE, named.label, body, timeout, builtin=named.builtin)
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
-        """A copy of a referenced value."""
+        """Return a copy of a referenced value; on its owner, the value itself."""
+        if rref._fork is None:
+            return self._references.local_value(rref._id, self.timeout_of(timeout))
         owner = self._owner(rref)
         outcome = Latch()
         self._send(owner, Mode.FETCH, "to_here", None, timeout, outcome, target=rref)
@@ -154,7 +157,7 @@ class Caller:
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Call a method of a referenced value, and have an RRef to the outcome."""
-        self._references.check_alive(rref)
+        rref.check_alive()
         state = rref.state
         cls = local_type(state) if state is not None else None
         if cls is not None and not hasattr(cls, name) and not hasattr(cls, "__getattr__"):
@@ -209,7 +212,7 @@ class Caller:
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
     ) -> Pending:
-        self._references.check_alive(rref)
+        rref.check_alive()
         state = rref.state
         label = f"{state.qualname}.{name}" if state is not None else name
         body = (name, args, kwargs)
@@ -279,7 +282,7 @@ class Caller:
         )
         if target is not None:
             # Until it is answered, though the reference be let go of: it may be repeated, or wait there for others.
-            call.hold = self._references.hold_of(target)
+            call.hold = target.keep()
         context = self._recorder.current()
         if context is None and target is None:
             name, args, kwargs = body

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
-    from nbdist.wire.messages import Record
+from nbdist.wire.messages import Record
 
 __all__ = ["offset"]
 
@@ -19,14 +18,18 @@ def clock() -> float:
     return time.monotonic()
 
 
-def offset(agent: Agent, record: Record) -> float:
-    """Seconds; 0 on one host, where all have the same clock, else by round trips, of which the fastest tells best."""
-    if record.host == agent.me.host:
+def offset(me: Record, record: Record, call: Callable[..., Any]) -> float:
+    """Return the seconds by which the clock of ``record`` is ahead of ours.
+
+    It is 0 on one host, where all have the same clock. Else it is found by round trips, of which the fastest tells
+    best; ``call`` is `nbdist.rpc.caller.Caller.sync`.
+    """
+    if record.host == me.host:
         return 0.0
     found: list[tuple[float, float]] = []
     for _ in range(_ROUND_TRIPS):
         before = time.monotonic()
-        there = agent.caller.sync(record.name, clock, (), None, -1)
+        there = call(record.name, clock, (), None, -1)
         after = time.monotonic()
         found.append((after - before, there - (before + after) / 2))
     return min(found)[1]

@@ -23,11 +23,12 @@ from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import describe
+from nbdist.rpc.forker import MessageForker
 from nbdist.rpc.futures import Promise, outcome_of
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.recording import Attach, Recorder
-from nbdist.rpc.references import MessageForker, References
+from nbdist.rpc.references import References
 from nbdist.rpc.rref import RRef
 from nbdist.rpc.sharing import Sharing
 from nbdist.torch_private import is_torch_future
@@ -144,7 +145,7 @@ class Request:
         references, call = self._executor.references, self._call
         if call.result is not None:
             references.create(call.result, self._sender)
-        pending = references.unconfirmed(self._references) if self._references else None
+        pending = references.unconfirmed(call.payload.forks) if call.payload.forks else None
         if pending:
             references.when_confirmed(pending, self._later)
             return None

@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nbdist.errors import NbdistError, RRefError, WorkerLost
+from nbdist.errors import NbdistError, RRefError
 from nbdist.ids import GlobalId, IdSource
+from nbdist.rpc.describing import describe_error, describe_value
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import Failure
 from nbdist.rpc.forks import Drop, Forks, Instruction, Send, Standing
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
-from nbdist.rpc.rref import RRef, describe_error, describe_value
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
-__all__ = ["MessageForker", "References", "creation_error"]
+__all__ = ["References", "creation_error"]
 
 
 _log = logging.getLogger("nbdist.rpc")
@@ -40,28 +40,6 @@ def _gone() -> Promise[Any]:
     return gone
 
 
-class MessageForker:
-    """Forks the references inside one message, and remembers them in case it is never sent."""
-
-    def __init__(self, references: References, to: int) -> None:
-        self._references = references
-        self._to = to
-        self.handed: list[Fork] = []
-        self.kept: list[object] = []
-
-    def fork(self, reference: RRef[Any]) -> Fork:
-        """Describe a new fork of ``reference``."""
-        self.kept.append(self._references.hold_of(reference))  # before it is let go of by another thread
-        fork = self._references.hand_over(reference, self._to)
-        self.handed.append(fork)
-        return fork
-
-    def take_back(self) -> None:
-        """The message is not going to be sent."""
-        self._references.take_back(self.handed, self._to)
-        self.handed = []
-
-
 class References:
     """The values that one agent owns, and the references that it uses."""
 
@@ -70,20 +48,21 @@ class References:
         ids: IdSource,
         membership: Membership,
         links: Links,
-        refer: Callable[[GlobalId, GlobalId | None, int, Promise[Any] | None], RRef[Any]],
         submit: Callable[[Job], None],
     ) -> None:
-        """Own and use nothing yet.
+        self.me = membership.me.incarnation
+        """The agent's incarnation."""
+        self.forks = Forks(self.me, ids)
+        self.new_id = ids.next
+        self.refer: Callable[[GlobalId, GlobalId | None, int, Promise[Any] | None], Any]
+        """Makes the object with which the user refers to a value.
 
-        ``refer(rref, fork, owner, creation)`` makes the object with which the user refers to a value; ``fork`` is None
-        where this agent owns it, and ``creation`` is the end of the ``remote()`` that makes it, or None.
+        Takes the ids of the value and of the fork (None on the owner), the owner's incarnation, and the end of the
+        ``remote()`` that makes the value (None where there was none).
         """
-        self._me = membership.me.incarnation
-        self.forks = Forks(self._me, ids)
-        self.refer = refer
         self.is_ending = False
         """Whether the world is past the end of calls: forks that others still hold when they leave count as leaked."""
-        self._membership = membership
+        self.membership = membership
         self._links = links
         self._submit = submit
         self._lock = threading.RLock()
@@ -114,7 +93,7 @@ class References:
     def create(self, result: Fork, creator: int) -> None:
         """A remote call came whose outcome is to be ``result``; it holds a handle until `settle`."""
         with self._lock:
-            if creator == self._me:
+            if creator == self.me:
                 self.forks.retain(result.rref)
             else:
                 self.forks.create(result.rref, result.fork, creator)
@@ -188,6 +167,11 @@ class References:
         with self._lock:
             return [(id, value, self.forks.holders_of(id)) for id, value in self._values.items()]
 
+    @property
+    def closed(self) -> bool:
+        """Whether the agent has ended."""
+        return self._links.closed
+
     # -- users --------------------------------------------------------------------------------
 
     def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
@@ -209,39 +193,10 @@ class References:
         self.perform(instructions)
         self._tell(fork)
 
-    def hold_of(self, rref: RRef[Any]) -> object:
-        """What keeps the value for as long as it is kept itself; an error where there is something wrong with it."""
-        hold = rref._hold
-        if hold is None:
-            raise RRefError(f"{rref!r} was let go of by release()")
-        self.check_alive(rref)
-        return hold
-
-    def check_alive(self, rref: RRef[Any]) -> None:
-        """Raise what is known to be wrong with a reference held here."""
-        if rref._hold is None:
-            raise RRefError(f"{rref!r} was let go of by release()")
-        if rref._fork is None:
-            return
-        if self._links.closed:
-            raise RRefError(f"{rref!r} cannot be used: RPC has been shut down on this worker")
-        standing = self.forks.standing(rref._fork)
-        if standing is None:
-            raise RRefError(f"{rref!r} cannot be used: this worker has let go of all references, to end RPC")
-        if standing is Standing.FAILED:
-            why = rref._creation.exception() if rref._creation is not None and rref._creation.done() else "timed out"
-            raise creation_error(why)
-        if standing is Standing.DEAD:
-            why = self._membership.why_gone(rref.owner_name()) or "no longer has the value"
-            raise WorkerLost(f"the value of this RRef is lost: its owner {rref.owner_name()} {why}")
-
-    def hand_over(self, rref: RRef[Any], to: int) -> Fork:
-        """A fork of ``rref`` for another agent."""
-        if not rref.is_counted_by(self):
-            raise RRefError(f"{rref!r} belongs to another agent, or to an RPC world that has ended")
-        self.check_alive(rref)
+    def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int) -> Fork:
+        """Make a fork for another agent; ``fork`` is the one held here, or None on the owner."""
         with self._lock:
-            return self.forks.hand_over(rref._id, rref._fork, to)
+            return self.forks.hand_over(rref, fork, to)
 
     def take_back(self, handed: Sequence[Fork], to: int) -> None:
         """Those forks were not sent after all."""
@@ -249,11 +204,11 @@ class References:
             instructions = [action for fork in handed for action in self.forks.take_back(fork, to)]
         self.perform(instructions)
 
-    def accept(self, forks: Sequence[Fork]) -> list[RRef[Any]]:
-        """The references that a message brought."""
-        accepted: list[RRef[Any]] = []
+    def accept(self, forks: Sequence[Fork]) -> list[Any]:
+        """Return the references, as `refer` makes them, that a message brought."""
+        accepted: list[Any] = []
         for fork in forks:
-            mine = fork.owner == self._me
+            mine = fork.owner == self.me
             with self._lock:
                 if mine and fork.rref not in self._values:
                     self._values[fork.rref] = _gone() if self.forks.is_gone(fork.rref) else Promise()
@@ -262,13 +217,9 @@ class References:
             self.perform(instructions)
         return accepted
 
-    def unconfirmed(self, rrefs: Sequence[RRef[Any]]) -> list[GlobalId]:
-        """The forks among ``rrefs`` that their owners have not confirmed."""
-        return [
-            rref._fork
-            for rref in rrefs
-            if rref._fork is not None and self.forks.standing(rref._fork) is Standing.PENDING
-        ]
+    def unconfirmed(self, forks: Sequence[Fork]) -> list[GlobalId]:
+        """Return which of the forks that a message brought their owners have not confirmed."""
+        return [fork.fork for fork in forks if self.forks.standing(fork.fork) is Standing.PENDING]
 
     def when_confirmed(self, forks: Sequence[GlobalId], then: Callable[[], None]) -> None:
         """Call ``then`` once none of ``forks`` is pending."""
@@ -325,12 +276,11 @@ class References:
 
     # -- for whoever shows them ---------------------------------------------------------------
 
-    def when_changed(self, rref: RRef[Any], then: Callable[[], None]) -> Callable[[], None]:
-        """Call ``then`` with each news of a reference, its end included; returns a function that ends that.
+    def when_changed(self, ids: Sequence[GlobalId], then: Callable[[], None]) -> Callable[[], None]:
+        """Call ``then`` with each news of a value or fork among ``ids``; returns a function that ends that.
 
         It is called by whatever thread has the news, and must not block.
         """
-        ids = [rref._id, *([rref._fork] if rref._fork is not None else [])]
         with self._lock:
             for id in ids:
                 self._watched.setdefault(id, []).append(then)

@@ -9,48 +9,74 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
-from nbdist.errors import RRefError, UsageError
+from nbdist.errors import RRefError, UsageError, WorkerLost
 from nbdist.ids import GlobalId
-from nbdist.rpc import inert
+from nbdist.rpc.describing import error_line
 from nbdist.rpc.forks import Standing
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.peeking import Peek, look
-from nbdist.torch_private import no_torch_function
+from nbdist.rpc.references import References, creation_error
 from nbdist.wire.codec import register_reference
-from nbdist.wire.messages import State
+from nbdist.wire.messages import Fork, State
 
-if TYPE_CHECKING:
-    from nbdist.rpc.agent import Agent
-
-__all__ = ["Proxy", "RRef", "describe_error", "describe_value", "error_line"]
+__all__ = ["Calls", "Home", "Proxy", "RRef"]
 
 T = TypeVar("T")
 
-_find_agent: Callable[[], Agent]
+
+class Calls(Protocol):
+    """What a reference asks of the caller's side of its agent, `nbdist.rpc.caller.Caller`."""
+
+    def sync(self, to: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: None, timeout: float) -> Any:
+        """Call and wait."""
+
+    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+        """Return a copy of a value; on its owner, the value itself."""
+
+    def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a value and wait."""
+
+    def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a value, and have a Future."""
+
+    def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a value, and have an RRef to the outcome."""
 
 
-def set_agent_finder(finder: Callable[[], Agent]) -> None:
-    """Tell how ``RRef(value)`` finds the agent it belongs to."""
-    global _find_agent
-    _find_agent = finder
+class Home(NamedTuple):
+    """The agent to which a reference belongs, as far as the reference knows it."""
+
+    references: References
+    calls: Calls
+    run_pass: Callable[[int, torch.Tensor, bool], None]
+    """Runs a backward pass in a context, by its id, from a tensor here; the last argument is to keep the graph."""
+
+
+_find_home: Callable[[], Home]
+
+
+def set_home_finder(finder: Callable[[], Home]) -> None:
+    """Tell how ``RRef(value)`` finds the agent to which it belongs."""
+    global _find_home
+    _find_home = finder
 
 
 class _Hold:
     """What keeps a value: its reference has it, and so has each message with which that is on its way."""
 
-    __slots__ = ("_agent", "_fork", "_id")
+    __slots__ = ("_fork", "_id", "_references")
 
-    def __init__(self, agent: Agent, id: GlobalId, fork: GlobalId | None) -> None:
-        self._agent, self._id, self._fork = agent, id, fork
+    def __init__(self, references: References, id: GlobalId, fork: GlobalId | None) -> None:
+        self._references, self._id, self._fork = references, id, fork
 
     def __del__(self) -> None:
-        self._agent.references.release_later(self._id, self._fork)
+        self._references.release_later(self._id, self._fork)
 
 
 class RRef(Generic[T]):
@@ -60,33 +86,77 @@ class RRef(Generic[T]):
     """What was known of the value at the last look: who counts references forgets one that is released."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        agent = _find_agent()
-        self._agent = agent
-        self._id = agent.ids.next()
+        home = _find_home()
+        references = home.references
+        self._home = home
+        self._id = references.new_id()
         self._fork: GlobalId | None = None
-        self._owner = agent.me.incarnation
+        self._owner = references.me
         self._creation: Promise[Any] | None = None
-        self._hold: _Hold | None = _Hold(agent, self._id, None)
-        agent.references.own(self._id)
-        agent.references.settle(self._id, value, None)
+        self._hold: _Hold | None = _Hold(references, self._id, None)
+        references.own(self._id)
+        references.settle(self._id, value, None)
 
     @classmethod
     def _refer(
         cls,
-        agent: Agent,
+        home: Home,
         id: GlobalId,
         fork: GlobalId | None,
         owner: int,
-        creation: Promise[Any] | None = None,
+        creation: Promise[Any] | None,
     ) -> RRef[T]:
         self = cls.__new__(cls)
-        self._agent, self._id, self._fork, self._owner, self._creation = agent, id, fork, owner, creation
-        self._hold = _Hold(agent, id, fork)
+        self._home, self._id, self._fork, self._owner, self._creation = home, id, fork, owner, creation
+        self._hold = _Hold(home.references, id, fork)
         return self
 
-    def is_counted_by(self, references: object) -> bool:
-        """Whether it belongs to the agent that has these `References`."""
-        return self._agent.references is references
+    # -- for who sends it, or shows it --------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """Raise what is known to be wrong with the reference."""
+        if self._hold is None:
+            raise RRefError(f"{self!r} was let go of by release()")
+        if self._fork is None:
+            return
+        references = self._home.references
+        if references.closed:
+            raise RRefError(f"{self!r} cannot be used: RPC has been shut down on this worker")
+        standing = references.forks.standing(self._fork)
+        if standing is None:
+            raise RRefError(f"{self!r} cannot be used: this worker has let go of all references, to end RPC")
+        if standing is Standing.FAILED:
+            why = self._creation.exception() if self._creation is not None and self._creation.done() else "timed out"
+            raise creation_error(why)
+        if standing is Standing.DEAD:
+            lost = references.membership.why_gone(self.owner_name()) or "no longer has the value"
+            raise WorkerLost(f"the value of this RRef is lost: its owner {self.owner_name()} {lost}")
+
+    def keep(self) -> object:
+        """Return what keeps the value for as long as it is kept itself; an error where something is wrong with it."""
+        hold = self._hold
+        if hold is None:
+            raise RRefError(f"{self!r} was let go of by release()")
+        self.check_alive()
+        return hold
+
+    def hand_over(self, to: int, references: References) -> Fork:
+        """Make a fork for a message that the agent with ``references`` sends to another one."""
+        if self._home.references is not references:
+            raise RRefError(f"{self!r} belongs to another agent, or to an RPC world that has ended")
+        self.check_alive()
+        return references.hand_over(self._id, self._fork, to)
+
+    def when_changed(self, then: Callable[[], None]) -> Callable[[], None]:
+        """Call ``then`` with each news of the reference, its end included; returns a function that ends that.
+
+        It is called by whatever thread has the news, and must not block.
+        """
+        return self._home.references.when_changed([self._id, *([self._fork] if self._fork is not None else [])], then)
+
+    def forks_out(self) -> int | None:
+        """Return how many forks of the value other workers hold; None where it is not owned here."""
+        return self._home.references.forks.forks_of(self._id) if self._fork is None else None
 
     # -- what is known without asking ---------------------------------------------------------
 
@@ -96,15 +166,15 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """The worker on which the value lives."""
-        return self._agent.membership.info_of(self._owner)
+        return self._home.references.membership.info_of(self._owner)
 
     def owner_name(self) -> str:
         """The name of the worker on which the value lives."""
-        return self._agent.membership.name_of(self._owner)
+        return self._home.references.membership.name_of(self._owner)
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to know of this reference."""
-        return self._fork is None or self._agent.references.forks.standing(self._fork) is Standing.CONFIRMED
+        return self._fork is None or self._home.references.forks.standing(self._fork) is Standing.CONFIRMED
 
     @property
     def state(self) -> State | None:
@@ -112,7 +182,7 @@ class RRef(Generic[T]):
 
         Of a call that failed, it is the error's type and text. After `release` it is what was known then.
         """
-        found = self._agent.references.forks.state(self._id, self._fork)
+        found = self._home.references.forks.state(self._id, self._fork)
         if found is not None:
             self._known = found
         return self._known
@@ -131,10 +201,10 @@ class RRef(Generic[T]):
         """Return how far the reference has come, in one word; "failed" also if its call raised an error."""
         if self._hold is None:
             return "released"
-        if self._agent.closed:
+        if self._home.references.closed:
             return "ended"
         if self._fork is not None:
-            standing = self._agent.references.forks.standing(self._fork)
+            standing = self._home.references.forks.standing(self._fork)
             if standing is not Standing.CONFIRMED:
                 return standing.value if standing is not None else "dead"
         state = self.state
@@ -146,42 +216,38 @@ class RRef(Generic[T]):
 
     def to_here(self, timeout: float = -1.0) -> T:
         """A copy of the value, fetched from its owner; on the owner, the value itself."""
-        self._agent.references.check_alive(self)
-        if self._fork is None:
-            seconds = self._agent.timeout_of(timeout)
-            return cast(T, self._agent.references.local_value(self._id, seconds))
-        return cast(T, self._agent.caller.fetch(self, timeout))
+        self.check_alive()
+        return cast(T, self._home.calls.fetch(self, timeout))
 
     def local_value(self) -> T:
         """The value itself; on its owner only."""
         if self._fork is not None:
-            here = self._agent.membership.info_of(self._agent.me.incarnation)
+            here = self._home.references.membership.info_of(self._home.references.me)
             raise RRefError(
                 f"For UserRRef(rref_id={self._id}, fork_id={self._fork}), can't call localValue() on user "
                 f"{here}. Call it on owner {self.owner()}"
             )
-        self._agent.references.check_alive(self)
-        return cast(T, self._agent.references.local_value(self._id, None))
+        self.check_alive()
+        return cast(T, self._home.references.local_value(self._id, None))
 
     def rpc_sync(self, timeout: float = -1.0) -> Proxy:
         """A stand-in for the value: ``rref.rpc_sync().method(...)`` runs it on the owner and returns the result."""
-        return Proxy(self, self._agent.caller.method_sync, timeout)
+        return Proxy(self, self._home.calls.method_sync, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Proxy:
         """As `rpc_sync`, with a Future for the result."""
-        return Proxy(self, self._agent.caller.method_async, timeout)
+        return Proxy(self, self._home.calls.method_async, timeout)
 
     def remote(self, timeout: float = -1.0) -> Proxy:
         """As `rpc_sync`, with an RRef to the result, which stays on the owner."""
-        return Proxy(self, self._agent.caller.method_remote, timeout)
+        return Proxy(self, self._home.calls.method_remote, timeout)
 
     def peek(self, timeout: float = -1.0) -> Peek:
         """What the value looks like: a tensor's range, norm and histogram, a module's parameters. It stays there."""
-        self._agent.references.check_alive(self)
-        seconds = self._agent.timeout_of(timeout)
+        self.check_alive()
         if self._fork is None:
-            return _look(self, seconds)
-        found: Peek = self._agent.caller.sync(self.owner(), _look, (self, seconds), None, timeout)
+            return _look(self, timeout)
+        found: Peek = self._home.calls.sync(self.owner(), _look, (self, timeout), None, timeout)
         return found
 
     def release(self) -> None:
@@ -200,7 +266,7 @@ class RRef(Generic[T]):
             return
         if dist_autograd_ctx_id == -1:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        self._agent.caller.sync(self.owner(), _backward, (self, int(dist_autograd_ctx_id), retain_graph), None, 0)
+        self._home.calls.sync(self.owner(), _backward, (self, int(dist_autograd_ctx_id), retain_graph), None, 0)
 
     # -- not this way -------------------------------------------------------------------------
 
@@ -237,9 +303,7 @@ def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     if context_id == -1:
         value.backward(retain_graph=retain_graph)
         return
-    recorder = rref._agent.recorder
-    assert recorder is not None  # every agent has one, by nbdist.rpc.recording
-    recorder.backward(context_id, value, retain_graph)
+    rref._home.run_pass(context_id, value, retain_graph)
 
 
 class Proxy:
@@ -272,70 +336,6 @@ def local_type(state: State) -> type | None:
     for part in state.qualname.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, type) else None
-
-
-def describe_error(error: BaseException) -> State:
-    """What goes to the users of a reference in whose place there is an error."""
-    cls = type(error)
-    try:
-        return State(cls.__module__, cls.__qualname__, error=str(error))
-    except Exception:
-        return State(cls.__module__, cls.__qualname__, error="its text cannot be had")
-
-
-def error_line(name: str, text: str) -> str:
-    """Return an error in one line: its type and the first line of its text."""
-    first = text.strip().partition("\n")[0]
-    return f"{name}: {first}" if first else name
-
-
-def describe_value(value: Any) -> State:
-    """Return what the users of a reference can be shown of its value. No code of the value's class is called."""
-    cls = type(value)
-    if cls is torch.Tensor or cls is torch.nn.Parameter:
-        return _describe_tensor(value, getattr)
-    if issubclass(cls, torch.Tensor):
-        with no_torch_function():
-            return _describe_tensor(value, inert.tensor_fact)
-    module, qualname = inert.module_of(cls), inert.qualname_of(cls)
-    nbytes: int | None
-    if issubclass(cls, torch.nn.Module):
-        nbytes = sum(_nbytes_of(parameter) for parameter in inert.parameters_of(value))
-    else:
-        nbytes = inert.nbytes_of(value)
-    return State(module, qualname, nbytes=nbytes, names=inert.public_names(cls) if module == "__main__" else None)
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], Any]) -> State:
-    cls = type(value)
-    module, qualname = inert.module_of(cls), inert.qualname_of(cls)
-    if inert.user_dispatches(cls):
-        return State(module, qualname)
-    try:
-        function = fact(value, "grad_fn")
-        return State(
-            module,
-            qualname,
-            shape=list(fact(value, "shape")),
-            dtype=_dtype_name(fact(value, "dtype")),
-            device="cpu" if fact(value, "is_cpu") else str(fact(value, "device")),
-            requires_grad=fact(value, "requires_grad"),
-            grad_fn=type(function).__name__ if function is not None else None,
-            nbytes=fact(value, "nbytes") if fact(value, "layout") is torch.strided else None,
-        )
-    except RuntimeError:  # of a kind of tensor that has no shape, such as a nested one
-        return State(module, qualname)
-
-
-def _nbytes_of(tensor: torch.Tensor) -> int:
-    with no_torch_function():
-        nbytes: int = inert.tensor_fact(tensor, "nbytes")
-        return nbytes
 
 
 def _summary(state: State | None) -> str:

@@ -11,8 +11,8 @@ from html import escape
 from typing import Any, Generic, TypeVar
 
 from nbdist.pictures import as_image, themed
+from nbdist.rpc.describing import error_line
 from nbdist.rpc.peeking import Histogram, Numbers, Parameter, Peek
-from nbdist.rpc.rref import error_line
 from nbdist.views import tables
 from nbdist.views.amounts import size
 from nbdist.wire.messages import State

@@ -263,7 +263,7 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
     if cluster is not None:
         _parting.discard(cluster)
         for live in (card.LIVE, references.LIVE):
-            live.leave(cluster.agent)
+            live.leave(cluster.agent.me.incarnation)
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:
@@ -273,7 +273,7 @@ def _await(rrefs: Sequence[RRef[Any]]) -> None:
         if rref.is_owner():
             continue
         known = threading.Event()
-        end = rref._agent.references.when_changed(rref, partial(_look, rref, known))
+        end = rref.when_changed(partial(_look, rref, known))
         try:
             _look(rref, known)
             known.wait(max(0.0, deadline - time.monotonic()))

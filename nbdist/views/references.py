@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 from typing import Any
 
-from nbdist.rpc.rref import RRef, error_line
+from nbdist.rpc.describing import error_line
+from nbdist.rpc.rref import RRef
 from nbdist.views import cards
 from nbdist.views.cards import Facts, Rows
 from nbdist.views.shown import Bundle
@@ -30,9 +31,8 @@ OVER = frozenset({"failed", "dead", "released", "ended"})
 
 def facts_of(rref: RRef[Any]) -> Facts:
     """Return what is known of a reference now; nobody is asked."""
-    references = rref._agent.references
     state, standing = rref.state, rref._standing()
-    forks = references.forks.forks_of(rref._id) if rref.is_owner() else None
+    forks = rref.forks_out()
     if standing == "here" and state is None:
         standing = "pending"
     return Facts(rref.owner_name(), standing, state, forks, _why(rref, standing, state))
@@ -48,7 +48,7 @@ def _why(rref: RRef[Any], standing: str, state: State | None) -> str:
     error = creation.exception() if standing == "failed" and creation is not None and creation.done() else None
     if error is None:
         try:
-            rref._agent.references.check_alive(rref)
+            rref.check_alive()
         except Exception as found:
             error = found
     return error_line(type(error).__name__, str(error)) if error is not None else ""

@@ -45,7 +45,7 @@ class Timeline:
         self._agent = agent
         self._key = secrets.token_hex(8)
         self._records = sorted(agent.membership.members(), key=lambda record: record.id)
-        self._offsets = {record.name: offset(agent, record) for record in self._records}
+        self._offsets = {record.name: offset(agent.me, record, agent.caller.sync) for record in self._records}
         self._running = True
         self._end: float | None = None
         self._start = time.monotonic()

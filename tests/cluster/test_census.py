@@ -14,7 +14,7 @@ from nbdist.cluster import variables
 from nbdist.cluster.census import Census, Walk
 from nbdist.cluster.process_memory import Regions, measure, own_bytes, parse_smaps, resident_bytes
 from nbdist.cluster.roots import Named
-from nbdist.rpc.rref import describe_value
+from nbdist.rpc.describing import describe_value
 
 KB = 1000
 

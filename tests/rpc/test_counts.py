@@ -25,8 +25,8 @@ EXPECTED = {
     "empty, of __main__": (85, 46, 2),
     "empty, from a cell": (36, 32, 2),
     "small tensor": (42, 34, 2),
-    "remote().to_here()": (120, 113, 5),
-    "step": (463, 456, 7),
+    "remote().to_here()": (122, 113, 5),
+    "step": (459, 458, 7),
     "ten hops, SMART": (3201, 2841, 43),
     "ten hops, FAST": (3332, 2888, 43),
 }

@@ -39,12 +39,12 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
     live = traitlets.Bool(True).tag(sync=True)
 
     def __init__(self, rref: RRef[Any]) -> None:
-        self.agent = rref._agent
+        self.home = rref._home.references.me
         self._known = weakref.ref(rref)
         self._facts = references.facts_of(rref)
         layout, style = looks()
         super().__init__(value=cards.card(self._facts), layout=layout, style=style)
-        self._end = rref._agent.references.when_changed(rref, self.changed)
+        self._end = rref.when_changed(self.changed)
         self._gone = weakref.finalize(rref, _news, weakref.ref(self))
         self._gone.atexit = False
         if references.facts_of(rref) != self._facts:  # there was news before anybody listened

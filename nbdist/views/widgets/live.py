@@ -6,15 +6,14 @@ import threading
 from collections import OrderedDict
 from typing import Protocol
 
-from nbdist.rpc.agent import Agent
-
 __all__ = ["Live"]
 
 
 class _Shows(Protocol):
     """A view of what belongs to an agent."""
 
-    agent: Agent
+    home: int
+    """The agent's incarnation."""
 
     def freeze(self) -> None:
         """Be a picture from now on, of what is known now."""
@@ -48,9 +47,9 @@ class Live:
         with self._lock:
             self._views.pop(id(view), None)
 
-    def leave(self, agent: Agent) -> None:
-        """Have all views of an agent say that its cluster has ended."""
+    def leave(self, home: int) -> None:
+        """Have all views of an agent, by its incarnation, say that its cluster has ended."""
         with self._lock:
-            own = [view for view in self._views.values() if view.agent is agent]
+            own = [view for view in self._views.values() if view.home == home]
         for view in own:
             view.leave()

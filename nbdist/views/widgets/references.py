@@ -38,12 +38,12 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
     def __init__(self, value: references.Many) -> None:
         rows = references.rows_of(value)
         gone = partial(_news, weakref.ref(self))
-        self.agent = rows.items[0][1]._agent
+        self.home = rows.items[0][1]._home.references.me
         self._known: Rows[weakref.ref[RRef[Any]]] = rows.each(lambda rref: weakref.ref(rref, gone))
         self._facts: Rows[Facts] = rows.each(references.facts_of)
         layout, look = looks()
         super().__init__(value=cards.table(self._facts), layout=layout, style=look)
-        self._ends = [rref._agent.references.when_changed(rref, self.changed) for _, rref in rows.items]
+        self._ends = [rref.when_changed(self.changed) for _, rref in rows.items]
         if rows.each(references.facts_of) != self._facts:  # there was news before anybody listened
             self.changed()
 
