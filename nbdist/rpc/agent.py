@@ -407,7 +407,7 @@ class Agent:
             self.post(sender, Pong(message.number, self.executor.doing()))
 
     def _on_undelivered(self, call: Call) -> None:
-        """A call was not taken in all tries."""
+        """Fail a call that its callee did not take in all tries."""
         self.submit(partial(self.outcomes.undelivered, call.id))
 
     def _on_goodbye(self, message: Goodbye, sender: int, _: list[bytes]) -> None:

@@ -272,7 +272,7 @@ class Ending:
             self._links.post(leader.incarnation, self._state(0))
 
     def on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
-        """The leader asks how far this member is."""
+        """Answer the leader, which asks how far this member is."""
         with self._changed:
             self._waits_for = message.waits_for
             if self._reached >= DRAINING:
@@ -282,7 +282,7 @@ class Ending:
             self._links.post(sender, self._state(message.look))
 
     def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
-        """A member has answered the leader."""
+        """Store a member's answer to the leader."""
         with self._changed:
             if message.look != self._look and message.round < CLOSING:
                 return
@@ -298,7 +298,7 @@ class Ending:
             self._changed.notify_all()
 
     def on_lost(self, record: Record, why: str) -> None:
-        """A member is gone, and not waited for."""
+        """Stop waiting for a member that is lost."""
         with self._changed:
             if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:
                 self._lost.append(f"{record.name}, which {why}")

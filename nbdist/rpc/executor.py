@@ -102,7 +102,7 @@ class Executor:
         return f"{function} for {name} since {time.monotonic() - since:.1f} s{more}"
 
     def on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
-        """A call has come: return the job that runs it, unless it waits for a reference or a value."""
+        """Take a call in: return the job that runs it, or None while it waits for a reference or a value."""
         number = next(self._numbers)
         self._running[number] = (call.function, time.monotonic(), sender)
         request = Request(self, number, call, sender, frames)

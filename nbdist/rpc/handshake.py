@@ -163,7 +163,7 @@ class Handshake:
         self._links.refuse(record, Refused(self._me.incarnation, reason))
 
     def on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
-        """A member says who it is."""
+        """Welcome a member that says who it is."""
         self._sharing.on_met(sender, message.reads)
         self._welcome(sender)
         if self._complete:
@@ -175,7 +175,7 @@ class Handshake:
             self._say(sender, Welcome(self._me, self._sharing.can_read(record)))
 
     def on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
-        """A member has answered."""
+        """Note that a member has answered."""
         self._sharing.on_met(sender, message.reads)
         # The record is the one by which this agent reached the sender: a message must not give it another name or id.
         record = self._links.connected(sender)
@@ -187,7 +187,7 @@ class Handshake:
             self._changed.notify_all()
 
     def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
-        """A member has met all others."""
+        """Note that a member has met all others."""
         with self._changed:
             self._ready.add(sender)
             self._changed.notify_all()
@@ -208,7 +208,7 @@ class Handshake:
             self._lose(message.about, f"refused further messages: {message.reason}")
 
     def on_lost(self, record: Record, why: str) -> None:
-        """A member is gone, perhaps while the world forms."""
+        """Give up forming the world if a member is lost before it was ready."""
         with self._changed:
             if self._world is not None and record.incarnation in self._ready & self._welcomed:
                 # Its own world was complete: it has come and gone, which is no failure to form this one.

@@ -283,7 +283,7 @@ class Links:
             self._on_undelivered(message)
 
     def on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
-        """Another agent has answered, and said what it is doing."""
+        """Note what another agent says it is doing."""
         connection = self.connections.get(sender)
         if connection is None:
             return  # it is gone

@@ -49,7 +49,7 @@ class Outcomes:
     # -- with an answer -----------------------------------------------------------------------
 
     def on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
-        """An answer has come: settle its call, or return the job that does."""
+        """Settle the call that an answer belongs to, or return the job that does."""
         references = self._references.accept(reply.payload.forks) if reply.payload.forks else []
         call = self._pending.pop(reply.id)
         if call is None or call.to != sender:

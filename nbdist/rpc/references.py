@@ -244,19 +244,19 @@ class References:
     # -- what others say ----------------------------------------------------------------------
 
     def on_fork_request(self, message: ForkRequest, sender: int, _: list[bytes]) -> None:
-        """Another agent asks to be counted."""
+        """Count a fork of another agent, and confirm it."""
         self._perform_locked(self.forks.on_fork_request, message, sender)
 
     def on_user_delete(self, message: UserDelete, sender: int, _: list[bytes]) -> None:
-        """Another agent has let go of a fork."""
+        """Drop a fork that another agent has released."""
         self._perform_locked(self.forks.on_user_delete, message, sender)
 
     def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
-        """A fork that was made here for another agent is counted."""
+        """Note that the owner counts a fork which was made here for another agent."""
         self._perform_locked(self.forks.on_child_accept, message)
 
     def on_fork_confirm(self, message: ForkConfirm, sender: int, _: list[bytes]) -> None:
-        """An owner counts a fork held here, or no longer has its value."""
+        """Mark a fork held here as counted by its owner, or as dead."""
         self._confirmed(message)
 
     def _confirmed(self, message: ForkConfirm) -> None:
@@ -269,7 +269,7 @@ class References:
         self._tell(message.fork)
 
     def on_state(self, message: RRefState, sender: int, _: list[bytes]) -> None:
-        """A value that this agent refers to has come to be."""
+        """Store what the owner tells of a value that now exists."""
         with self._lock:
             self.forks.on_state(message)
         self._tell(message.rref)

@@ -162,14 +162,14 @@ class Sharing:
             self._arena.give_back(sender, blocks)
 
     def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
-        """Another agent needs shared blocks no longer."""
+        """Free shared blocks that another agent needs no longer."""
         if self._arena is not None:
             self._arena.lose(sender, message.shared)
 
     # -- the end ------------------------------------------------------------------------------
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Forget the memory that a lost member had, or read."""
+        """Forget the memory of a lost member, and the blocks that it read."""
         self.spaces.pop(record.incarnation, None)
         self._readable.pop(record.incarnation, None)
         with self._lock:

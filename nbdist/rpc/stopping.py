@@ -102,7 +102,7 @@ class Stopping:
                 _raise_in(threading.get_ident(), None)  # what has not been raised must not hit the thread's next call
 
     def on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
-        """A caller has given up on a call: stop it, or have it not begin."""
+        """Stop a call whose caller has given up on it, or keep it from beginning."""
         key = sender, message.id
         with self._lock:
             self._stopped[key] = None  # it may not have begun
