@@ -13,6 +13,7 @@
 #   TORCH       what `pip install` is given for torch, options included, e.g.
 #               make demo TORCH="torch==2.13.0 --index-url URL"
 #   ARGS        more arguments for the program that is run, e.g. make test ARGS="-k rref -x"
+#   JOBS        how many files of tests `make test` runs at a time; 0 for one after the other, in one process
 #   PAGE        the page that `make demo` leaves
 #   SEED        the seed of `make chaos`
 #   MINUTES     how long `make chaos` runs
@@ -44,6 +45,9 @@ export PYTHONPATH :=
 # SAFEPATH keeps the working directory, the checkout, off sys.path; test processes hand it on to theirs.
 PYTEST := XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m pytest
 
+# So many files of tests run at a time; a file's own tests run one after the other.
+JOBS ?= 2
+
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
 .PHONY: demo lab notebooks test check bench soak chaos clean always
@@ -60,7 +64,7 @@ notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
 	XDG_CACHE_HOME=$(CACHE) $(PY) notebooks/run.py --write $(ARGS)
 
 test: $(VENV)/.nbdist $(VENV)/.smollm2
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.nbdist
 	$(PY) -m ruff format --check .

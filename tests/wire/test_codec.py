@@ -2,6 +2,7 @@
 
 import collections
 import io
+import operator
 import pickle
 import socket
 import sys
@@ -485,7 +486,7 @@ def test_a_reference_in_a_definition():
 @pytest.mark.parametrize(
     "function",
     [torch.add, torch.mm, torch.nn.functional.softmax, torch.ones_like, len, sorted, collections.Counter],
-    ids=str,
+    ids=operator.attrgetter("__name__"),
 )
 def test_a_name_leads_back(function):
     assert names.resolve(names.name_of(function)) is function
@@ -495,7 +496,11 @@ def test_a_class_method_leads_back():
     assert names.resolve(names.name_of(Forker.make)) == Forker.make
 
 
-@pytest.mark.parametrize("function", [lambda: 1, [].append, torch.ones(1).add, collections.Counter().update], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [lambda: 1, [].append, torch.ones(1).add, collections.Counter().update],
+    ids=operator.attrgetter("__name__"),
+)
 def test_what_has_no_name_elsewhere_has_none(function):
     assert names.name_of(function) is None
 
