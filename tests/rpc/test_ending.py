@@ -153,9 +153,9 @@ def test_an_answer_to_an_earlier_look_is_no_part_of_a_later_one():
         first, second = leader._look, leader._look + 1
         member = world[1].me.incarnation
         leader._look = second
-        leader._on_state(ShutdownState(DRAINING, 0, 0, 0, first), member, [])
+        leader.on_state(ShutdownState(DRAINING, 0, 0, 0, first), member, [])
         assert member not in leader._answers
-        leader._on_state(ShutdownState(DRAINING, 0, 0, 0, second), member, [])
+        leader.on_state(ShutdownState(DRAINING, 0, 0, 0, second), member, [])
         assert member in leader._answers
 
 
