@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ __all__ = [
     "NEWEST_TESTED",
     "SYMBOLS",
     "engine",
+    "direct_apply",
     "function_modes",
     "graph_task",
+    "innermost_transform",
     "is_in_a_mode",
     "is_process_group_known",
     "is_torch_future",
@@ -53,6 +55,7 @@ __all__ = [
     "torch_library",
     "torch_rpc",
     "torch_version",
+    "unwrap_if_dead",
     "validate_sparse",
     "warn_of_untested",
     "without_dispatch_modes",
@@ -75,6 +78,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._pop_torch_function_stack": "origins of nodes stay unknown",
     "torch._C._push_on_torch_function_stack": "origins of nodes stay unknown",
     "torch._C._len_torch_dispatch_stack": "a thread is taken to be in no dispatch mode",
+    "torch._C._functorch.unwrap_if_dead": "a tensor left over by a torch.func transform may not be sent in a context",
     "torch._C._functorch.peek_interpreter_stack": "a thread is taken to be outside of torch.func transforms",
     "torch._C._current_graph_task_id": 'a context with check="nan" also looks at what a user\'s backward computes',
     "torch._C._DisableTorchDispatch": "dispatch modes see how a tensor is searched for NaN",
@@ -219,7 +223,21 @@ function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", 
 pop_function_mode: Callable[[], Any] = _find("torch._C._pop_torch_function_stack")
 push_function_mode: Callable[[Any], None] = _find("torch._C._push_on_torch_function_stack")
 _dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
-_transforms: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack", lambda: None)
+innermost_transform: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack", lambda: None)
+"""Return the innermost of torch.func's transforms in which the calling thread is; None outside of any."""
+
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = _find("torch._C._functorch.unwrap_if_dead", lambda it: it)
+"""Return what a tensor wraps, if a transform that is over has made it; else the tensor itself."""
+
+
+def direct_apply(function: Any) -> Callable[..., Any]:
+    """Return what ``function.apply`` of a `torch.autograd.Function` comes to outside of torch.func's transforms.
+
+    That is the function in C++ which ``function.apply`` calls once it has looked at each argument. It takes no tensors
+    that a transform has left over: see `unwrap_if_dead`. Where torch has no such function, ``function.apply`` is used.
+    """
+    of_base: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return of_base if isinstance(of_base, BuiltinFunctionType) else function.apply
 
 
 graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
@@ -231,7 +249,7 @@ without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _find("torch
 
 def is_transforming() -> bool:
     """Return whether the calling thread runs a function that torch.func transforms: vmap, grad and the like."""
-    return _transforms() is not None
+    return innermost_transform() is not None
 
 
 def is_in_a_mode() -> bool:

@@ -245,7 +245,7 @@ def _gradients(agent: Agent, victim: int, chance: random.Random) -> tuple[Messag
     data = passes.encode(message)
     if chance.random() < 0.5:
         data = scramble(data, chance)
-    return Cast(recorder._topic(type(message)), data, encoded.payload), [bytes(frame) for frame in encoded.frames]
+    return Cast(recorder._TOPICS[type(message)], data, encoded.payload), [bytes(frame) for frame in encoded.frames]
 
 
 KINDS = (_call, _call, _shared, _reply, _reference, _control, _gradients)

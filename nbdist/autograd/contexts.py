@@ -147,14 +147,22 @@ class Context:
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """What the passes have gathered on this worker, those included of which the end is not yet known here."""
+        return dict(self._total().items())
+
+    def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return each of these leaves with what `gradients` has for it, or None. No tensor is hashed, which is slow."""
+        total = self._total()
+        return [(leaf, total.of(leaf)) for leaf in leaves]
+
+    def _total(self) -> Gradients:
+        total = Gradients()
         with self.lock:
-            total = Gradients()
             total.update(self._gradients)
             for gradients in self._contributions.values():
                 total.update(gradients)
             for run in self.runs.values():
                 total.update(run.part.gradients)
-        return dict(total.items())
+        return total
 
 
 class _PerThread(threading.local):

@@ -16,28 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.autograd.edges import Node
 
-__all__ = ["blocked_by", "exist", "in_buckets", "own", "owned_by_any"]
+__all__ = ["blocked_by", "in_buckets", "living", "own", "owned_by_any"]
 
-_known: dict[int, weakref.ref[DistributedDataParallel]] = {}
-"""Those that live, by id: whether there are any is asked many times in each pass."""
+living: dict[int, weakref.ref[DistributedDataParallel]] = {}
+"""The modules that live, by id. Whether there are any is asked many times in each pass, so no function answers it."""
 
 
 def _notice(module: Any, name: str, submodule: Any) -> None:
     if isinstance(module, DistributedDataParallel):
         key = id(module)
-        _known[key] = weakref.ref(module, lambda _: _known.pop(key, None))
+        living[key] = weakref.ref(module, lambda _: living.pop(key, None))
 
 
 def _modules() -> list[DistributedDataParallel]:
-    return [module for reference in list(_known.values()) if (module := reference()) is not None]
+    return [module for reference in list(living.values()) if (module := reference()) is not None]
 
 
 register_module_module_registration_hook(_notice)
-
-
-def exist() -> bool:
-    """Whether there are such modules."""
-    return bool(_known)
 
 
 def _leaves(module: DistributedDataParallel) -> set[int]:

@@ -9,8 +9,8 @@ a pass, which the thread that runs it carries along (`current_part`), also to th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +18,21 @@ from torch.autograd import Function
 
 from nbdist.autograd.measuring import is_finite
 from nbdist.errors import UsageError
-from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
+from nbdist.torch_private import (
+    direct_apply,
+    innermost_transform,
+    keep_in_thread,
+    set_grad_enabled,
+    take_from_thread,
+    thread_has,
+    thread_value,
+    unwrap_if_dead,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nbdist.autograd.part import Part
 
-__all__ = ["RECEIVE", "Held", "Node", "Received", "Sent", "Slot", "current_part", "receive", "running"]
+__all__ = ["RECEIVE", "Held", "Node", "Received", "Sent", "Slot", "current_part", "receive", "swap_part"]
 
 Node = Any
 """A node of torch's graph; those of C++ have no class that could be named here."""
@@ -38,21 +45,19 @@ def current_part() -> Part | None:
     return thread_value(_PART) if thread_has(_PART) else None
 
 
-@contextmanager
-def running(part: Part) -> Iterator[None]:
-    """Make ``part`` the one that the calling thread executes.
+def swap_part(part: Part | None) -> Part | None:
+    """Make ``part`` the one that the calling thread executes, or none; return the part before, to be put back.
 
     It is kept in torch's thread-local storage, because the engine hands that on to the threads of other devices.
     It is removed rather than replaced by None: a thread that ends with an entry there waits for the GIL for ever.
     """
-    outer = current_part()
-    keep_in_thread(_PART, part)
-    try:
-        yield
-    finally:
+    outer: Part | None = None
+    if thread_has(_PART):
+        outer = thread_value(_PART)
         take_from_thread(_PART)
-        if outer is not None:
-            keep_in_thread(_PART, outer)
+    if part is not None:
+        keep_in_thread(_PART, part)
+    return outer
 
 
 class Held(Exception):
@@ -67,7 +72,8 @@ class Slot:
     def __init__(self, message: int, index: int, tensor: torch.Tensor) -> None:
         self.message = message
         self.index = index
-        self.gate: torch.Tensor = _Gate.apply(self, tensor)
+        make = _make_gate if innermost_transform() is None else _Gate.apply  # which says that a gate has no transform
+        self.gate: torch.Tensor = make(self, unwrap_if_dead(tensor))
         self.node: Node = self.gate.grad_fn
         self.edge: tuple[Node, int] = self.node.next_functions[0]
 
@@ -82,7 +88,9 @@ class Sent:
         self.message = message
         self.peer = peer
         self.function = function
-        self.slots = [Slot(message, index, tensor) for index, tensor in enumerate(tensors)]
+        self.slots: list[Slot] = []
+        for index, tensor in enumerate(tensors):
+            self.slots.append(Slot(message, index, tensor))
 
 
 class Received:
@@ -98,17 +106,14 @@ class Received:
         self.peer = peer
         self.function = function
         self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._nodes: list[weakref.ref[Node]] = []
+        """What its tensors are like, in the order in which they were sent."""
+        self.node_references: list[weakref.ref[Node]] = []
+        """Its nodes: a node holds its end, and would never be freed if its end held it."""
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes, as far as they live: a node holds its end, and would never be freed if its end held it."""
-        return [node for reference in self._nodes if (node := reference()) is not None]
-
-    def add(self, node: Node, tensors: Iterable[torch.Tensor]) -> None:
-        """One node, and what it made."""
-        self._nodes.append(weakref.ref(node))
-        self.like += [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        """The nodes, as far as they live."""
+        return [node for reference in self.node_references if (node := reference()) is not None]
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note which of the tensors that have come hold a NaN or Inf."""
@@ -138,7 +143,7 @@ def _arrive(
 
 
 def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-    part = current_part()
+    part: Part | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
         raise UsageError(
             f"this pass has come to a tensor that was received from another worker ({ctx.end.function}), and a "
@@ -161,6 +166,8 @@ _Receive: Any = type(
     {"forward": staticmethod(_arrive), "backward": staticmethod(_send_back), "__module__": __name__},
 )
 
+_make_gate, _make_received = direct_apply(_Gate), direct_apply(_Receive)
+
 RECEIVE: type = _Receive._backward_cls
 """The class of receive nodes."""
 
@@ -178,9 +185,16 @@ def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     """
     made: list[torch.Tensor] = []
     size = len(tensors) if one_node_a_message else 1
-    with torch.enable_grad():
+    apply = _make_received if innermost_transform() is None else _Receive.apply
+    before = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    try:
         for first in range(0, len(tensors), size):
-            new = _Receive.apply(_anchor, end, first, tensors[first : first + size])
-            end.add(new[0].grad_fn, new)
+            new = apply(_anchor, end, first, tensors[first : first + size])
+            end.node_references.append(weakref.ref(new[0].grad_fn))
             made += new
+    finally:
+        set_grad_enabled(before)
+    for tensor in made:
+        end.like.append((tensor.shape, tensor.dtype, tensor.device))
     return made

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
 from nbdist.autograd import ddp
@@ -26,9 +27,13 @@ from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
 from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
-__all__ = ["Claim", "Gradients", "claimed", "current_claim", "halted", "halted_leaves", "lent"]
+__all__ = ["Claim", "Gradients", "current_claim", "halted", "halted_leaves", "lent"]
 
-_condition = threading.Condition(threading.Lock())
+_lock = threading.Lock()
+"""Held while leaves change hands. It is taken by itself, because a Condition's own ``with`` is a Python function."""
+_condition = threading.Condition(_lock)
+_waiting: list[_Holder] = []
+"""Who waits for leaves of others."""
 _claimed: dict[int, _Use] = {}
 _halted: set[_Holder] = set()
 
@@ -51,8 +56,17 @@ class Gradients:
 
     def update(self, other: Gradients) -> None:
         """Add all of another's sums."""
+        with self._lock:
+            if not self._sums:
+                self._sums.update(other._sums)
+                return
         for leaf, gradient in list(other._sums.values()):  # a pass may be adding to them
             self.add(leaf, gradient)
+
+    def of(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of one leaf, or None."""
+        known = self._sums.get(id(leaf))
+        return known[1] if known is not None else None
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
         """Multiply the gradients of some leaves."""
@@ -69,22 +83,17 @@ class Gradients:
         return len(self._sums)
 
 
-class _Use:
+class _Use(msgspec.Struct, eq=False):
     """A leaf that is claimed; by several calls at a time if they are of one ``group``."""
 
-    __slots__ = ("before", "group", "holders", "key", "known", "leaf")
-
-    def __init__(
-        self, key: int, holder: _Holder, group: object | None, known: weakref.ref[torch.Tensor] | None = None
-    ) -> None:
-        self.key = key
-        self.group = group
-        self.holders = [holder]
-        self.known = known
-        """The leaf, if it is not kept while it is claimed."""
-        self.leaf: torch.Tensor | None = None
-        """The leaf, if ``before``, its ``.grad``, is set aside."""
-        self.before: torch.Tensor | None = None
+    key: int
+    group: object | None
+    holders: list[_Holder]
+    known: weakref.ref[torch.Tensor] | None = None
+    """The leaf, if it is not kept while it is claimed."""
+    leaf: torch.Tensor | None = None
+    """The leaf, if ``before``, its ``.grad``, is set aside."""
+    before: torch.Tensor | None = None
 
 
 def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
@@ -108,19 +117,27 @@ class _Holder:
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
         """Claim leaves by their ids, all at once, as soon as nobody else has one of them; and set ``.grad`` aside."""
         self.held |= wanted.keys()  # before: whatever interrupts us, `leave` finds what is ours
-        with _condition:
-            if not self._taken(wanted):
+        with _lock:
+            if _claimed.keys().isdisjoint(wanted.keys()) or not self._taken(wanted):
                 self._take(wanted, aside)
                 return
-        with blocking_wait(), _condition:
-            while taken := self._taken(wanted):
-                if any(holder._thread == self._thread for use in taken for holder in use.holders):
-                    raise UsageError(
-                        "a hook or node of a backward pass began another pass, or an optimizer's step, on leaves that "
-                        "the first has in hand: do it when backward() has returned"
-                    )
-                _condition.wait()
+        with blocking_wait(), _lock:
+            _waiting.append(self)
+            try:
+                self._await(wanted)
+            finally:
+                _waiting.remove(self)
             self._take(wanted, aside)
+
+    def _await(self, wanted: Mapping[int, torch.Tensor]) -> None:
+        """With the lock held: wait until nobody else has one of these leaves."""
+        while taken := self._taken(wanted):
+            if any(holder._thread == self._thread for use in taken for holder in use.holders):
+                raise UsageError(
+                    "a hook or node of a backward pass began another pass, or an optimizer's step, on leaves that "
+                    "the first has in hand: do it when backward() has returned"
+                )
+            _condition.wait()
 
     def _taken(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
         """What others have of them, or are giving back."""
@@ -133,18 +150,18 @@ class _Holder:
 
     def _take(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
         for key, leaf in wanted.items():
-            use = _use_of(key, leaf)
+            use = _use_of(key, leaf) if key in _claimed else None
             if use is not None:
                 use.holders.append(self)
                 continue
-            use = _claimed[key] = _Use(key, self, self._group)
+            use = _claimed[key] = _Use(key, self._group, [self])
             if aside:
                 use.leaf, use.before = leaf, leaf.grad
                 leaf.grad = None
 
     def leave(self) -> list[_Use]:
         """What nobody else has of what we have claimed; it can be claimed again when it has been given back."""
-        with _condition:
+        with _lock:
             for leaf in self.held:
                 use = _claimed.get(leaf)
                 if use is not None and self in use.holders:
@@ -156,27 +173,55 @@ class _Holder:
     def give_back(self) -> None:
         """Let others have them."""
         self.leave()
-        with _condition:
+        with _lock:
             while self._left:
                 use = self._left.pop()
                 if _claimed.get(use.key) is use:  # else its leaf has died, and another one lies in its place
                     del _claimed[use.key]
-            _condition.notify_all()
+            if _waiting:
+                _condition.notify_all()
 
 
 class Claim:
-    """The leaves of one call of the engine; where it goes ``into`` nothing, it accumulates in ``.grad`` as ever."""
+    """Sets aside the ``.grad`` of the leaves of one call of the engine, for the time of a ``with`` block.
+
+    At the end of the block what is there goes ``into`` the gradients given. Into None, nothing is set aside: the leaves
+    are claimed, and accumulate in ``.grad``. Blocks of one ``group`` may have the same leaves at the same time.
+    """
 
     def __init__(self, nodes: Iterable[Node], into: Gradients | None, group: object) -> None:
         self._into = into
-        self._leaves = {id(leaf): leaf for leaf in (node.variable for node in nodes)}
+        self._leaves: dict[int, torch.Tensor] = {}
+        for node in nodes:
+            leaf = node.variable
+            self._leaves[id(leaf)] = leaf
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outer: Claim | None = None
         self.holder = _Holder(group)
 
-    def take(self) -> None:
-        """Have the leaves, and set their ``.grad`` aside."""
-        self.holder.take(self._leaves, aside=self._into is not None)
+    def __enter__(self) -> None:
+        self._outer = thread_value(_KEY) if thread_has(_KEY) else None
+        try:
+            if self._leaves:
+                self.holder.take(self._leaves, aside=self._into is not None)
+            keep_in_thread(_KEY, self)
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self._end()
+        if self._late and kind is None:
+            self.accumulate_late()
+
+    def _end(self) -> None:
+        if thread_has(_KEY):
+            take_from_thread(_KEY)
+        if self._outer is not None:
+            keep_in_thread(_KEY, self._outer)
+        if self.holder.held:
+            self.release()
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
         """Claim leaves that a node reaches by a call of its own; those that another call has are returned.
@@ -187,14 +232,14 @@ class Claim:
         taken: set[Node] = set()
         for node in nodes:
             leaf = node.variable
-            with _condition:
+            with _lock:
                 use = _use_of(id(leaf), leaf)
                 if use is not None:
                     if self.holder not in use.holders:
                         taken.add(node)
                     continue
                 self.holder.held.add(id(leaf))
-                _claimed[id(leaf)] = _Use(id(leaf), self.holder, None, weakref.ref(leaf))
+                _claimed[id(leaf)] = _Use(id(leaf), None, [self.holder], weakref.ref(leaf))
             if self._into is not None:
                 self._adopted.append((weakref.ref(leaf), leaf.grad))
                 leaf.grad = None
@@ -213,10 +258,11 @@ class Claim:
     def release(self) -> None:
         """What is there when nobody has it any more is the pass's, and what was there before comes back."""
         try:
-            alive = [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
-            own = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
-            shared = ddp.in_buckets() if ddp.exist() else set[int]()
-            for leaf, before in (*own, *alive):
+            aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
+            if self._adopted:
+                aside += [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
+            shared = ddp.in_buckets() if ddp.living else set[int]()
+            for leaf, before in aside:
                 new = leaf.grad
                 leaf.grad = before
                 if new is not None and self._into is not None:
@@ -263,12 +309,12 @@ def current_claim() -> Claim:
 def halted() -> Iterator[None]:
     """The calling thread's call of the engine stands still, for the time of the block: somebody wants to look at it."""
     holder = current_claim().holder
-    with _condition:
+    with _lock:
         _halted.add(holder)
     try:
         yield
     finally:
-        with _condition:
+        with _lock:
             _halted.discard(holder)
 
 
@@ -276,46 +322,34 @@ def halted_leaves() -> set[int]:
     """The leaves, by id, whose ``.grad`` is set aside by calls that stand still."""
     if not _halted:  # as nearly always; every local pass asks
         return set()
-    with _condition:
+    with _lock:
         return set[int]().union(*(holder.held for holder in _halted))
 
 
-@contextmanager
-def claimed(nodes: Iterable[Node], into: Gradients | None, group: object) -> Iterator[None]:
-    """Set aside the ``.grad`` of the leaves of ``nodes``; at the end of the block what is there goes ``into``.
+class lent:
+    """Give leaves these gradients as their ``.grad`` for the time of a ``with`` block."""
 
-    Into None, nothing is set aside: the leaves are claimed, and accumulate in ``.grad``. Blocks of one ``group`` may
-    have the same leaves at the same time.
-    """
-    claim = Claim(nodes, into, group)
-    outer = thread_value(_KEY) if thread_has(_KEY) else None
-    try:
-        claim.take()
-        keep_in_thread(_KEY, claim)
-        yield
-    finally:
-        if thread_has(_KEY):
-            take_from_thread(_KEY)
-        if outer is not None:
-            keep_in_thread(_KEY, outer)
-        claim.release()
-    claim.accumulate_late()
+    def __init__(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        self._gradients = list(gradients)
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._holder = _Holder()
 
-
-@contextmanager
-def lent(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
-    """Give leaves these gradients as their ``.grad`` for the time of the block."""
-    holder = _Holder()
-    before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    try:
-        holder.take({id(leaf): leaf for leaf in gradients})
-        for leaf, gradient in gradients.items():
-            before.append((leaf, leaf.grad))
-            leaf.grad = gradient
-        yield
-    finally:
+    def __enter__(self) -> None:
         try:
-            for leaf, old in before:
+            wanted: dict[int, torch.Tensor] = {}
+            for leaf, _ in self._gradients:
+                wanted[id(leaf)] = leaf
+            self._holder.take(wanted)
+            for leaf, gradient in self._gradients:
+                self._before.append((leaf, leaf.grad))
+                leaf.grad = gradient
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            for leaf, old in self._before:
                 leaf.grad = old
         finally:
-            holder.give_back()
+            self._holder.give_back()

@@ -34,6 +34,8 @@ class Ledger:
         self._open: set[Token] = set()
         self._early: set[Token] = set()
         self._marked: set[Token] = set()
+        self._begun = False
+        """Whether the root has said what it began with; others may be quicker with what came of it."""
 
     def take(self, sender: int, report: Report) -> None:
         """Enter a report; one that has overtaken others of its sender waits for them.
@@ -48,6 +50,7 @@ class Ledger:
 
     def _enter(self, sender: int, report: Report) -> None:
         self.workers.add(sender)
+        self._begun = self._begun or sender == self._root
         for token, to in report.sent:
             self.workers.add(to)
             if token in self._early:
@@ -81,15 +84,12 @@ class Ledger:
         """Whether nothing is on its way, nor being dealt with."""
         return self._begun and not self._open and not self._early
 
-    @property
-    def _begun(self) -> bool:
-        """Whether the root has said what it began with; others may be quicker with what came of it."""
-        return self._root in self._taken
-
     def owed(self) -> list[tuple[int, Missing]]:
         """The gradients that never came, each with the worker that waits for it: the root's first, then by worker.
 
         Reports come in any order; what an error says must not depend on that.
         """
+        if not any(self.missing.values()):
+            return []
         workers = sorted(self.missing, key=lambda worker: (worker != self._root, worker))
         return [(worker, missing) for worker in workers for missing in sorted(self.missing[worker])]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from nbdist.autograd.inherited import Inherited
 from nbdist.errors import ProtocolError
 from nbdist.rpc.peeking import Histogram
+from nbdist.wire import quick
+from nbdist.wire.messages import Payload
+from nbdist.wire.tensors import Space, is_packable, pack_alone
 
 __all__ = [
     "Cancel",
@@ -37,17 +42,18 @@ __all__ = [
     "Watching",
     "decode",
     "encode",
+    "encode_usual_gradients",
 ]
 
 
-class PassId(NamedTuple):
+class PassId(msgspec.Struct, array_like=True, frozen=True):
     """Names one pass: the incarnation of the agent that began it, and a number of its."""
 
     root: int
     number: int
 
 
-class Token(NamedTuple):
+class Token(msgspec.Struct, array_like=True, frozen=True):
     """Names one mark or gradient on its way: who sent it, a number of its, and which of both it is."""
 
     sender: int
@@ -55,7 +61,7 @@ class Token(NamedTuple):
     is_mark: bool
 
 
-class Missing(NamedTuple):
+class Missing(msgspec.Struct, array_like=True, frozen=True, order=True):
     """A gate whose gradient has not come: the message, the function called, who has the other end."""
 
     message: int
@@ -278,9 +284,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
-    """A message as it travels."""
-    return _encoder.encode(message)
+encode: Callable[[Message], bytes] = _encoder.encode
+"""Write a message as it travels."""
 
 
 def decode(data: bytes) -> Message:
@@ -289,3 +294,24 @@ def decode(data: bytes) -> Message:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message of the autograd engine: {error}") from None
+
+
+_ONE_HOLE = quick.leave_holes([None], quick.LIST, ())
+
+
+def encode_usual_gradients(
+    gradients: Sequence[torch.Tensor | None], space: Space | None
+) -> tuple[Payload, list[bytes]] | None:
+    """Return the payload and frames of one small gradient, as most messages have one, else None.
+
+    What comes out is what `codec.encode` would make of the list.
+    """
+    gradient = gradients[0] if len(gradients) == 1 else None
+    if gradient is None or gradient.requires_grad or not is_packable(gradient):
+        return None
+    alone = pack_alone(gradient, False, space)
+    if alone is None:
+        return None
+    meta, data = alone
+    payload = Payload([(0, 0, len(data))], [meta], form=quick.LIST, holes=[(0, quick.TENSOR, 0)])
+    return payload, [_ONE_HOLE, data]

@@ -7,6 +7,7 @@ after the other, the last one first: as a local pass does it with what was made 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,20 +45,19 @@ def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
 class Lines:
     """Who waits for whom among the gates of one worker."""
 
-    def __init__(self) -> None:
-        self._place: dict[Slot, tuple[object, int]] = {}
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.places: dict[Slot, tuple[object, int]] = {}
+        """The group and the place in it of each gate that has to wait for its turn; nearly always there are none."""
         self._left: dict[object, dict[int, set[Slot]]] = {}
-
-    def add(self, slot: Slot) -> None:
-        """One more gate."""
-        node: Node = slot.edge[0]
-        if type(node) is _ORDERED:
-            self._place[slot] = place = node.group, node.index
-            self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
+        for slot in slots:
+            node: Node = slot.edge[0]
+            if type(node) is _ORDERED:
+                self.places[slot] = place = node.group, node.index
+                self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
 
     def has_turn(self, slot: Slot) -> bool:
         """Whether nobody is left that is to go in before."""
-        place = self._place.get(slot)
+        place = self.places.get(slot)
         if place is None:
             return True
         group = self._left[place[0]]
@@ -65,7 +65,7 @@ class Lines:
 
     def leave(self, slot: Slot) -> None:
         """It has gone in, or never will."""
-        place = self._place.get(slot)
+        place = self.places.get(slot)
         if place is not None:
             group = self._left[place[0]]
             left = group.get(place[1], set())

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nbdist.autograd import ddp
-from nbdist.autograd.edges import RECEIVE, Held, Node, Received, Sent, Slot, running
+from nbdist.autograd.edges import RECEIVE, Held, Node, Received, Sent, Slot, swap_part
 from nbdist.autograd.engine import run_backward
 from nbdist.autograd.graph import ACCUMULATE, Region, walk
-from nbdist.autograd.leaves import Gradients, claimed
+from nbdist.autograd.leaves import Claim, Gradients
 from nbdist.autograd.messages import Head
 from nbdist.autograd.ordering import Lines
 
@@ -119,10 +118,9 @@ class Part:
         self._sends = {sent.message: sent for sent in sends}
         unknown = State.UNSURE if head.smart else State.EXPECTED
         self.states: dict[Slot, State] = {slot: unknown for sent in self._sends.values() for slot in sent.slots}
-        self._lines = Lines()
-        for slot in self.states:
-            self._lines.add(slot)
-        self._ready: list[Entry] = []
+        self._lines = Lines(self.states)
+        self.ready: list[Entry] = []
+        """What has come and does not run yet."""
         self._running: list[_Step] = []
         self._hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
         self._kept: list[Crossing] = []
@@ -156,8 +154,8 @@ class Part:
         """All behind this is going to run: at once, or after others have been told so by ``marks``."""
         if not self.smart:
             return
-        region = self._region(of)
-        if ddp.exist() and ddp.own(region.leaves):
+        region = self._regions.get(of) or self._region(of)
+        if ddp.living and ddp.own(region.leaves):
             self.reduces = True
         for end, reached in region.receives.items():
             awaited = self._awaited.setdefault(end, set())
@@ -180,7 +178,7 @@ class Part:
 
     def begin(self, roots: Roots) -> None:
         """Here the pass begins."""
-        self._ready.append(roots)
+        self.ready.append(roots)
         self.root_edges = list(roots.edges)
 
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -191,7 +189,10 @@ class Part:
                 slot = slots[index]
                 self.states[slot] = State.ARRIVED
                 self._release(slot)
-                self._ready.append(_Arrived(slot, gradient))
+                entry = _Arrived(slot, gradient)
+                if (region := self._regions.pop(slot, None)) is not None:
+                    self._regions[entry] = region  # the same edge leads there
+                self.ready.append(entry)
 
     def missing(self) -> list[Slot]:
         """The gates whose gradients have not come."""
@@ -206,13 +207,8 @@ class Part:
     @property
     def unsure(self) -> bool:
         """Whether something waits for the end of the marking."""
-        left = bool(self._ready or self._kept)
+        left = bool(self.ready or self._kept)
         return left and (State.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
-
-    @property
-    def ready(self) -> bool:
-        """Whether something has come that does not run yet."""
-        return bool(self._ready)
 
     def stop(self) -> None:
         """Run nothing more."""
@@ -232,7 +228,7 @@ class Part:
             with self._lock:
                 step = self._next_step()
                 marks, self._due = self._due, {}
-                waits = self.unsure
+                waits = step is None and bool(self.ready or self._kept) and self.unsure
                 if step is not None:
                     self._running.append(step)
             if marks:
@@ -256,41 +252,43 @@ class Part:
 
     def _leave(self, entry: Entry) -> None:
         """It has run: nothing of it is kept for as long as the pass goes on."""
-        if entry.slot is not None:
+        if entry.slot is not None and self._lines.places:
             self._lines.leave(entry.slot)
         self._regions.pop(entry, None)
         entry.gradients = []
 
     def _next_step(self) -> _Step | None:
-        if any(step.alone for step in self._running):
+        if not self.ready and not self._kept:
+            return None
+        if self._running and any(step.alone for step in self._running):
             return None
         entries = self._take_ready()
         pending = [slot for slot, state in self.states.items() if state in (State.UNSURE, State.EXPECTED)]
-        if not pending and not self._turn_is_needed():
+        if not pending and (self._may_reduce or not ddp.living):
             for entry in entries:
                 self._reach(entry, None)
             return self._plain_step(entries)
-        for slot in pending:
-            self._hold(slot)
-        held = self._held_nodes(entries)
+        if len(self._counted) < len(pending):  # it has none but those
+            self._hold(pending)
+        held = self._held_nodes(entries) if ddp.living else self._holders.keys()
         launched: list[Entry] = []
         for entry in entries:
-            free_to_run = held.isdisjoint(self._region(entry).nodes)
+            free_to_run = held.isdisjoint((self._regions.get(entry) or self._region(entry)).nodes)
             self._reach(entry, None if free_to_run else self._due)
             if free_to_run or self._keep_if_held(entry, held):
                 launched.append(entry)
-        kept = [crossing for crossing in self._kept if crossing.node not in held]
+        kept = [crossing for crossing in self._kept if crossing.node not in held] if self._kept else []
         if not launched and not kept:
             return None
         region = self._joint([self._region(entry) for entry in launched], kept)
         held_here = region.nodes & held
-        if self._are_plain(held_here):
+        if not held_here or self._are_plain(held_here):
             return self._plain_step(launched, held)
         free = [node for node in region.nodes if node not in held]
         if self._running or not any(type(node) is RECEIVE for node in free):
             # What runs may come to the same nodes. Or nobody waits for what could run: one call later does instead of
             # one now and one later.
-            self._ready = launched + self._ready
+            self.ready = launched + self.ready
             return None
         self._kept = [crossing for crossing in self._kept if crossing.node in held]
         missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held_here)]
@@ -306,11 +304,14 @@ class Part:
 
     def _plain_step(self, entries: Sequence[Entry], held: Set[Node] = frozenset()) -> _Step | None:
         """Of what can run at once, all that hangs together and has nothing to do with what runs already."""
+        if len(entries) == 1 and not self._kept and not self._running:  # as nearly always
+            region = self._regions.get(entries[0]) or self._region(entries[0])
+            return _Step(partial(self._call, entries, (), region.nodes, region.leaves), region, entries)
         kept = [crossing for crossing in self._kept if crossing.node not in held]
         if not entries and not kept:
             return None
         chosen = list(entries)
-        if not kept and not ddp.exist() and len(groups := _by_message(entries)) <= _MOST:
+        if not kept and not ddp.living and len(groups := _by_message(entries)) <= _MOST:
             chosen = self._first_free(groups) if len(groups) > 1 or self._running else chosen
             region = self._joint([self._region(entry) for entry in chosen], ())
         else:
@@ -318,7 +319,7 @@ class Part:
             if any(self._touch(region, step.region) for step in self._running):
                 chosen, kept = [], []
         if len(chosen) < len(entries):
-            self._ready = [entry for entry in entries if entry not in chosen] + self._ready
+            self.ready = [entry for entry in entries if entry not in chosen] + self.ready
         if not chosen and not kept:
             return None
         self._kept = [crossing for crossing in self._kept if crossing.node in held]
@@ -343,12 +344,12 @@ class Part:
         That comes soon, as nothing has been begun yet that the marking would have to wait for. And then the averaging
         goes on while gradients are computed, as in a local pass.
         """
-        entries, self._ready = self._in_turn(self._ready)
-        if self._turn_is_needed():
+        entries, self.ready = self._in_turn(self.ready) if self._lines.places else (self.ready, [])
+        if ddp.living and not self._may_reduce:
             for entry in list(entries):
                 if isinstance(entry, Roots) and ddp.own(self._region(entry).leaves):
                     self._reach(entry, self._due)
-                    self._ready.append(entry)
+                    self.ready.append(entry)
                     entries.remove(entry)
         return entries
 
@@ -357,17 +358,12 @@ class Part:
         now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
         return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
 
-    def _turn_is_needed(self) -> bool:
-        return not self._may_reduce and ddp.exist()
-
     def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
         """The nodes that have to wait; a DDP module's leaves wait for each other, and for the pass's turn."""
         holders = self._holders
         kind: Any = ACCUMULATE
-        blocked = set[int]()
-        if ddp.exist():
-            held = (id(node.variable) for node in holders if type(node) is kind)
-            blocked = ddp.blocked_by(held) if self._may_reduce else ddp.owned_by_any()
+        held = (id(node.variable) for node in holders if type(node) is kind)
+        blocked = ddp.blocked_by(held) if self._may_reduce else ddp.owned_by_any()
         if not blocked:
             return holders.keys()
         leaves = [leaf for entry in entries for leaf in self._region(entry).leaves]
@@ -396,7 +392,7 @@ class Part:
         return not self._are_plain(one.nodes & other.nodes)
 
     def _are_plain(self, nodes: Iterable[Node]) -> bool:
-        owned = ddp.owned_by_any() if ddp.exist() else set[int]()
+        owned = ddp.owned_by_any() if ddp.living else set[int]()
         return all(type(node) is ACCUMULATE and self._is_plain(node, owned) for node in nodes)
 
     def _is_plain(self, node: Node, owned: Set[int]) -> bool:
@@ -429,12 +425,14 @@ class Part:
             region = self._regions[of] = walk([of.edge] if isinstance(of, Slot) else of.edges)
         return region
 
-    def _hold(self, slot: Slot) -> None:
-        if slot not in self._counted:
-            self._counted.add(slot)
-            holders = self._holders
-            for node in self._region(slot).nodes:
-                holders[node] = holders.get(node, 0) + 1
+    def _hold(self, slots: Iterable[Slot]) -> None:
+        """Hold back all that lies behind these gates."""
+        holders = self._holders
+        for slot in slots:
+            if slot not in self._counted:
+                self._counted.add(slot)
+                for node in self._region(slot).nodes:
+                    holders[node] = holders.get(node, 0) + 1
 
     def _release(self, slot: Slot) -> None:
         if slot in self._counted:
@@ -467,9 +465,17 @@ class Part:
             roots.append(torch.autograd.graph.GradientEdge(crossing.node, crossing.output))
             gradients.append(crossing.gradient)
         into = None if self._head.accumulate else self.gradients
-        observed = self._observer.around(self, nodes) if self._observer is not None else nullcontext()
-        with claimed(leaves, into, self), running(self), observed:
-            run_backward(roots, gradients, retain_graph=self._head.retain_graph)
+        retain_graph = self._head.retain_graph
+        with Claim(leaves, into, self):
+            outer = swap_part(self)
+            try:
+                if self._observer is None:
+                    run_backward(roots, gradients, retain_graph=retain_graph)
+                else:
+                    with self._observer.around(self, nodes):
+                        run_backward(roots, gradients, retain_graph=retain_graph)
+            finally:
+                swap_part(outer)
 
     def _contested_call(
         self,
@@ -520,7 +526,8 @@ class Part:
         crossed = self._crossed.setdefault(end, {})
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())
-        if crossed.keys() >= self._awaited_of(end) - back:
+        awaited = self._awaited[end] if self.smart or self._awaited else self._awaited_of(end)
+        if crossed.keys() >= awaited - back:
             self._return(end)
 
     def _return(self, end: Received) -> None:
@@ -535,9 +542,8 @@ class Part:
             )
 
     def _awaited_of(self, end: Received) -> set[int]:
-        """The tensors of a message that get gradients."""
-        if not self.smart and not self._awaited:
-            self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
+        """In FAST mode, find out once which tensors of which messages get gradients; return those of one."""
+        self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
 
 

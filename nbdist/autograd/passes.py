@@ -22,7 +22,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,7 @@ class Passes:
     def __init__(self, transport: Transport, contexts: Contexts) -> None:
         self.observing = Observing(transport, contexts)
         self._transport = transport
+        self._me = transport.me
         self._contexts = contexts
         self._numbers = itertools.count(1)
         self._tokens = itertools.count(1)
@@ -165,6 +166,9 @@ class Passes:
         return run
 
     def _find(self, head: Head) -> Run | None:
+        known = self._runs.get(head.id)
+        if known is not None:
+            return known
         context = self._contexts.find(head.context)
         if context is None:
             return None
@@ -287,8 +291,11 @@ class Passes:
                 alone, entries = run.threads == 1, run.entries
             start = time.monotonic()
             try:
-                # What a checkpoint recomputes in a pass is a forward pass: that is checked as the first one was.
-                with self._transport.noting(run.context) if run.context.check else nullcontext():
+                if run.context.check:
+                    # What a checkpoint recomputes in a pass is a forward pass: that is checked as the first one was.
+                    with self._transport.noting(run.context):
+                        waits = run.part.run(partial(self._before_step, run))
+                else:
                     waits = run.part.run(partial(self._before_step, run))
             except BaseException as error:
                 run.part.stop()
@@ -296,7 +303,8 @@ class Passes:
                 if not isinstance(error, Exception):
                     raise
                 return
-            trace.emit("segment.ran", agent=self._transport.name, start=start, context=run.context.id)
+            if trace.listeners:
+                trace.emit("segment.ran", agent=self._transport.name, start=start, context=run.context.id)
             with run.lock:
                 if run.again:
                     continue
@@ -324,11 +332,12 @@ class Passes:
 
     def _may_keep(self, run: Run) -> bool:
         """Whether a message to the root may wait for the report, because that comes soon."""
-        return run.threads == 1 and not run.part.ready and not _may_wait(run)
+        return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:
         """The calling thread is going to be busy: it leaves nothing behind, and lets others take what is left."""
-        self._empty_outbox(run)
+        if run.outbox is not None:  # whoever fills it empties it
+            self._empty_outbox(run)
         if run.part.ready and run.threads < run.most_threads:
             self._transport.submit(partial(self._advance, run))
 
@@ -348,9 +357,10 @@ class Passes:
         run = known()
         assert run is not None  # whoever runs its part has it
         with run.lock:
-            token = self._token(run, end.peer, is_mark=False)
+            token = Token(self._me, next(self._tokens), False)
+            run.sent.append((token, end.peer))
             out: Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
-            if end.peer == run.head.id.root != self._transport.me and self._may_keep(run):
+            if end.peer == run.head.id.root != self._me and self._may_keep(run):
                 out, run.outbox = run.outbox, out
         if run.observer is not None:
             run.observer.note("sent", message=end.message)
@@ -368,13 +378,10 @@ class Passes:
         by_peer: dict[int, list[tuple[int, list[int]]]] = {}
         for end, outputs in marks.items():
             by_peer.setdefault(end.peer, []).append((end.message, outputs))
-        return [
-            (peer, messages.Mark(run.head, self._token(run, peer, is_mark=True), sends))
-            for peer, sends in by_peer.items()
-        ]
+        return [(peer, messages.Mark(run.head, self._mark_token(run, peer), sends)) for peer, sends in by_peer.items()]
 
-    def _token(self, run: Run, to: int, *, is_mark: bool) -> Token:
-        token = Token(self._transport.me, next(self._tokens), is_mark)
+    def _mark_token(self, run: Run, to: int) -> Token:
+        token = Token(self._me, next(self._tokens), True)
         run.sent.append((token, to))
         return token
 
@@ -389,10 +396,11 @@ class Passes:
 
     def _report(self, run: Run) -> None:
         waits = run.part.unsure
+        missing: list[Missing] = []
         if not run.head.smart:
-            missing = [self._describe(run, message) for message in {slot.message for slot in run.part.missing()}]
-        else:
-            missing = []
+            sends = run.context.sends
+            for number in {slot.message for slot in run.part.missing()}:
+                missing.append(Missing(number, sends[number].function, sends[number].peer))
         observed = 0
         if run.observer is not None:
             run.observer.flush()
@@ -407,7 +415,7 @@ class Passes:
             run.settled, run.marked, run.sent = [], [], []
             outbox, run.outbox = run.outbox, None
         root = run.head.id.root
-        if root == self._transport.me:
+        if root == self._me:
             self._enter(run, root, report)
         else:
             try:
@@ -418,10 +426,6 @@ class Passes:
                     self._post(run, root, msgspec.structs.replace(message, report=report), gradients)
             except NbdistError:  # the loss of the root ends the pass here
                 _log.debug("the root of %s is gone", run.head.id)
-
-    def _describe(self, run: Run, message: int) -> Missing:
-        sent = run.context.sends[message]
-        return Missing(message, sent.function, sent.peer)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -434,18 +438,18 @@ class Passes:
             ledger.take(sender, report)
             over = ledger.over
             waiting = set[int]()
-            if ledger.marked:
+            if ledger.waiting and ledger.marked:
                 waiting, ledger.waiting = ledger.waiting, set()
         if over:
             owed = ledger.owed()
             self._settle(run, self._unused(owed) if owed else None)
-            return
-        self._let_go_on(run, self.turns.wait(run, ledger, waiting))
+        elif waiting:
+            self._let_go_on(run, self.turns.wait(run, ledger, waiting))
 
     def _let_go_on(self, run: Run, workers: set[int]) -> None:
         """Tell workers that all has been marked, and that they may reduce."""
         for worker in workers:
-            if worker == self._transport.me:
+            if worker == self._me:
                 self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))
             else:
                 try:
@@ -524,7 +528,7 @@ class Passes:
 
 def _may_wait(run: Run) -> bool:
     """Whether the thread that runs a pass may stop on its way: then nothing must wait for the end of its call."""
-    return run.observer is not None or ddp.exist()
+    return run.observer is not None or bool(ddp.living)
 
 
 def _most_threads() -> int:

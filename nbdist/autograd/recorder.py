@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -66,7 +65,9 @@ class Recorder:
     """Records an agent's messages, and runs its share of the passes over them."""
 
     def __init__(self, agent: Agent) -> None:
-        self.contexts = Contexts(agent.me.id, agent.me.incarnation)
+        self.me = agent.me.incarnation
+        """This agent's incarnation."""
+        self.contexts = Contexts(agent.me.id, self.me)
         self.contexts.is_gone = agent.membership.is_gone
         self.contexts.on_displaced = lambda context: self.submit(partial(self._end, context))
         self.passes = Passes(self, self.contexts)
@@ -80,24 +81,22 @@ class Recorder:
         agent.on_lost(self._on_lost)
         agent.at_close(self._close)
         passes, observing = self.passes, self.passes.observing
-        self._handle(messages.Mark, lambda message, sender, body: partial(passes.on_mark, message))
-        self._handle(messages.Gradients, lambda message, sender, body: partial(self._on_gradients, message, body))
-        self._handle(messages.Marked, lambda message, sender, body: partial(passes.on_marked, message))
-        self._handle(messages.Turn, lambda message, sender, body: passes.turns.on_turn(message))
-        self._handle(messages.Granted, lambda message, sender, body: partial(passes.on_granted, message, sender))
-        self._handle(messages.Report, lambda message, sender, body: passes.on_report(message, sender))
-        self._handle(messages.Failed, lambda message, sender, body: partial(self._on_failed, message, body))
-        self._handle(messages.Cancel, lambda message, sender, body: partial(passes.on_cancel, message))
-        self._handle(messages.Entered, lambda message, sender, body: self._on_entered(message, sender))
-        self._handle(
-            messages.Release, lambda message, sender, body: partial(self._release, message.context, message.maker)
-        )
-        self._handle(messages.Watch, lambda message, sender, body: observing.on_watch(message))
-        self._handle(messages.Observed, lambda message, sender, body: observing.on_observed(message, sender))
-        self._handle(messages.Over, lambda message, sender, body: observing.on_over(message))
-        self._handle(messages.Steer, lambda message, sender, body: observing.on_steer(message, sender))
-        self._handle(messages.Go, lambda message, sender, body: observing.on_go(message))
-        self._handle(messages.Freeze, lambda message, sender, body: self._on_freeze(message, sender))
+        self._handle(messages.Mark, lambda message, sender: partial(passes.on_mark, message))
+        self._handle_with_value(messages.Gradients, self._on_gradients)
+        self._handle(messages.Marked, lambda message, sender: partial(passes.on_marked, message))
+        self._handle(messages.Turn, lambda message, sender: passes.turns.on_turn(message))
+        self._handle(messages.Granted, lambda message, sender: partial(passes.on_granted, message, sender))
+        self._handle(messages.Report, passes.on_report)
+        self._handle_with_value(messages.Failed, self._on_failed)
+        self._handle(messages.Cancel, lambda message, sender: partial(passes.on_cancel, message))
+        self._handle(messages.Entered, self._on_entered)
+        self._handle(messages.Release, lambda message, sender: partial(self._release, message.context, message.maker))
+        self._handle(messages.Watch, lambda message, sender: observing.on_watch(message))
+        self._handle(messages.Observed, observing.on_observed)
+        self._handle(messages.Over, lambda message, sender: observing.on_over(message))
+        self._handle(messages.Steer, observing.on_steer)
+        self._handle(messages.Go, lambda message, sender: observing.on_go(message))
+        self._handle(messages.Freeze, self._on_freeze)
 
     @property
     def membership(self) -> Membership:
@@ -190,7 +189,8 @@ class Recorder:
 
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Make gates for the tensors of a message."""
-        self._join(context, to)
+        if to not in context.workers:
+            self._join(context, to)
         message = _NO_EDGE
         if tensors:
             message = self.contexts.next_message()
@@ -208,7 +208,7 @@ class Recorder:
         maker = recording.maker
 
         def entered() -> None:
-            if maker not in (sender, self._agent.me.incarnation):
+            if maker not in (sender, self.me):
                 self.tell(maker, messages.Entered(recording.context))
 
         return self.contexts.enter(recording.context, maker, entered, lines=recording.lines, check=recording.check)
@@ -284,11 +284,6 @@ class Recorder:
     # -- what passes ask ----------------------------------------------------------------------
 
     @property
-    def me(self) -> int:
-        """This agent's incarnation."""
-        return self._agent.me.incarnation
-
-    @property
     def name(self) -> str:
         """This agent's name."""
         return self._agent.me.name
@@ -307,18 +302,24 @@ class Recorder:
 
     def post(self, to: int, message: messages.Message, body: Any = None) -> None:
         """Send a message to another worker, or to this one."""
-        encoded = codec.Encoded(_NO_PAYLOAD, [])
-        if body is not None:
-            record = self._agent.links.connected(to)
-            encoded = codec.encode(
-                body,
-                by_value=True,
-                devices=self._devices(record),
-                receiver=record.name if record else "",
-                space=self._agent.sharing.spaces.get(to),
-            )
-        cast = Cast(_topic(type(message)), messages.encode(message), encoded.payload)
-        self._agent.post(to, cast, encoded.frames, slots=encoded.slots)
+        topic, data, agent = _TOPICS[type(message)], messages.encode(message), self._agent
+        if body is None:
+            agent.post(to, Cast(topic, data, _NO_PAYLOAD))
+            return
+        space = agent.sharing.spaces.get(to)
+        usual = messages.encode_usual_gradients(body, space) if type(message) is messages.Gradients else None
+        if usual is not None:
+            agent.post(to, Cast(topic, data, usual[0]), usual[1])
+            return
+        record = agent.links.connected(to)
+        encoded = codec.encode(
+            body,
+            by_value=True,
+            devices=self._devices(record),
+            receiver=record.name if record else "",
+            space=space,
+        )
+        agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
 
     def _devices(self, to: Record | None) -> dict[str, str]:
         """Gradients go the way back of what the forward pass sent, in either direction."""
@@ -364,31 +365,36 @@ class Recorder:
 
     # -- what comes ---------------------------------------------------------------------------
 
-    def _handle(self, kind: type, act: Callable[[Any, int, Callable[[], Any]], Job | None]) -> None:
+    def _handle(self, kind: type, act: Callable[[Any, int], Job | None]) -> None:
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job | None:
+            return act(messages.decode(cast.data), sender)
+
+        self._agent.handle_cast(_TOPICS[kind], on_cast)
+
+    def _handle_with_value(self, kind: type, act: Callable[[Any, Any, Payload, list[bytes]], None]) -> None:
+        """Have a job call ``act`` with a message and its value, which may be `codec.NOT_DECODED`."""
+
+        def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job:
             # What is small is decoded before another thread is woken to read: making tensors lets go of the GIL.
-            if frames and codec.decodes_quickly(cast.payload, frames):
-                with contextlib.suppress(NbdistError):  # the job decodes once more, and fails the pass with the error
-                    decoded = codec.decode(cast.payload, frames)
-                    return act(messages.decode(cast.data), sender, lambda: decoded)
-            return act(messages.decode(cast.data), sender, lambda: codec.decode(cast.payload, frames))
+            value = codec.decode_early(cast.payload, frames)
+            return partial(act, messages.decode(cast.data), value, cast.payload, frames)
 
-        self._agent.handle_cast(_topic(kind), on_cast)
+        self._agent.handle_cast(_TOPICS[kind], on_cast)
 
-    def _on_gradients(self, message: messages.Gradients, body: Callable[[], Any]) -> None:
+    def _on_gradients(self, message: messages.Gradients, value: Any, payload: Payload, frames: list[bytes]) -> None:
         """Hand gradients to their pass; where they cannot be read here, fail the pass at its root, which waits."""
         try:
-            gradients = body()
+            gradients = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:
             doing = f"the backward pass of context {message.head.context}"
             self.tell(message.head.id.root, messages.Failed(message.head.id), describe(error, self.name, doing))
         else:
             self.passes.on_gradients(message, gradients)
 
-    def _on_failed(self, message: messages.Failed, body: Callable[[], Any]) -> None:
+    def _on_failed(self, message: messages.Failed, value: Any, payload: Payload, frames: list[bytes]) -> None:
         """Fail a pass that began here; also where the error itself cannot be read here."""
         try:
-            failure = body()
+            failure = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:
             failure = describe(error, self.name, "the backward pass")
         self.passes.on_failed(message, failure)
@@ -420,7 +426,8 @@ class _Running:
         self._grad = grad
 
     def __enter__(self) -> None:
-        self._before = self._contexts.set_current(self._context)
+        here = self._contexts.here
+        self._before, here.context = here.context, self._context
         self._grad_before = torch.is_grad_enabled()
         if self._grad_before is not self._grad:
             set_grad_enabled(self._grad)
@@ -435,11 +442,8 @@ class _Running:
                 self._noting.__exit__(*exception)
         finally:
             set_grad_enabled(self._grad_before)
-            self._contexts.set_current(self._before)
+            self._contexts.here.context = self._before
 
 
-def _topic(kind: type) -> str:
-    return f"autograd.{kind.__name__.lower()}"
-
-
+_TOPICS: dict[type, str] = {kind: f"autograd.{kind.__name__.lower()}" for kind in get_args(messages.Message)}
 _NO_PAYLOAD = Payload()

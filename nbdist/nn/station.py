@@ -350,7 +350,7 @@ class _Step:
         try:
             if roots:
                 # Added in place where they are, micro-batch after micro-batch, as in one process.
-                with lent(sums):
+                with lent(sums.items()):
                     torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
                     for leaf in sums:
                         sums[leaf] = leaf.grad

@@ -39,12 +39,13 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Update the parameters by what a context has for them; those that it has nothing for stay as they are."""
-        gradients = recorder().contexts.get(context_id).gradients()
+        gradients = recorder().contexts.get(context_id).gradients_of(self.parameters)
         start = time.monotonic()
-        with lent({parameter: gradients.get(parameter) for parameter in self.parameters}):
+        with lent(gradients):
             self.optimizer.step()
-        name = type(self.optimizer).__name__
-        trace.emit("optimizer.stepped", agent=api.current_agent().me.name, start=start, optimizer=name)
+        if trace.listeners:
+            name = type(self.optimizer).__name__
+            trace.emit("optimizer.stepped", agent=api.current_agent().me.name, start=start, optimizer=name)
 
     def describe(self) -> list[tuple[str | None, list[int]]]:
         """Return the name, if any is known here, and the shape of each parameter."""

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from nbdist.autograd.contexts import Numbers
-from nbdist.autograd.leaves import Gradients, claimed
+from nbdist.autograd.leaves import Claim, Gradients
 from nbdist.autograd.messages import Control, Watching
 from nbdist.autograd.observer import Observer, Stopped
 
@@ -30,7 +30,7 @@ class Halted:
 
     def _run(self):
         try:
-            with claimed([], Gradients(), self):  # as within a call of the engine
+            with Claim([], Gradients(), self):  # as within a call of the engine
                 self.observer._halt(3, "Mul", {}, sends=False)
         except Stopped:
             self.stopped = True

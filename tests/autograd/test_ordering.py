@@ -44,9 +44,8 @@ def test_lines():
     leaf = torch.ones(1, requires_grad=True)
     gates = {index: Gate(ordered(leaf, "group", index)) for index in range(3)}
     other, plain = Gate(ordered(leaf, "another group", 0)), Gate(leaf * 1)
-    lines = Lines()
-    for gate in (*gates.values(), other, plain):
-        lines.add(gate)
+    lines = Lines([*gates.values(), other, plain])
+    assert set(lines.places) == {*gates.values(), other}
     turns = []
     while any(not lines.has_turn(gate) for gate in gates.values()):
         assert lines.has_turn(other)

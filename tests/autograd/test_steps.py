@@ -31,7 +31,7 @@ def threads(monkeypatch):
 
     def limit(most):
         monkeypatch.setattr(passes, "_most_threads", lambda: most)
-        monkeypatch.setattr(ddp, "_known", {})  # with such modules a pass has one thread, and other tests have some
+        monkeypatch.setattr(ddp, "living", {})  # with such modules a pass has one thread, and other tests have some
 
     return limit
 
