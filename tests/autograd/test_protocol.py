@@ -26,6 +26,8 @@ WORKERS = 3
 class Net:
     def __init__(self, chance):
         self.chance, self.flying = chance, []
+        self.combined = 0
+        """How many gradients had a report with them."""
         self.workers = [Worker(self, number) for number in range(WORKERS)]
 
     def deliver_all(self):
@@ -43,6 +45,7 @@ class Worker:
 
     def post(self, to, message, body=None):
         message = messages.decode(messages.encode(message))
+        self.net.combined += type(message) is messages.Gradients and message.report is not None
         self.net.flying.append(partial(self.net.workers[to].take, message, body, self.me))
 
     def tell(self, to, message, body=None):
@@ -143,12 +146,14 @@ def program(chance, move, counts):
 @pytest.mark.parametrize("first", range(0, 2000, 500))
 def test_any_order_of_messages(first):
     """The same programs every time, so many that each planted fault of the protocol meets several that show it."""
+    combined = 0
     for seed in range(first, first + 500):
         try:
-            run_and_compare(seed)
+            combined += run_and_compare(seed)
         except BaseException as error:
             error.add_note(f"program {seed}")
             raise
+    assert combined, "no gradient took a report along"
 
 
 def run_and_compare(seed):
@@ -178,6 +183,7 @@ def run_and_compare(seed):
         assert other.grad is None
         assert (found is None or not found.any()) if leaf.grad is None else torch.equal(found, leaf.grad)
     assert found_counts == counts
+    return net.combined
 
 
 @pytest.fixture
