@@ -163,8 +163,8 @@ FAULTS = {
     ),
     "what is settled before it is announced stays open": Fault(
         "autograd/ledger.py",
-        "self._early:\n                self._early.discard(token)\n            else:\n                self._open",
-        "():\n                self._open",
+        "if token in self._early:",
+        "if token in ():",
         PROTOCOL,
     ),
     "a gate that takes no part goes on holding nodes back": Fault(

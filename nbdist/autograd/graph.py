@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import torch
 
 from nbdist.autograd.edges import RECEIVE, Node, Received
@@ -16,16 +17,13 @@ ACCUMULATE: type = type(_expanded.next_functions[0][0])
 """The class of the nodes that stand for leaves."""
 
 
-class Region:
+class Region(msgspec.Struct, eq=False):
     """What can be reached from some edges, along the graph of one worker."""
 
-    __slots__ = ("leaves", "nodes", "receives")
-
-    def __init__(self) -> None:
-        self.nodes: set[Node] = set()
-        self.leaves: list[Node] = []
-        self.receives: dict[Received, set[int]] = {}
-        """Which tensors of each message are reached."""
+    nodes: set[Node] = msgspec.field(default_factory=set)
+    leaves: list[Node] = msgspec.field(default_factory=list)
+    receives: dict[Received, set[int]] = msgspec.field(default_factory=dict)
+    """Which tensors of each message are reached."""
 
 
 def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Region:

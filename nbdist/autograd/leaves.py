@@ -206,22 +206,19 @@ class Claim:
             if self._leaves:
                 self.holder.take(self._leaves, aside=self._into is not None)
             keep_in_thread(_KEY, self)
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        self._end()
-        if self._late and kind is None:
-            self.accumulate_late()
-
-    def _end(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if thread_has(_KEY):
             take_from_thread(_KEY)
         if self._outer is not None:
             keep_in_thread(_KEY, self._outer)
         if self.holder.held:
             self.release()
+        if self._late and kind is None:
+            self.accumulate_late()
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
         """Claim leaves that a node reaches by a call of its own; those that another call has are returned.

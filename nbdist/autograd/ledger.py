@@ -46,29 +46,26 @@ class Ledger:
         waiting[report.number] = report
         while (following := waiting.pop(self._taken.get(sender, 0) + 1, None)) is not None:
             self._taken[sender] = following.number
-            self._enter(sender, following)
-
-    def _enter(self, sender: int, report: Report) -> None:
-        self.workers.add(sender)
-        self._begun = self._begun or sender == self._root
-        for token, to in report.sent:
-            self.workers.add(to)
-            if token in self._early:
-                self._early.discard(token)
-            else:
-                self._open.add(token)
-        for token in report.settled:
-            if token in self._open:
-                self._open.discard(token)
-            else:
-                self._early.add(token)
-        self._marked.update(report.marked)
-        if report.waits:
-            self.waiting.add(sender)
-        if report.reduces:
-            self.reducing.add(sender)
-        self.missing[sender] = report.missing
-        self.observed[sender] = report.observed
+            self.workers.add(sender)
+            self._begun = self._begun or sender == self._root
+            for token, to in following.sent:
+                self.workers.add(to)
+                if token in self._early:
+                    self._early.discard(token)
+                else:
+                    self._open.add(token)
+            for token in following.settled:
+                if token in self._open:
+                    self._open.discard(token)
+                else:
+                    self._early.add(token)
+            self._marked.update(following.marked)
+            if following.waits:
+                self.waiting.add(sender)
+            if following.reduces:
+                self.reducing.add(sender)
+            self.missing[sender] = following.missing
+            self.observed[sender] = following.observed
 
     @property
     def marked(self) -> bool:

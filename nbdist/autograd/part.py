@@ -22,6 +22,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 
 from nbdist.autograd import ddp
@@ -70,25 +71,22 @@ class Roots:
         self.slot: Slot | None = None
 
 
-class _Arrived:
+class _Arrived(msgspec.Struct, eq=False):
     """A gate, and the gradient that has come for it."""
 
-    def __init__(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        self.edges = [slot.edge]
-        self.gradients = [gradient]
-        self.slot: Slot | None = slot
+    edges: list[tuple[Node, int]]
+    gradients: list[torch.Tensor | None]
+    slot: Slot | None
 
 
-class _Step:
-    """One call of the engine; ``alone`` if no other may go on meanwhile."""
+class _Step(msgspec.Struct, eq=False):
+    """One call of the engine."""
 
-    def __init__(
-        self, call: Callable[[], None], region: Region, entries: Sequence[Entry] = (), *, alone: bool = False
-    ) -> None:
-        self.call = call
-        self.region = region
-        self.entries = entries
-        self.alone = alone
+    call: Callable[[], None]
+    region: Region
+    entries: Sequence[Entry]
+    alone: bool = False
+    """Whether no other may go on meanwhile."""
 
 
 Entry = Roots | _Arrived
@@ -115,9 +113,11 @@ class Part:
         self._observer = observer
         self._due: dict[Received, list[int]] = {}
         self._lock = threading.Lock()
-        self._sends = {sent.message: sent for sent in sends}
-        unknown = State.UNSURE if head.smart else State.EXPECTED
-        self.states: dict[Slot, State] = {slot: unknown for sent in self._sends.values() for slot in sent.slots}
+        self._sends: dict[int, Sent] = {}
+        self.states: dict[Slot, State] = {}
+        for sent in sends:
+            self._sends[sent.message] = sent
+            self.states.update(dict.fromkeys(sent.slots, State.UNSURE if head.smart else State.EXPECTED))
         self._lines = Lines(self.states)
         self.ready: list[Entry] = []
         """What has come and does not run yet."""
@@ -151,9 +151,7 @@ class Part:
         return found
 
     def _reach(self, of: Slot | Entry, marks: Marks | None) -> None:
-        """All behind this is going to run: at once, or after others have been told so by ``marks``."""
-        if not self.smart:
-            return
+        """In SMART mode: all behind this is going to run, at once or after others have been told so by ``marks``."""
         region = self._regions.get(of) or self._region(of)
         if ddp.living and ddp.own(region.leaves):
             self.reduces = True
@@ -189,7 +187,7 @@ class Part:
                 slot = slots[index]
                 self.states[slot] = State.ARRIVED
                 self._release(slot)
-                entry = _Arrived(slot, gradient)
+                entry = _Arrived([slot.edge], [gradient], slot)
                 if (region := self._regions.pop(slot, None)) is not None:
                     self._regions[entry] = region  # the same edge leads there
                 self.ready.append(entry)
@@ -262,11 +260,15 @@ class Part:
             return None
         if self._running and any(step.alone for step in self._running):
             return None
-        entries = self._take_ready()
+        if self._lines.places or ddp.living:
+            entries = self._take_ready()
+        else:
+            entries, self.ready = self.ready, []
         pending = [slot for slot, state in self.states.items() if state in (State.UNSURE, State.EXPECTED)]
         if not pending and (self._may_reduce or not ddp.living):
-            for entry in entries:
-                self._reach(entry, None)
+            if self.smart:
+                for entry in entries:
+                    self._reach(entry, None)
             return self._plain_step(entries)
         if len(self._counted) < len(pending):  # it has none but those
             self._hold(pending)
@@ -274,13 +276,17 @@ class Part:
         launched: list[Entry] = []
         for entry in entries:
             free_to_run = held.isdisjoint((self._regions.get(entry) or self._region(entry)).nodes)
-            self._reach(entry, None if free_to_run else self._due)
+            if self.smart:
+                self._reach(entry, None if free_to_run else self._due)
             if free_to_run or self._keep_if_held(entry, held):
                 launched.append(entry)
         kept = [crossing for crossing in self._kept if crossing.node not in held] if self._kept else []
         if not launched and not kept:
             return None
-        region = self._joint([self._region(entry) for entry in launched], kept)
+        if len(launched) == 1 and not kept:
+            region = self._regions.get(launched[0]) or self._region(launched[0])
+        else:
+            region = self._joint([self._region(entry) for entry in launched], kept)
         held_here = region.nodes & held
         if not held_here or self._are_plain(held_here):
             return self._plain_step(launched, held)
@@ -344,7 +350,7 @@ class Part:
         That comes soon, as nothing has been begun yet that the marking would have to wait for. And then the averaging
         goes on while gradients are computed, as in a local pass.
         """
-        entries, self.ready = self._in_turn(self.ready) if self._lines.places else (self.ready, [])
+        entries, self.ready = self._in_turn(self.ready)
         if ddp.living and not self._may_reduce:
             for entry in list(entries):
                 if isinstance(entry, Roots) and ddp.own(self._region(entry).leaves):
@@ -535,7 +541,7 @@ class Part:
         self._gone_back[end].update(crossed)
         if self.smart:
             outputs = sorted(crossed.keys() & self._awaited[end])  # one node may have made several
-            self._send_back(end, outputs, [crossed[i] for i in outputs])
+            self._send_back(end, outputs, list(map(crossed.get, outputs)))
         else:
             self._send_back(
                 end, range(len(end.like)), [_or_zeros(crossed.get(i), end, i) for i in range(len(end.like))]

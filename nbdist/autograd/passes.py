@@ -104,7 +104,8 @@ class Passes:
             context.before_pass("smart" if smart else "fast", roots.edges)
         id = self.new_id()
         with context.lock:
-            since = min((other.number for other in context.runs if other.root == me), default=id.number)
+            earlier = [other.number for other in context.runs if other.root == me] if context.runs else []
+        since = min(earlier, default=id.number)
         context.roots.update(dict.fromkeys(roots.edges))
         watching = watch.watching if watch is not None else context.watching
         head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
@@ -156,19 +157,19 @@ class Passes:
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
-        run.observer = self.observing.observer(head, context)
-        run.most_threads = 1 if _may_wait(run) else _most_threads()
+        run.observer = self.observing.observer(head, context) if head.watching is not None else None
+        # A thread that runs a pass may stop on its way if it is watched, or averages gradients.
+        run.most_threads = 1 if run.observer is not None or ddp.living else _most_threads()
         # Not by the run itself, which has the part: a circle would keep all of them until the next collection.
         known = weakref.ref(run)
         run.part = Part(sends, head, partial(self._send_back, known), partial(self._send_marks, known), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
-        self.observing.begun(run)
+        if run.observer is not None:
+            self.observing.begun(run)
         return run
 
     def _find(self, head: Head) -> Run | None:
-        known = self._runs.get(head.id)
-        if known is not None:
-            return known
+        """Return a pass that this worker may not know of yet; None if it is over or given up."""
         context = self._contexts.find(head.context)
         if context is None:
             return None
@@ -187,7 +188,7 @@ class Passes:
 
     def on_mark(self, message: messages.Mark) -> None:
         """Others' tensors that were made of ours take part."""
-        run = self._find(message.head)
+        run = self._runs.get(message.head.id) or self._find(message.head)
         if run is None:
             return
         if run.observer is not None:
@@ -203,7 +204,7 @@ class Passes:
 
     def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """What flows back into this worker."""
-        run = self._find(message.head)
+        run = self._runs.get(message.head.id) or self._find(message.head)
         if run is None:
             return
         if message.report is not None:
@@ -331,7 +332,7 @@ class Passes:
         self._report(run)
 
     def _may_keep(self, run: Run) -> bool:
-        """Whether a message to the root may wait for the report, because that comes soon."""
+        """Whether a message to the root may wait for the report: it comes soon, unless the thread stops on its way."""
         return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:
@@ -524,11 +525,6 @@ class Passes:
         if run.ledger is not None:
             needed |= run.ledger.workers
         return needed
-
-
-def _may_wait(run: Run) -> bool:
-    """Whether the thread that runs a pass may stop on its way: then nothing must wait for the end of its call."""
-    return run.observer is not None or bool(ddp.living)
 
 
 def _most_threads() -> int:

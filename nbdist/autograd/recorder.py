@@ -112,8 +112,9 @@ class Recorder:
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not nest"
             )
         watchers = list(self._watchers)
-        wanted = [wants_lines() for _, wants_lines in watchers]  # each of them is asked
-        lines = lines or any(wanted)
+        if watchers:
+            wanted = [wants_lines() for _, wants_lines in watchers]  # each of them is asked
+            lines = lines or any(wanted)
         context = self.contexts.new(lines=lines, check=check)
         self.contexts.set_current(context)
         if lines or check:

@@ -54,11 +54,11 @@ class RemoteModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module and wait for the result."""
-        return api.rpc_sync(self.module_rref.owner(), run, args=(self.module_rref, self.device, args, kwargs))
+        return api.rpc_sync(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module, and have a Future."""
-        return api.rpc_async(self.module_rref.owner(), run, args=(self.module_rref, self.device, args, kwargs))
+        return api.rpc_async(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
         """The reference to the module."""
@@ -142,10 +142,10 @@ def create(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return RRef(module.to(device))
 
 
-def run(rref: RRef[torch.nn.Module], device: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the module, on its device."""
+def run(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the module, on its device. The module's arguments are the call's own, which are quick to encode."""
     if device != "cpu":
-        args = [_moved(value, device) for value in args]
+        args = tuple(_moved(value, device) for value in args)
         kwargs = {name: _moved(value, device) for name, value in kwargs.items()}
     return rref.local_value()(*args, **kwargs)
 

@@ -26,9 +26,9 @@ EXPECTED = {
     "empty, from a cell": (36, 32, 2),
     "small tensor": (42, 34, 2),
     "remote().to_here()": (122, 113, 5),
-    "step": (335, 332, 7),
-    "ten hops, SMART": (1631, 1511, 43),
-    "ten hops, FAST": (1688, 1573, 43),
+    "step": (288, 317, 7),
+    "ten hops, SMART": (1499, 1408, 43),
+    "ten hops, FAST": (1554, 1467, 43),
 }
 
 
