@@ -1,4 +1,4 @@
-"""Backward passes over workers: nbdist beside torch's own distributed autograd, in one run.
+"""Measures backward passes over workers: nbdist beside torch's own distributed autograd, in pairs (see `pairs`).
 
 Four workers, one process each. Then, for nbdist alone, what SMART costs over FAST, and what its engine costs over
 torch's on one worker, without any call.
@@ -7,7 +7,6 @@ torch's on one worker, without any call.
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,30 +18,45 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
+import messages
+import pairs
 from harness import Case, Contestant, each
+from pairs import Bound, Pair, Turn
 
 WORLD = 4
+STEP = "remote Linear(64, 64): forward, backward, step"
 CASES = {
-    "remote Linear(64, 64): forward, backward, step": 100,
-    "ten hops, forward and backward": 30,
+    STEP: 100,
+    "ten hops, SMART": 30,
+    "ten hops, FAST": 30,
     "test_multiple_backward, a pass": 250,
     "16 MB activations over 4 workers": 5,
     "four-stage MLP, a step": 40,
 }
-LIMITS = dict(zip(CASES, (0.6, 0.6, 2.5, 0.5, 1.5), strict=True))
-OWN = {
-    "ten hops, forward and backward": 30,
-    "ten hops, FAST": 30,
-    "four-stage MLP, a step": 40,
-    "four-stage MLP, FAST": 40,
-    "transformer layer, native": 40,
-    "transformer layer, engine": 40,
+BOUNDS = {
+    STEP: Bound(0.9, 0.6),
+    "ten hops, SMART": Bound(0.9, 0.6),
+    "ten hops, FAST": Bound(0.8, 0.5),
+    "test_multiple_backward, a pass": Bound(2.5),
+    "16 MB activations over 4 workers": Bound(0.5),
+    "four-stage MLP, a step": Bound(1.5),
 }
-RATIOS = {
-    "SMART over FAST, ten hops": ("ten hops, forward and backward", "ten hops, FAST", 1.3),
-    "SMART over FAST, four-stage MLP": ("four-stage MLP, a step", "four-stage MLP, FAST", 1.3),
-    "engine over native, transformer layer": ("transformer layer, engine", "transformer layer, native", 1.4),
-}
+CPU = {STEP: ("CPU of all sides, a step of the remote Linear", Bound(0.5, 0.3))}
+
+OWN = [
+    Pair(name, Turn("nbdist", ours, count), Turn("nbdist", theirs, count), bound)
+    for name, ours, theirs, count, bound in (
+        ("SMART beside FAST, ten hops", "ten hops, SMART", "ten hops, FAST", 30, Bound(1.3)),
+        ("SMART beside FAST, four-stage MLP", "four-stage MLP, a step", "four-stage MLP, FAST", 40, Bound(1.3)),
+        (
+            "our engine beside torch's, transformer layer",
+            "transformer layer, engine",
+            "transformer layer, native",
+            40,
+            Bound(1.4),
+        ),
+    )
+]
 
 
 # --- what runs on the workers ---------------------------------------------------------------------
@@ -139,9 +153,11 @@ def cases(rpc: Any, autograd: Any, optimizer: Any, ours: bool) -> dict[str, Any]
             autograd.backward(context_id, [x.square().mean()], **options)
             mlp.step(context_id)
 
+    # torch has one mode, which is FAST: its hops are the same program in both cases.
     found = {
-        "remote Linear(64, 64): forward, backward, step": each(one_linear),
-        "ten hops, forward and backward": each(hops),
+        STEP: each(one_linear),
+        "ten hops, SMART": each(lambda: hops(mode="smart")) if ours else each(hops),
+        "ten hops, FAST": each(lambda: hops(mode="fast")) if ours else each(hops),
         "test_multiple_backward, a pass": many,
         "16 MB activations over 4 workers": each(activations),
         "four-stage MLP, a step": each(four_stages),
@@ -171,7 +187,6 @@ def cases(rpc: Any, autograd: Any, optimizer: Any, ours: bool) -> dict[str, Any]
                 autograd.backward(context_id, [loss])
 
         found |= {
-            "ten hops, FAST": each(lambda: hops(mode="fast")),
             "four-stage MLP, FAST": each(lambda: four_stages(mode="fast")),
             "transformer layer, native": transformer(lambda loss: loss.backward()),
             "transformer layer, engine": transformer(engine),
@@ -200,7 +215,9 @@ def contestant(name: str, rank: int, path: str) -> None:
     _kept.update(rpc=rpc, autograd=autograd)  # before anybody can ask for it
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORLD, rpc_backend_options=options)
     if rank == 0:
-        harness.serve(version, cases(rpc, autograd, optimizer, name == "nbdist"))
+        ours = name == "nbdist"
+        counter = messages.counter(rpc, [f"worker{number}" for number in range(1, WORLD)]) if ours else None
+        harness.serve(version, cases(rpc, autograd, optimizer, ours), counter)
     rpc.shutdown()
 
 
@@ -227,27 +244,25 @@ def start(name: str, folder: str) -> Contestant:
 
 
 def main() -> None:
-    """Run what was asked for."""
-    parser = harness.arguments(__doc__ or "")
+    """Measure."""
+    parser = harness.paired_arguments(__doc__ or "")
     parser.add_argument("--contestant")
     chosen = parser.parse_args()
     if chosen.contestant:
         lead(chosen.contestant)
         return
+    tables = {"passes": pairs.same_cases(CASES, "nbdist", "torch", BOUNDS, CPU), "own": OWN}
     with tempfile.TemporaryDirectory() as folder:
-        contestants = [start("nbdist", folder), start("torch", folder)]
-        times = harness.race(contestants, CASES, chosen.rounds)
-        contestants[1].close()
-        own = harness.race(contestants[:1], OWN, chosen.rounds)
-        contestants[0].close()
-    versions = ", ".join(f"{contestant.name} {contestant.version}" for contestant in contestants)
-    print(f"{harness.machine()}\n{versions}; medians of {chosen.rounds} rounds\n")
-    print(harness.table(times, "torch", "nbdist", LIMITS))
-    print("\n| | one | other | ratio | limit |\n| --- | ---: | ---: | ---: | ---: |")
-    for name, (one, other, limit) in RATIOS.items():
-        a, b = (statistics.median(own[case]["nbdist"]) for case in (one, other))
-        print(f"| {name} | {a * 1e3:.2f} ms | {b * 1e3:.2f} ms | {a / b:.2f} | {limit} |")
-    harness.write({"machine": harness.machine(), "times": times, "own": own}, chosen.json)
+        racing = {name: start(name, folder) for name in ("nbdist", "torch")}
+        pinned = harness.pin(racing.values())
+        rounds = {table: harness.measure(racing, tables[table], chosen.rounds, chosen.seed) for table in tables}
+        lines = {table: harness.lines_of(racing, tables[table], rounds[table]) for table in tables}
+        for contestant in racing.values():
+            contestant.close()
+    print(f"{harness.machine()}\n\n{harness.conditions(racing, chosen, pinned)}\n")
+    print(f"{pairs.comparison(lines['passes'])}\n\n{pairs.costs(lines['passes'])}\n\nnbdist alone:\n")
+    print(pairs.comparison(lines["own"], "the one", "the other"))
+    harness.write(harness.kept(chosen, rounds, lines), chosen.json)
 
 
 if __name__ == "__main__":

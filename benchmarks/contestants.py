@@ -1,4 +1,4 @@
-"""The libraries that `rpc.py` compares, each run as ``contestants.py NAME`` with two processes of its own."""
+"""Runs the libraries that `rpc.py` compares, each as ``contestants.py NAME`` with two processes of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
+import messages
 from harness import Case, each
 
 MEGABYTE = 1 << 20
@@ -47,7 +48,9 @@ def barriers(count: int) -> None:
         _kept["barrier"](_kept["names"])
 
 
-def torch_like(rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, version: str) -> None:
+def torch_like(
+    rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, version: str, counted: bool = False
+) -> None:
     """nbdist and torch, which have the same interface."""
     import torch
 
@@ -84,8 +87,11 @@ def torch_like(rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, ver
 
         return run
 
+    # The same function under the name that the program itself has in both processes.
+    of_main = sys.modules["__main__"].nothing
     cases = {
         "empty call": each(lambda: rpc.rpc_sync("worker1", nothing)),
+        "empty call of `__main__`": each(lambda: rpc.rpc_sync("worker1", of_main)),
         "torch.add, small tensor": each(lambda: rpc.rpc_sync("worker1", torch.add, args=(small, 1))),
         "remote().to_here()": each(lambda: rpc.remote("worker1", torch.add, args=(small, 1)).to_here()),
         "5,000 outstanding, per call": outstanding,
@@ -94,7 +100,8 @@ def torch_like(rpc: Any, wait_all: Callable[[list[Any]], Any], options: Any, ver
         "a barrier, per agent": all_together,
     }
     cases |= {f"{name}, busy": while_busy(case) for name, case in cases.items()}
-    harness.serve(version, cases)
+    workers = _kept["names"][1:]
+    harness.serve(version, cases, messages.counter(rpc, workers) if counted else None)
     for rank in range(1, agents):
         rpc.rpc_sync(f"worker{rank}", end)
     rpc.shutdown()
@@ -135,7 +142,7 @@ def nbdist() -> None:
     if "serve" in sys.argv:
         serve_torch_like(rpc, options)
     else:
-        torch_like(rpc, torch.futures.wait_all, options, nbdist.__version__)
+        torch_like(rpc, torch.futures.wait_all, options, nbdist.__version__, counted=True)
 
 
 def tensorpipe() -> None:
@@ -180,33 +187,11 @@ def zeromq() -> None:
         env={**os.environ, "BENCH_FOLDER": folder},
     )
 
-    def echo(*frames: bytes) -> Case:
-        def once() -> None:
-            outbox.send_multipart(frames, copy=len(frames[-1]) < 65536)
-            inbox.recv_multipart()
+    def once() -> None:
+        outbox.send_multipart([b"x" * 60, b"y" * 30])
+        inbox.recv_multipart()
 
-        return each(once)
-
-    def outstanding(count: int) -> list[float]:
-        start = time.perf_counter()
-        for _ in range(count):
-            outbox.send_multipart([b"x" * 60, b"y" * 30])
-        for _ in range(count):
-            inbox.recv_multipart()
-        return [(time.perf_counter() - start) / count]
-
-    small = echo(b"x" * 60, b"y" * 30)
-    harness.serve(
-        zmq.zmq_version(),
-        {
-            "empty call": small,
-            "torch.add, small tensor": small,
-            "remote().to_here()": small,
-            "5,000 outstanding, per call": outstanding,
-            "echo 1 MB": echo(b"x" * 60, bytes(MEGABYTE)),
-            "echo 64 MB": echo(b"x" * 60, bytes(64 * MEGABYTE)),
-        },
-    )
+    harness.serve(zmq.zmq_version(), {"empty call": each(once)})
     outbox.send_multipart([b"end"])
     server.wait()
 

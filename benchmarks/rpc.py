@@ -1,49 +1,67 @@
-"""Calls between two processes of one host: nbdist beside torch's TensorPipe and bare ZeroMQ, in one run.
+"""Measures calls between two processes of one host: nbdist beside torch's TensorPipe, in pairs (see `pairs`).
 
-The same once more while the callee's main thread runs Python; and what a call and a barrier cost with more agents
-alive. ``--memory`` asks what is left after 100,000 calls. `peers.py` compares with other libraries.
+The same once more while the callee's main thread runs Python, and with ZeroMQ forced; and what a call and a barrier
+cost with more agents alive. ``--memory`` asks what is left after 100,000 calls. `peers.py` compares with other
+libraries.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
+import pairs
 from harness import Contestant
+from pairs import Bound, Pair, Turn
 
 CASES = {
     "empty call": 400,
+    "empty call of `__main__`": 400,
     "torch.add, small tensor": 400,
     "remote().to_here()": 200,
     "5,000 outstanding, per call": 5000,
     "echo 1 MB": 60,
     "echo 64 MB": 4,
 }
-LIMITS = {
-    "empty call": 0.6,
-    "torch.add, small tensor": 0.6,
-    "remote().to_here()": 0.6,
-    "5,000 outstanding, per call": 0.67,
-    "echo 1 MB": 0.6,
-    "echo 64 MB": 0.3,
+BOUNDS = {
+    "empty call": Bound(0.45, 0.3),
+    "empty call of `__main__`": Bound(0.5, 0.3),
+    "torch.add, small tensor": Bound(0.65, 0.45),
+    "remote().to_here()": Bound(0.7, 0.5),
+    "5,000 outstanding, per call": Bound(0.6, 0.4),
+    "echo 1 MB": Bound(0.4, 0.3),
+    "echo 64 MB": Bound(0.2, 0.12),
 }
-OVER_ZEROMQ = dict.fromkeys(list(CASES)[:3], 1.5)
+CPU = {"empty call": ("CPU of both sides, empty call", Bound(0.25, 0.15))}
+
+OVER_ZEROMQ = {case: CASES[case] for case in ("empty call", "torch.add, small tensor", "remote().to_here()")}
+ZEROMQ_BOUNDS = {
+    "empty call": Bound(1.0, 0.7),
+    "torch.add, small tensor": Bound(1.4, 1.0),
+    "remote().to_here()": Bound(1.4, 1.0),
+}
+
 BUSY = {
     "empty call, busy": 20,
     "torch.add, small tensor, busy": 20,
-    "remote().to_here(), busy": 10,
+    "remote().to_here(), busy": 20,
     "5,000 outstanding, per call, busy": 500,
     "echo 1 MB, busy": 10,
 }
-AGENTS = (2, 4, 8, 16)
-AGENTS_LIMITS = {"empty call": 1.2, "a barrier, per agent": 2.0}
+BUSY_BOUNDS = {**dict.fromkeys(BUSY, Bound(1.0)), "remote().to_here(), busy": Bound(2.0, 1.2)}
+
+AGENTS = (4, 8, 16)
+FEW = 2
+AGENTS_CASES = {"empty call": (300, Bound(1.2)), "a barrier, per agent": (20, Bound(2.0))}
 SCRIPT = str(Path(__file__).parent / "contestants.py")
 
 
@@ -54,42 +72,61 @@ def start(name: str, label: str | None = None, **environment: str) -> Contestant
     return Contestant(label or name, [sys.executable, SCRIPT, name], {**environment, "PYTHONPATH": path})
 
 
-def main_table(rounds: int) -> harness.Times:
-    """The comparison that counts."""
-    over_zeromq = start("nbdist", "nbdist over zeromq", NBDIST_CHANNEL="zeromq")
-    contestants = [start("nbdist"), over_zeromq, start("tensorpipe"), start("zeromq")]
-    times = harness.race(contestants, CASES, rounds)
-    for contestant in contestants:
-        contestant.close()
-    versions = ", ".join(f"{contestant.name} {contestant.version}" for contestant in contestants)
-    print(f"{versions}; medians of {rounds} rounds\n")
-    print(harness.table(times, "tensorpipe", "nbdist", LIMITS))
-    both = {case: {name: times[case][name] for name in ("nbdist over zeromq", "tensorpipe")} for case in CASES}
-    print("\nAll over ZeroMQ, large tensors through shared memory all the same:\n")
-    print(harness.table(both, "tensorpipe", "nbdist over zeromq", OVER_ZEROMQ))
-    return times
+def agents_pairs() -> list[Pair]:
+    """Return pairs of many agents and few; the limits are for the most."""
+    return [
+        Pair(
+            f"{case}, {count} agents",
+            Turn(str(count), case, operations),
+            Turn(str(FEW), case, operations),
+            bound if count == max(AGENTS) else Bound(),
+        )
+        for case, (operations, bound) in AGENTS_CASES.items()
+        for count in AGENTS
+    ]
 
 
-def busy_table(rounds: int) -> harness.Times:
-    """The callee has something else to do."""
-    contestants = [start("nbdist"), start("tensorpipe")]
-    times = harness.race(contestants, BUSY, rounds)
-    for contestant in contestants:
-        contestant.close()
-    print("\nWhile the main thread of the callee runs a Python loop:\n")
-    print(harness.table(times, "tensorpipe", "nbdist", dict.fromkeys(BUSY, 1.0)))
-    return times
+TABLES = {
+    "calls": pairs.same_cases(CASES, "nbdist", "tensorpipe", BOUNDS, CPU),
+    "unpinned": pairs.same_cases(CASES, "nbdist", "tensorpipe", BOUNDS, CPU),
+    "busy": pairs.same_cases(BUSY, "nbdist", "tensorpipe", BUSY_BOUNDS, busy=True),
+    "zeromq": pairs.same_cases(OVER_ZEROMQ, "nbdist over zeromq", "tensorpipe", ZEROMQ_BOUNDS),
+    "agents": agents_pairs(),
+}
 
 
-def agents_table(rounds: int) -> harness.Times:
-    """What a call, and a barrier, cost with more agents alive (on as many cores as there are)."""
-    contestants = [start("nbdist", str(count), BENCH_AGENTS=str(count)) for count in AGENTS]
-    times = harness.race(contestants, {"empty call": 300, "a barrier, per agent": 20}, rounds)
-    for contestant in contestants:
-        contestant.close()
-    print(f"\nBy the number of agents alive; the ratio is that of {AGENTS[-1]} to {AGENTS[0]}:\n")
-    print(harness.table(times, str(AGENTS[0]), str(AGENTS[-1]), AGENTS_LIMITS))
-    return times
+def contestants(tables: Sequence[str]) -> dict[str, Contestant]:
+    """Start whoever takes part in these tables."""
+    found: dict[str, Contestant] = {}
+    if set(tables) - {"agents"}:
+        found |= {"nbdist": start("nbdist"), "tensorpipe": start("tensorpipe")}
+    if "zeromq" in tables:
+        found |= {"nbdist over zeromq": start("nbdist", NBDIST_CHANNEL="zeromq"), "bare zeromq": start("zeromq")}
+    if "agents" in tables:
+        found |= {str(count): start("nbdist", BENCH_AGENTS=str(count)) for count in (FEW, *AGENTS)}
+    return found
+
+
+def written(lines: Mapping[str, Sequence[pairs.Line]]) -> str:
+    """Return what was measured, as tables in Markdown."""
+    parts = []
+    if "calls" in lines:
+        parts.append(pairs.comparison(lines["calls"]))
+    if "unpinned" in lines:
+        parts += ["The same, with all processes left to the system's scheduler:", pairs.comparison(lines["unpinned"])]
+    if "busy" in lines:
+        parts += ["While the main thread of the callee runs a Python loop:", pairs.comparison(lines["busy"])]
+    if "zeromq" in lines:
+        parts += ["With ZeroMQ forced:", pairs.comparison(lines["zeromq"], "nbdist over zeromq")]
+    for table, ours in (("calls", "nbdist"), ("busy", "nbdist"), ("zeromq", "nbdist over zeromq")):
+        if table in lines:
+            parts.append(pairs.costs(lines[table], ours))
+    if "agents" in lines:
+        parts += [
+            "By the number of agents alive, on as many cores as there are:",
+            pairs.comparison(lines["agents"], "so many", f"{FEW} agents"),
+        ]
+    return "\n\n".join(parts)
 
 
 def memory_table(calls: int) -> None:
@@ -134,17 +171,33 @@ def _resident(pid: int) -> float:
 
 
 def main() -> None:
-    """Run what was asked for."""
-    parser = harness.arguments(__doc__ or "")
+    """Measure what was asked for."""
+    parser = harness.paired_arguments(__doc__ or "")
+    parser.add_argument("--table", choices=TABLES, action="append", help="measure this table alone")
     parser.add_argument("--memory", type=int, nargs="?", const=100_000, default=0, metavar="CALLS")
     options = parser.parse_args()
+    chosen = options.table or list(TABLES)
     print(f"{harness.machine()}\n")
-    times = main_table(options.rounds)
-    busy = busy_table(options.rounds)
-    agents = agents_table(options.rounds)
+    racing = contestants(chosen)
+    pinned = harness.pin(racing.values())
+    rounds, lines = {}, {}
+    for table in chosen:
+        if table == "unpinned":
+            harness.unpin(racing.values())
+        rounds[table] = harness.measure(racing, TABLES[table], options.rounds, options.seed)
+        lines[table] = harness.lines_of(racing, TABLES[table], rounds[table])
+        if table == "unpinned":
+            harness.pin(racing.values())
+    if "bare zeromq" in racing:
+        floor = statistics.median(racing["bare zeromq"].run("empty call", CASES["empty call"]))
+    for contestant in racing.values():
+        contestant.close()
+    print(f"{harness.conditions(racing, options, pinned)}\n\n{written(lines)}")
+    if "bare zeromq" in racing:
+        print(f"\nBare ZeroMQ, PUSH and PULL, one thread each side, a small message and back: {pairs.duration(floor)}.")
     if options.memory:
         memory_table(options.memory)
-    harness.write({"machine": harness.machine(), "times": times, "busy": busy, "agents": agents}, options.json)
+    harness.write(harness.kept(options, rounds, lines), options.json)
 
 
 if __name__ == "__main__":
