@@ -43,6 +43,8 @@ BOUNDS = {
 }
 CPU = {STEP: ("CPU of all sides, a step of the remote Linear", Bound(0.5, 0.3))}
 
+PASSES = pairs.same_cases(CASES, "nbdist", "torch", BOUNDS, CPU)
+
 OWN = [
     Pair(name, Turn("nbdist", ours, count), Turn("nbdist", theirs, count), bound)
     for name, ours, theirs, count, bound in (
@@ -234,13 +236,16 @@ def lead(name: str) -> None:
     Path(path).unlink(missing_ok=True)
 
 
-def start(name: str, folder: str) -> Contestant:
-    """A contestant by name. Functions travel by the name of their module, so all import this file by one."""
+def start(name: str, folder: str, label: str | None = None, python: str = sys.executable) -> Contestant:
+    """Start a contestant by name, called ``label`` in the tables, whose library is installed for ``python``.
+
+    Functions travel by the name of their module, so all import this file by one, a link in ``folder``.
+    """
     link = Path(folder) / "autograd_benchmark.py"
     if not link.exists():
         link.symlink_to(Path(__file__).resolve())
     path = os.pathsep.join(filter(None, [folder, str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    return Contestant(name, [sys.executable, __file__, "--contestant", name], {"PYTHONPATH": path})
+    return Contestant(label or name, [python, __file__, "--contestant", name], {"PYTHONPATH": path})
 
 
 def main() -> None:
@@ -251,7 +256,7 @@ def main() -> None:
     if chosen.contestant:
         lead(chosen.contestant)
         return
-    tables = {"passes": pairs.same_cases(CASES, "nbdist", "torch", BOUNDS, CPU), "own": OWN}
+    tables = {"passes": PASSES, "own": OWN}
     with tempfile.TemporaryDirectory() as folder:
         racing = {name: start(name, folder) for name in ("nbdist", "torch")}
         pinned = harness.pin(racing.values())

@@ -65,11 +65,11 @@ AGENTS_CASES = {"empty call": (300, Bound(1.2)), "a barrier, per agent": (20, Bo
 SCRIPT = str(Path(__file__).parent / "contestants.py")
 
 
-def start(name: str, label: str | None = None, **environment: str) -> Contestant:
-    """A contestant by name, called ``label`` in the tables."""
+def start(name: str, label: str | None = None, python: str = sys.executable, **environment: str) -> Contestant:
+    """Start a contestant by name, called ``label`` in the tables, whose library is installed for ``python``."""
     # Some peers' workers import the functions by name: they must find `contestants` too.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    return Contestant(label or name, [sys.executable, SCRIPT, name], {**environment, "PYTHONPATH": path})
+    return Contestant(label or name, [python, SCRIPT, name], {**environment, "PYTHONPATH": path})
 
 
 def agents_pairs() -> list[Pair]:

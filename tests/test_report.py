@@ -208,6 +208,15 @@ def test_each_case_of_the_issue_has_its_limit(benchmark, pairs):
         assert set(cases) == set(bounds)
 
 
+def test_two_versions_are_compared_without_limits(benchmark, pairs):
+    rpc, versions = benchmark("rpc"), benchmark("versions")
+    compared = versions.beside_other([*rpc.TABLES["calls"], *rpc.TABLES["busy"]])
+    assert {pair.theirs.contestant for pair in compared} == {versions.OTHER}
+    assert {pair.ours.contestant for pair in compared} == {"nbdist"}
+    assert {pair.bound for pair in compared} == {pairs.Bound()}
+    assert [pair.cpu is None for pair in compared] == [pair.busy for pair in compared]
+
+
 # --- processes ------------------------------------------------------------------------------------
 
 
