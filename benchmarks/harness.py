@@ -8,6 +8,8 @@ agent keeps a core busy with polling, and would be measured as part of the other
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import platform
@@ -49,9 +51,12 @@ class Contestant:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            # A group of its own, to be stopped as one. In our session: should we die, the system wakes and ends it.
-            process_group=0,
+            process_group=0,  # to be stopped as one
         )
+        # Workers of torch wait for ever for one that is gone, so nobody else ends them if this process is ended.
+        atexit.register(self.kill)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.version = self._read()["version"]
         self._signal(signal.SIGSTOP)
 
@@ -101,14 +106,20 @@ class Contestant:
         raise RuntimeError(f"{self.name} ended with {self._process.wait()}")
 
     def close(self) -> None:
-        """End the contestant's processes."""
+        """Let the contestant end, and kill what is left of it after 20 seconds."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self.kill()
+
+    def kill(self) -> None:
+        """End all its processes at once; a second call does nothing."""
+        atexit.unregister(self.kill)
+        with contextlib.suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
+        self._process.wait()
 
 
 def each(operation: Callable[[], Any]) -> Case:

@@ -1,11 +1,15 @@
 """What `make bench` writes, and where it puts it."""
 
 import importlib
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from workers import eventually
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -243,6 +247,27 @@ def test_a_contestant_is_measured_with_all_its_processes(benchmark, tmp_path):
     assert "not pinned" not in said
     assert where == [[cores[0]], [cores[1 % len(cores)]]]
     assert after == cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_benchmark_that_is_ended_leaves_nothing(benchmark, tmp_path):
+    script = tmp_path / "contestant.py"
+    script.write_text(CONTESTANT)
+    lead = tmp_path / "lead.py"
+    lead.write_text(
+        "import sys, harness\n"
+        "one = harness.Contestant('one', [sys.executable, sys.argv[1]])\n"
+        "print(one._process.pid, flush=True)\n"
+        "one.run('burn in the child', 600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    with subprocess.Popen([sys.executable, lead, script], stdout=subprocess.PIPE, env=environment) as process:
+        group = int(process.stdout.readline())
+        members = benchmark("processes").group(group)
+        process.terminate()
+    assert len(members) == 2
+    assert process.returncode == 128 + signal.SIGTERM
+    eventually(lambda: not benchmark("processes").group(group))
 
 
 def test_messages_are_counted_on_both_sides(benchmark):
