@@ -431,8 +431,7 @@ class Caller:
             self._post(call, encode())
             self._on_sent(call)
         except BaseException as error:
-            if self._pending.pop(call.id) is not None:
-                self._outcomes.end(call, None, error)
+            self._outcomes.unrepeated(call, error)
 
 
 _NO_PAYLOAD = Payload()

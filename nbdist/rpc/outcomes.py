@@ -170,6 +170,11 @@ class Outcomes:
             error = WorkerLost(f"{call.worker} did not take the call of {call.function} in all tries")
             self._fail(call, error, may_exist=True)
 
+    def unrepeated(self, call: Pending, error: BaseException) -> None:
+        """End a call whose callee lacks definitions, and which could not be sent once more with them."""
+        if self._pending.pop(call.id) is not None:
+            self._fail(call, error, may_exist=False)
+
     def lost(self, call: Pending, why: str, others: int) -> None:
         """The callee is gone."""
         if self._pending.pop(call.id) is None:
