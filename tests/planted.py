@@ -33,6 +33,8 @@ class Fault:
 
 
 PROTOCOL = "autograd/test_protocol.py::test_any_order_of_messages"
+HISTORIES = "rpc/test_histories.py::test_any_history_neither_leaks_nor_drops_early"
+ORDERS = "rpc/test_histories.py::test_in_every_order_nothing_is_dropped_early_and_nothing_leaks"
 
 FAULTS = {
     "a hook runs twice": Fault(
@@ -111,7 +113,43 @@ FAULTS = {
         "rpc/forks.py",
         "                owned.forks[child] = to\n                self._remember_uninformed(owned, to)",
         "                self._remember_uninformed(owned, to)",
-        "rpc/test_forks.py::test_any_history_neither_leaks_nor_drops_early",
+        HISTORIES,
+    ),
+    "a fork in a call that the channel refused is not taken back": Fault(
+        "rpc/caller.py",
+        "        except NbdistError:\n            encoded.forker.take_back()\n            raise",
+        "        except NbdistError:\n            raise",
+        HISTORIES,
+    ),
+    "an answer does not take its call out of the table": Fault(
+        "rpc/outcomes.py",
+        "        call = self._pending.pop(reply.id)",
+        "        call = self._pending.get(reply.id)",
+        HISTORIES,
+    ),
+    "a call that the user gave up is answered as well": Fault(
+        "rpc/outcomes.py",
+        "self._pending.pop(call.id) is not None:\n                self._fail(call, error, may_exist=True)",
+        "self._pending.get(call.id) is not None:\n                self._fail(call, error, may_exist=True)",
+        HISTORIES,
+    ),
+    "a call whose references are confirmed does not begin": Fault(
+        "rpc/references.py",
+        "            waiting = self._waiting.pop(message.fork, [])",
+        "            waiting: list[Callable[[], None]] = []",
+        HISTORIES,
+    ),
+    "a request that waits for a value is forgotten when its caller is lost": Fault(
+        "rpc/references.py",
+        "            for rref, jobs in list(self._parked.items()):",
+        "            for rref, jobs in list(self._parked.items())[1:]:",
+        ORDERS,
+    ),
+    "a reference whose creation cannot be repeated is pending for ever": Fault(
+        "rpc/outcomes.py",
+        "            self._fail(call, error, may_exist=False)\n\n    def lost",
+        "            self.end(call, None, error)\n\n    def lost",
+        "rpc/test_histories.py::test_a_creation_that_cannot_be_repeated_fails_its_reference",
     ),
     "a message that comes twice is taken twice": Fault(
         "wire/peer.py",

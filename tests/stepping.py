@@ -23,8 +23,13 @@ NOW = 1000.0
 class Jobs:
     """What stands in for an agent's pool: jobs wait here until the world takes its next step."""
 
+    threads = 0
+
     def __init__(self):
         self.waiting = deque()
+
+    def start(self):
+        pass
 
     def submit(self, job):
         self.waiting.append(job)
