@@ -188,7 +188,7 @@ class Agent:
             self.membership, self.links, self.sharing, lose=self.lose, lost_after=options.lost_after
         )
         self.ending = Ending(self.membership, self.links, self.pending, self.references, self.caller, self.executor)
-        self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
+        self._on_lost += [self.executor.on_lost, self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {
             Nothing: lambda *_: None,
             Hello: self.handshake.on_hello,
@@ -199,7 +199,7 @@ class Agent:
             Pong: self.links.on_pong,
             Call: self.executor.on_call,
             Reply: self.outcomes.on_reply,
-            Stop: self.stopping.on_stop,
+            Stop: self._on_stop,
             ForkRequest: self.references.on_fork_request,
             ForkConfirm: self.references.on_fork_confirm,
             ChildAccept: self.references.on_child_accept,
@@ -405,6 +405,10 @@ class Agent:
     def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
         with contextlib.suppress(NbdistError):
             self.post(sender, Pong(message.number, self.executor.doing()))
+
+    def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
+        self.executor.abandon(sender, message.id)
+        self.stopping.on_stop(message, sender, frames)
 
     def _on_undelivered(self, call: Call) -> None:
         """Fail a call that its callee did not take in all tries."""

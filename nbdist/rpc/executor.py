@@ -33,7 +33,7 @@ from nbdist.rpc.rref import RRef
 from nbdist.rpc.sharing import Sharing
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec, names
-from nbdist.wire.messages import Call, Mode, Payload, Recording, Reply, State
+from nbdist.wire.messages import Call, Fork, Mode, Payload, Record, Recording, Reply, State
 from nbdist.wire.tensors import Slot
 
 __all__ = ["ASYNC_MARK", "Executor", "Request"]
@@ -82,6 +82,8 @@ class Executor:
         self.recorder = recorder
         self.submit = submit
         self.activate = activate
+        self._refused: dict[tuple[int, int], Fork] = {}
+        """The results of calls that were refused for lack of a definition, and that their callers may repeat."""
         self._numbers = itertools.count()
         self._running: dict[int, tuple[str, float, int]] = {}
         self._counting = threading.Lock()
@@ -104,6 +106,8 @@ class Executor:
     def on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
         """Take a call in: return the job that runs it, or None while it waits for a reference or a value."""
         number = next(self._numbers)
+        if self._refused:
+            self._refused.pop((sender, call.id), None)
         self._running[number] = (call.function, time.monotonic(), sender)
         request = Request(self, number, call, sender, frames)
         if call.target is None and call.result is None and not call.payload.forks:  # nothing to take hold of
@@ -113,6 +117,23 @@ class Executor:
                 request.decode_early()
             return request.run
         return request.admit()
+
+    def refuse(self, sender: int, call: Call) -> None:
+        """Forget a call that did not run for lack of a definition, until its caller repeats it or gives it up."""
+        if call.result is not None:
+            self.references.uncreate(call.result)
+            self._refused[sender, call.id] = call.result
+
+    def abandon(self, sender: int, id: int) -> None:
+        """Fail what a refused call was to make: its caller has given the call up."""
+        result = self._refused.pop((sender, id), None)
+        if result is not None:
+            self.references.abandon(result)
+
+    def on_lost(self, record: Record, why: str) -> None:
+        """Forget the refused calls of a caller that is lost; `References` fails what they were to make."""
+        for key in [key for key in self._refused.copy() if key[0] == record.incarnation]:
+            self._refused.pop(key, None)
 
     def end(self, number: int, sender: int) -> None:
         """Count a call as answered."""
@@ -350,8 +371,7 @@ class Request:
         if not missing:
             self._fail(error)
             return
-        if self._call.result is not None:
-            self._executor.references.uncreate(self._call.result)
+        self._executor.refuse(self._sender, self._call)
         self._reply(False, Payload(), [], missing=missing)
         self._finish(created=False)
 

@@ -195,6 +195,18 @@ class Forks:
         owned.forks.pop(fork, None)
         return self._drop_if_free(rref, owned)
 
+    def abandon(self, rref: GlobalId, fork: GlobalId) -> None:
+        """Note that the call which was to make ``rref`` will not be repeated: the value never comes.
+
+        Others may refer to the value already. They keep their forks until they release them.
+        """
+        self._early.pop(fork, None)
+        owned = self._owned.get(rref)
+        if owned is not None:
+            owned.created = True  # nobody needs to wait for the call any more
+        else:
+            self._remember_dropped(rref)
+
     def set_state(self, rref: GlobalId, state: State) -> list[Instruction]:
         """The value has come to be: tell those that were confirmed before it did."""
         owned = self._owned.get(rref)
@@ -217,7 +229,8 @@ class Forks:
         """A user has let go."""
         owned = self._owned.get(message.rref)
         if owned is None or message.fork not in owned.forks:
-            self._early[message.fork] = sender
+            if message.rref not in self._dropped and (owned is None or not owned.created):
+                self._early[message.fork] = sender
             return []
         del owned.forks[message.fork]
         return self._drop_if_free(message.rref, owned)
@@ -232,10 +245,13 @@ class Forks:
             return []
         del self._owned[rref]
         if owned.created and rref.incarnation not in self._lost:
-            self._dropped[rref] = None
-            if len(self._dropped) > _REMEMBERED:
-                del self._dropped[next(iter(self._dropped))]
+            self._remember_dropped(rref)
         return [Drop(rref)]
+
+    def _remember_dropped(self, rref: GlobalId) -> None:
+        self._dropped[rref] = None
+        if len(self._dropped) > _REMEMBERED:
+            del self._dropped[next(iter(self._dropped))]
 
     # -- the user -----------------------------------------------------------------------------
 

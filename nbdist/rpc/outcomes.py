@@ -6,6 +6,7 @@ answer comes, that its time is up, that its callee is lost, or that the user doe
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from nbdist.rpc.recording import Attach, Recorder
 from nbdist.rpc.references import References, creation_error
 from nbdist.rpc.rref import RRef
 from nbdist.wire import codec
-from nbdist.wire.messages import Fork, Record, Reply
+from nbdist.wire.messages import Fork, Record, Reply, Stop
 
 __all__ = ["Outcomes"]
 
@@ -53,6 +54,8 @@ class Outcomes:
         references = self._references.accept(reply.payload.forks) if reply.payload.forks else []
         call = self._pending.pop(reply.id)
         if call is None or call.to != sender:
+            if reply.missing:
+                self._abandon(sender, reply.id)
             return None  # too late; the references it brought go as they came
         if reply.missing:
             peer = self._links.peer(sender)
@@ -65,7 +68,7 @@ class Outcomes:
                 error = MissingDefinition(
                     f"{call.worker} no longer has the definition of {names} that it had; call again"
                 )
-                return partial(self._fail, call, error, may_exist=False)
+                return partial(self._fail_refused, call, error)
             return call.again
         if call.definitions:
             peer = self._links.peer(sender)
@@ -173,7 +176,17 @@ class Outcomes:
     def unrepeated(self, call: Pending, error: BaseException) -> None:
         """End a call whose callee lacks definitions, and which could not be sent once more with them."""
         if self._pending.pop(call.id) is not None:
-            self._fail(call, error, may_exist=False)
+            self._fail_refused(call, error)
+
+    def _fail_refused(self, call: Pending, error: BaseException) -> None:
+        """End a call that its callee refused for lack of definitions, and that is not repeated."""
+        self._abandon(call.to, call.id)
+        self._fail(call, error, may_exist=False)
+
+    def _abandon(self, callee: int, id: int) -> None:
+        """Tell a callee that a call which it refused will not be repeated: others may wait there for its value."""
+        with contextlib.suppress(NbdistError):  # a callee that is gone has nobody who waits
+            self._links.post(callee, Stop(id))
 
     def lost(self, call: Pending, why: str, others: int) -> None:
         """The callee is gone."""

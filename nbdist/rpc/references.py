@@ -36,7 +36,8 @@ def creation_error(why: object) -> RRefError:
 
 def _gone() -> Promise[Any]:
     gone: Promise[Any] = Promise()
-    gone.try_settle(None, RRefError("the value of this RRef is gone: a worker through which it came was lost"))
+    why = "a worker through which it came was lost, or the call that was to make it was given up"
+    gone.try_settle(None, RRefError(f"the value of this RRef is gone: {why}"))
     return gone
 
 
@@ -105,6 +106,15 @@ class References:
     def uncreate(self, result: Fork) -> None:
         """The call that `create` prepared for did not run, and is going to be repeated."""
         self._perform_locked(self.forks.uncreate, result.rref, result.fork)
+
+    def abandon(self, result: Fork) -> None:
+        """Fail a value whose call did not run and is not going to be repeated, for those who wait for it here."""
+        with self._lock:
+            self.forks.abandon(result.rref, result.fork)
+            jobs = self._parked.pop(result.rref, ())
+        self.settle(result.rref, None, creation_error("the owner lacked a definition, and the call was given up"))
+        for _, job in jobs:
+            self._submit(job)
 
     def announce(
         self, rref: GlobalId, value: Any, error: BaseException | None, failure: Failure | None = None

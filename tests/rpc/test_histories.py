@@ -227,7 +227,6 @@ def test_a_creation_that_cannot_be_repeated_fails_its_reference():
         world.check_end()
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="who waits at the owner for such a value is not told; see issue J")
 def test_a_creation_that_ends_unrepeated_ends_who_waits_for_its_value():
     with SimulatedWorld(2) as world:
         owner, user = world.members
