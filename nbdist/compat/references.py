@@ -21,8 +21,8 @@ from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT
 from nbdist.rpc.rref import Proxy, RRef
-from nbdist.wire import codec
 from nbdist.wire.messages import ChildAccept, Fork
+from nbdist.wire.registered import register_reducer
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -52,7 +52,7 @@ def extend() -> None:
         setattr(RRef, name, _stand_in(getattr(RRef, name), way))
     for name in ("to_here", "local_value", "backward"):
         setattr(RRef, name, _in_torchs_words(getattr(RRef, name), name))
-    codec.register_reducer(Serialized, in_a_message)
+    register_reducer(Serialized, in_a_message)
 
 
 Method = Callable[..., Any]

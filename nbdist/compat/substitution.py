@@ -20,7 +20,7 @@ from nbdist.compat import autograd, echo, optimizer, references, rpc, words
 from nbdist.errors import UsageError
 from nbdist.rpc import failures
 from nbdist.torch_private import torch_rpc
-from nbdist.wire import codec
+from nbdist.wire.registered import register_reducer
 
 __all__ = ["install", "installed"]
 
@@ -46,7 +46,7 @@ def install() -> None:
         edges.one_node_a_message = True
         recorder.failure_words = words.of_backward
         failures.on_error(words.of_lacking)
-        codec.register_reducer(io.TextIOWrapper, words.refuse_file)
+        register_reducer(io.TextIOWrapper, words.refuse_file)
         echo.start()
         _take_over_settings()
         _replace("torch.distributed.rpc", rpc)

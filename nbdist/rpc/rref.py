@@ -22,8 +22,8 @@ from nbdist.rpc.futures import Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.peeking import Peek, look
 from nbdist.rpc.references import References, creation_error
-from nbdist.wire.codec import register_reference
 from nbdist.wire.messages import Fork, State
+from nbdist.wire.registered import register_reference
 
 __all__ = ["Calls", "Home", "Proxy", "RRef"]
 

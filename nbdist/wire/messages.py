@@ -59,7 +59,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 6
+VERSION = 7
 """Raised with every change of what goes over the wire."""
 
 

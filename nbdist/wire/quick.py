@@ -9,14 +9,17 @@ is left, with a hole in each of these places, are atoms, which one call of C pic
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nbdist.errors import DecodeError
-from nbdist.wire.messages import Hole
-from nbdist.wire.tensors import is_packable
+from nbdist.errors import DecodeError, EncodeError
+from nbdist.wire.encoded import Encoded
+from nbdist.wire.history import Attach, with_history
+from nbdist.wire.messages import Fork, Hole, Payload
+from nbdist.wire.registered import Forker, reference_types
+from nbdist.wire.tensors import Buffer, Space, TensorPacker, is_packable, pack_alone, unpack_alone, unpack_tensors
 
 __all__ = [
     "ATOMS",
@@ -29,6 +32,8 @@ __all__ = [
     "TENSOR",
     "TUPLE",
     "WHOLE",
+    "decode",
+    "encode",
     "fill",
     "form_of",
     "is_tensor",
@@ -126,3 +131,71 @@ def fill(body: bytes, form: int, holes: Sequence[Hole], found: Sequence[Sequence
     if form == LIST:
         return rest
     raise DecodeError(f"there are no values of form {form}")
+
+
+def encode(
+    value: Any,
+    form: int,
+    forker: Forker | None,
+    record: bool,
+    devices: Mapping[str, str] | None,
+    receiver: str,
+    space: Space | None,
+) -> Encoded:
+    """Encode a ``value`` of that ``form``; the arguments are those of `nbdist.wire.encoding.encode`."""
+    holes: list[Hole] = []
+    taken: list[torch.Tensor] = []
+    index_of: dict[int, int] = {}
+    recorded: list[torch.Tensor] = []
+    recorded_at: list[int] = []
+    forks: list[Fork] = []
+    requires_grad = False
+    for at, item in enumerate(items_of(value, form)):
+        kind = type(item)
+        if kind in ATOMS:
+            continue
+        if kind in reference_types:
+            if forker is None:
+                raise EncodeError("cannot be sent: a remote reference can only travel in a call")
+            index = index_of.get(id(item))
+            if index is None:
+                index = index_of[id(item)] = len(forks)
+                forks.append(forker.fork(item))
+            holes.append((at, REFERENCE, index))
+            continue
+        index = index_of.get(id(item))
+        if index is None:
+            index = index_of[id(item)] = len(taken)
+            taken.append(item)
+            if item.requires_grad:
+                if record:
+                    recorded.append(item)
+                    recorded_at.append(index)
+                else:
+                    requires_grad = True
+        if recorded and index in recorded_at:
+            holes.append((at, RECORDED, recorded_at.index(index)))
+        else:
+            holes.append((at, TENSOR, index))
+    body = leave_holes(value, form, holes)
+    if len(taken) == 1 and (alone := pack_alone(taken[0], bool(recorded), space)) is not None:
+        meta, data = alone
+        payload = Payload([(0, 0, len(data))], [meta], forks, recorded=recorded_at, form=form, holes=holes)
+        return Encoded(payload, [body, data], recorded, requires_grad)
+    packer = TensorPacker(devices, receiver, space)
+    for index, tensor in enumerate(taken):
+        packer.add(tensor.detach() if index in recorded_at else tensor)
+    metas, where, frames = packer.pack()
+    payload = Payload(where, metas, forks, recorded=recorded_at, places=packer.places, form=form, holes=holes)
+    return Encoded(payload, [body, *frames], recorded, requires_grad, packer.slots)
+
+
+def decode(
+    payload: Payload, frames: Sequence[bytes], leased: Sequence[Buffer], references: Sequence[Any], attach: Attach
+) -> Any:
+    """Return the value in ``frames``, which `encode` made; ``leased`` is the shared memory that came with it."""
+    metas, where, data = payload.tensors, payload.buffers, frames[1:]
+    alone = unpack_alone(metas[0], where, data) if len(metas) == 1 else None
+    tensors = [alone] if alone is not None else unpack_tensors(metas, where, data, leased)
+    recorded = with_history([tensors[place] for place in payload.recorded], attach) if payload.recorded else ()
+    return fill(frames[0], payload.form, payload.holes, (tensors, recorded, references))

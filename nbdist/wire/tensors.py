@@ -197,6 +197,7 @@ class TensorPacker:
     ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
+        self.places: list[Place] = []
         self._indices: dict[int, int] = {}
         self._devices = devices or {}
         self._receiver = receiver
@@ -285,6 +286,7 @@ class TensorPacker:
         if slot is None:
             return False
         self.slots.append(slot)
+        self.places.append(slot.place)
         return True
 
     def _pack_simple(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:

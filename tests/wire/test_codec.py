@@ -18,7 +18,7 @@ from mains import Main, run, send
 
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError, RpcTimeout
 from nbdist.ids import GlobalId
-from nbdist.wire import codec, names, quick
+from nbdist.wire import codec, names, quick, registered
 from nbdist.wire.messages import Fork, Payload
 from nbdist.wire.tensors import LARGE
 
@@ -80,7 +80,7 @@ def test_an_ordered_dict_keeps_its_order_and_all_else():
 
 
 def test_what_is_registered_comes_before_what_is_quick():
-    codec.register_reducer(Marked, lambda value: (Marked, (value.n + 1,)))
+    registered.register_reducer(Marked, lambda value: (Marked, (value.n + 1,)))
     assert travel([Marked(1), Marked(2)])[1].n == 3
 
 
@@ -417,9 +417,9 @@ class Forker:
 
 @pytest.fixture(autouse=True)
 def reference_type():
-    codec.register_reference(Reference)
+    registered.register_reference(Reference)
     yield
-    codec._reference_types.discard(Reference)
+    registered.reference_types.discard(Reference)
 
 
 def test_references_travel_as_forks():

@@ -14,7 +14,7 @@ import torch
 
 from nbdist.compat.references import Serialized, in_a_message
 from nbdist.rpc.rref import RRef
-from nbdist.wire import codec
+from nbdist.wire.registered import register_reducer
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -77,7 +77,7 @@ class _InternalRPCPickler:
     def _register_reducer(self, obj_class: type, reducer: Reducer) -> None:
         """Have instances of a class serialized by ``reducer``, in calls too; the first one registered stays."""
         self._reducers.setdefault(obj_class, reducer)
-        codec.register_reducer(obj_class, self._reducers[obj_class])  # torch's RemoteModule travels in this way
+        register_reducer(obj_class, self._reducers[obj_class])  # torch's RemoteModule travels in this way
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         """``obj`` without its tensors, and they."""

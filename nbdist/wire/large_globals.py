@@ -1,0 +1,48 @@
+"""Warns of large globals that a function takes along with every call."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from typing import Any
+
+import cloudpickle.cloudpickle as cloudpickle
+import torch
+
+from nbdist.wire import names
+
+__all__ = ["warn_of_large_globals"]
+
+_LARGE = 1 << 20
+
+_warned: set[tuple[str, int]] = set()
+
+
+def warn_of_large_globals(function: types.FunctionType) -> None:
+    """Warn once of each global of more than 1 MB that travels by value with ``function``."""
+    for name in cloudpickle._extract_code_globals(function.__code__):
+        value = function.__globals__.get(name)
+        size = _size(value)
+        if size > _LARGE and (name, id(value)) not in _warned:
+            _warned.add((name, id(value)))
+            warnings.warn(
+                f"{names.display_name(function)} uses the global {name!r} of {size / 1e6:.1f} MB, which is sent "
+                f"along with every call; pass an RRef to it, or let the worker define its own",
+                stacklevel=2,
+            )
+
+
+def _size(value: Any, depth: int = 2) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.layout is torch.strided else 0
+    if isinstance(value, torch.nn.Module):
+        return sum(parameter.nbytes for parameter in value.parameters())
+    if isinstance(value, list | tuple | set | frozenset) and depth:
+        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value)
+    if isinstance(value, dict) and depth:
+        return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value.values())
+    if isinstance(value, types.ModuleType | types.FunctionType | type):
+        return 0
+    nbytes = getattr(value, "nbytes", None)
+    return nbytes if isinstance(nbytes, int) else sys.getsizeof(value, 0)
