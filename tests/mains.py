@@ -70,3 +70,49 @@ def run(receiver, function, *args):
     """Call `function` in the receiver's process."""
     with receiver.active():
         return function(*args)
+
+
+FUNCTIONS = """
+import functools
+
+def plain(x):
+    return x + 1
+
+def default(x, y=1):
+    return x + y
+
+def keyword(x, *, y=1):
+    return x + y
+
+def by(n):
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(x):
+            return function(x) + n
+        return wrapper
+    return decorate
+
+@by(1)
+def decorated(x):
+    return x
+"""
+"""What both sides define: functions that all return 1 for 0."""
+
+CHANGES = {
+    "defined anew": ("plain", "def plain(x): return x + 2"),
+    "other code": ("plain", "plain.__code__ = (lambda x: x + 2).__code__"),
+    "other defaults": ("default", "default.__defaults__ = (2,)"),
+    "defaults where the earlier ones were": ("default", "default.__defaults__ = None\ndefault.__defaults__ = (2,)"),
+    "another keyword default": ("keyword", "keyword.__kwdefaults__['y'] = 2"),
+    "decorated otherwise": ("decorated", "@by(2)\ndef decorated(x): return x"),
+    "another decorator": (
+        "decorated",
+        "by = lambda n: lambda g: functools.wraps(g)(lambda x: 2)\n@by(1)\ndef decorated(x): 0",
+    ),
+    "another variable of the closure": (
+        "decorated",
+        "decorated.__closure__[decorated.__code__.co_freevars.index('n')].cell_contents = 2",
+    ),
+    "other code in what it decorates": ("decorated", "decorated.__wrapped__.__code__ = (lambda x: x + 1).__code__"),
+}
+"""Functions, and how one side changes them: from then on they return 2 for 0."""

@@ -163,6 +163,11 @@ def identity(value: Any) -> Any:
     return value
 
 
+def define(source: str) -> None:
+    """Run ``source`` in this worker's ``__main__``."""
+    exec(compile(source, "<defined>", "exec", dont_inherit=True), sys.modules["__main__"].__dict__)
+
+
 def count(key: str) -> int:
     """How often this was called with ``key`` on this worker."""
     _calls[key] = _calls.get(key, 0) + 1

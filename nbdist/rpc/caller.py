@@ -285,9 +285,15 @@ class Caller:
             call.hold = target.keep()
         context = self._recorder.current()
         if context is None and target is None:
-            name, args, kwargs = body
-            usual = codec.encode_usual_call(name, args, kwargs, self._spaces.get(to.incarnation))
+            function, args, kwargs = body
+            peer = self._links.peer(to.incarnation) if type(function) is not str else None
+            known, lacking = (peer.definitions, peer.lacking) if peer is not None else ((), ())
+            space = self._spaces.get(to.incarnation)
+            usual = codec.encode_usual_call(function, args, kwargs, space, known, lacking)
             if usual is not None:
+                if usual[0].definitions and type(outcome) is Latch:  # the caller cannot touch its arguments meanwhile
+                    again = partial(self._encode, call, to, mode, builtin, body, None, None, by_value=True)
+                    call.again = partial(self._repeat, call, again)
                 self._send_usual(call, mode, builtin, *usual)
                 return call
         first = self._encode(call, to, mode, builtin, body, target, context)

@@ -32,7 +32,7 @@ from nbdist.rpc.references import References
 from nbdist.rpc.rref import RRef
 from nbdist.rpc.sharing import Sharing
 from nbdist.torch_private import is_torch_future
-from nbdist.wire import codec, names
+from nbdist.wire import codec, definitions, names
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record, Recording, Reply, State
 from nbdist.wire.tensors import Slot
 
@@ -245,11 +245,14 @@ class Request:
         if self.decoded is codec.NOT_DECODED:
             self.decoded = codec.decode(call.payload, self._frames, self._references, self._attach())
         function, args, kwargs = self.decoded
+        if function is None:
+            function = definitions.get_own(*call.payload.definitions[0])
         self.decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
             peer = self._executor.links.peer(self._sender)
             if peer is not None:
-                peer.definitions.update(digest for _, digest in call.payload.definitions)
+                for _, digest in call.payload.definitions:
+                    peer.definitions.add(digest)
         if self._target is not None:
             value = self._target.value()
             is_async = hasattr(getattr(type(value), function, None), ASYNC_MARK)

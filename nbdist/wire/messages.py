@@ -124,6 +124,8 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     forks: list[Fork] = []
     plain: bool = True
     definitions: list[tuple[str, str]] = []
+    """The definitions of the sender's ``__main__`` in the body, by name and digest; with a body that names no function,
+    the one to call."""
     recorded: list[int] = []
     """The tensors of which autograd has made a record: by number, those in the odd frame as -1, -2, …"""
     places: list[Place] = []

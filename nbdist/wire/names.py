@@ -45,6 +45,8 @@ _described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
 
 def describe(function: Any) -> Named:
     """What has to be known of ``function``; what was found out is remembered for as long as it is true."""
+    if type(function) is types.FunctionType and function.__module__ in MAIN_NAMES:
+        return Named(None, function.__qualname__ or function.__name__, False)
     entry = _described.get(id(function))
     if entry is not None and entry[0] is function and entry[1].get(entry[2]) is function:
         return entry[3]

@@ -178,9 +178,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             if digest in self.lacking:
                 raise ValueWanted
             self.named.append((qualname, digest))
-            return stand_ins.own, (qualname, digest)
+            return definitions.get_own, (qualname, digest)
         wrapper = self._wrappers.setdefault(id(obj), _ByValue(obj))
-        return stand_ins.choose, (qualname, digest, wrapper)
+        return definitions.choose, (qualname, digest, wrapper)
 
     def _value(self, definition: Any) -> Any:
         if isinstance(definition, types.FunctionType):

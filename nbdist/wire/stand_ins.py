@@ -1,6 +1,7 @@
-"""The names that a pickled body refers to; `nbdist.wire.unpickler` binds most of them to methods of its own.
+"""The names that a pickled body refers to, beside those in `nbdist.wire.definitions`.
 
-A name that is changed here, or moved, changes what goes over the wire.
+`nbdist.wire.unpickler` binds the first three to what came with the message. A name that is changed here, or moved,
+changes what goes over the wire.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from nbdist.errors import DecodeError
 
-__all__ = ["choose", "exception", "own", "recorded", "reference", "script", "script_function", "tensor"]
+__all__ = ["exception", "recorded", "reference", "script", "script_function", "tensor"]
 
 
 def tensor(index: int) -> Any:
@@ -28,16 +29,6 @@ def recorded(index: int) -> Any:
 def reference(index: int) -> Any:
     """Return the receiver's reference for fork number ``index``."""
     return tensor(index)
-
-
-def own(qualname: str, digest: str) -> Any:
-    """Return the receiver's definition of that name; MissingDefinition where its code differs."""
-    return tensor(0)
-
-
-def choose(qualname: str, digest: str, value: Any) -> Any:
-    """Return the receiver's definition of that name if its code is the same, else ``value``."""
-    return tensor(0)
 
 
 def exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:

@@ -12,8 +12,8 @@ import cloudpickle.cloudpickle as cloudpickle
 import torch
 
 from nbdist import torch_private
-from nbdist.errors import DecodeError, MissingDefinition
-from nbdist.wire import definitions, names, stand_ins
+from nbdist.errors import DecodeError
+from nbdist.wire import names, stand_ins
 from nbdist.wire.tensors import Buffer
 
 __all__ = ["Unpickler"]
@@ -44,7 +44,6 @@ class Unpickler(pickle.Unpickler):
         self._references = references
         self._recorded = recorded
         self._globals: dict[int, tuple[Any, _Globals]] = {}
-        self.missing: list[tuple[str, str]] = []
 
     def persistent_load(self, index: int) -> torch.Tensor:
         """What a `TensorPickler` put in the place of a tensor."""
@@ -65,8 +64,6 @@ class Unpickler(pickle.Unpickler):
             bound: dict[str, Callable[..., Any]] = {
                 "recorded": self._recorded.__getitem__,
                 "reference": self._references.__getitem__,
-                "own": self._own,
-                "choose": self._choose,
             }
             if name in bound:
                 return bound[name]
@@ -81,17 +78,6 @@ class Unpickler(pickle.Unpickler):
             )
             failed.lacks = f"{type(error).__name__}: {error}"
             raise failed from error
-
-    def _own(self, qualname: str, digest: str) -> Any:
-        found = definitions.find_own(qualname, digest)
-        if found is None:
-            self.missing.append((qualname, digest))
-            raise MissingDefinition(f"__main__ here has no {qualname!r} with the sender's code")
-        return found
-
-    @staticmethod
-    def _choose(qualname: str, digest: str, value: Any) -> Any:
-        return definitions.find_own(qualname, digest) or value
 
     def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
         # The namespace is one object for all functions that shared theirs; so is what replaces it.

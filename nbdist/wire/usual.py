@@ -6,11 +6,13 @@ What comes out is decoded like any other value (`nbdist.wire.quick`).
 from __future__ import annotations
 
 import pickle
+import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from nbdist.wire import quick
+from nbdist.wire import definitions, quick
 from nbdist.wire.encoded import NO_TENSORS
 from nbdist.wire.messages import Hole, Payload
 from nbdist.wire.quick import ATOMS
@@ -22,14 +24,28 @@ _WHOLE: Hole = (0, quick.TENSOR, 0)
 
 
 def encode_usual_call(
-    name: Any, args: tuple[Any, ...], kwargs: dict[str, Any], space: Space | None
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    space: Space | None,
+    known: Collection[str] = (),
+    lacking: Collection[str] = (),
 ) -> tuple[Payload, list[Buffer]] | None:
-    """Return the payload and frames of a call as most are, by the function's name, with atoms and one small tensor.
+    """Return the payload and frames of a call as most are, with atoms and one small tensor.
 
-    Returns None where the call needs `encode`. What comes out is what `encode` would make of the call.
+    ``function`` is a name, or a function of ``__main__`` whose digest is ``known`` to the receiver, and not
+    ``lacking`` there. Such a function is not in the body, which has None in its place: the payload names it.
+
+    Returns None where the call needs `encode`. What comes out of a call by name is what `encode` would make of it.
     """
-    if type(name) is not str:
-        return None
+    name, needed = function, list[tuple[str, str]]()
+    if type(function) is not str:
+        if type(function) is not types.FunctionType or not known:
+            return None
+        own = definitions.name_and_digest(function)
+        if own is None or own[1] not in known or own[1] in lacking:
+            return None
+        name, needed = None, [own]
     tensor, place = None, 0
     for at, value in enumerate(args):
         if type(value) not in ATOMS:
@@ -40,13 +56,15 @@ def encode_usual_call(
         if type(value) not in ATOMS:
             return None
     if tensor is None:
-        return NO_TENSORS, [pickle.dumps((name, args, kwargs), 5)]
+        payload = Payload(definitions=needed) if needed else NO_TENSORS
+        return payload, [pickle.dumps((name, args, kwargs), 5)]
     if tensor.requires_grad or not is_packable(tensor) or (alone := pack_alone(tensor, False, space)) is None:
         return None
     meta, data = alone
     rest = [*args, *kwargs.values()]
     rest[place] = None
-    payload = Payload([(0, 0, len(data))], [meta], form=quick.CALL, holes=[(place, quick.TENSOR, 0)])
+    holes = [(place, quick.TENSOR, 0)]
+    payload = Payload([(0, 0, len(data))], [meta], definitions=needed, form=quick.CALL, holes=holes)
     return payload, [pickle.dumps((name, rest, tuple(kwargs)), 5), data]
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 EXPECTED = {
     # case: calls of functions by the caller and by all others, messages
     "empty": (36, 28, 2),
-    "empty, of __main__": (83, 46, 2),
+    "empty, of __main__": (44, 34, 2),
     "empty, from a cell": (36, 32, 2),
     "small tensor": (42, 34, 2),
     "remote().to_here()": (122, 113, 5),

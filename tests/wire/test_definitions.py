@@ -7,7 +7,8 @@ import textwrap
 import warnings
 
 import pytest
-from mains import Main, run, send
+import torch
+from mains import CHANGES, FUNCTIONS, Main, run, send
 
 from nbdist import EncodeError, MissingDefinition
 from nbdist.wire import codec, definitions
@@ -277,6 +278,156 @@ def test_an_older_definition_there_does_not_win():
     assert receiver.f() == "receiver"
 
 
+# --- calls of functions, when both sides have cached their digests --------------------------------
+
+
+def own_call(main, name, known):
+    """The usual call of one of `main`'s functions, for a receiver that has the definitions in `known`."""
+    with main.active():
+        return codec.encode_usual_call(getattr(main, name), (0,), {}, None, known)
+
+
+def found(main, payload):
+    """The function that `main` runs for that call."""
+    with main.active():
+        return definitions.get_own(*payload.definitions[0])
+
+
+@pytest.fixture
+def same():
+    return Main(FUNCTIONS), Main(FUNCTIONS)
+
+
+def test_the_usual_call_of_a_function_names_it_beside_the_body(same):
+    sender, receiver = same
+    payload, frames = own_call(sender, "plain", {sender.digest("plain")})
+    assert payload.definitions == [("plain", sender.digest("plain"))]
+    assert codec.decode_early(payload, frames) == (None, (0,), {})
+    with sender.active():
+        payload, frames = codec.encode_usual_call(
+            sender.plain, (torch.ones(2), 3), {"k": "v"}, None, {sender.digest("plain")}
+        )
+    _, args, kwargs = codec.decode_early(payload, frames)
+    assert (args[0].tolist(), args[1], kwargs) == ([1, 1], 3, {"k": "v"})
+    assert found(receiver, payload) is receiver.plain
+
+
+def test_a_function_that_the_receiver_may_lack_goes_the_general_way(same):
+    sender, _ = same
+    digest = sender.digest("plain")
+    assert own_call(sender, "plain", ()) is None
+    assert own_call(sender, "plain", {sender.digest("default")}) is None
+    with sender.active():
+        assert codec.encode_usual_call(sender.plain, (0,), {}, None, {digest}, {digest}) is None
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["lambda x: x", "C.static", "C(), C.static", "by(3)(plain)", "C", "C().method", "functools.partial(plain)"],
+)
+def test_only_functions_at_the_top_level_take_the_usual_way(same, expression):
+    sender, _ = same
+    sender.cell("class C:\n    def method(self): pass\n    @staticmethod\n    def static(): pass")
+    with sender.active():
+        function = eval(expression, sender.module.__dict__)
+        everything = type("Everything", (), {"__contains__": lambda *_: True, "__len__": lambda _: 1})()
+        assert codec.encode_usual_call(function, (0,), {}, None, everything) is None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_function_that_changes_is_not_taken_for_what_it_was(same, change):
+    (name, source), (sender, receiver) = CHANGES[change], same
+    known = {sender.digest(name)}
+    for _ in range(3):
+        payload, _ = own_call(sender, name, known)
+        assert found(receiver, payload) is getattr(receiver, name)
+    sender.cell(source)
+    assert run(sender, sender.module.__dict__[name], 0) == 2
+    assert own_call(sender, name, known) is None
+    payload, _ = own_call(sender, name, {sender.digest(name)})
+    with pytest.raises(MissingDefinition, match=name):
+        found(receiver, payload)
+    receiver.cell(source)
+    assert found(receiver, payload) is getattr(receiver, name)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_receiver_that_changes_a_function_has_it_no_more(same, change):
+    (name, source), (sender, receiver) = CHANGES[change], same
+    payload, _ = own_call(sender, name, {sender.digest(name)})
+    for _ in range(3):
+        found(receiver, payload)
+    receiver.cell(source)
+    with pytest.raises(MissingDefinition, match=name):
+        found(receiver, payload)
+
+
+CLASSES = """
+class Base:
+    rate = 1
+    class Inner:
+        rate = 1
+
+class Thing(Base):
+    def method(self, x=1): return x
+    @staticmethod
+    def static(x=1): return x
+    @property
+    def value(self): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "Thing.rate = 2",
+        "Base.rate = 2",
+        "Base.Inner.rate = 2",
+        "Thing.method.__defaults__ = (2,)",
+        "Thing.static.__code__ = (lambda x: 2).__code__",
+        "Thing.value.fget.__code__ = (lambda self: 2).__code__",
+        "Base.method = lambda self: 2",
+    ],
+)
+def test_a_class_that_changes_deep_inside_is_not_taken_for_what_it_was(change):
+    sender, receiver = Main(CLASSES), Main(CLASSES)
+    for _ in range(2):
+        assert send(sender.Thing, sender, receiver) == (receiver.Thing, False)
+    sender.cell(change)
+    received, again = send(sender.Thing, sender, receiver)
+    assert again
+    assert received is not receiver.Thing
+
+
+def test_what_a_function_assigns_around_itself_is_its_state():
+    """A decorator that counts, or computes something once, makes no other function of what it decorates."""
+    source = """
+        import functools
+
+        def counted(function):
+            calls, first = 0, None
+            @functools.wraps(function)
+            def wrapper(x):
+                def note():
+                    nonlocal first
+                    first = first or x
+                nonlocal calls
+                calls += 1
+                note()
+                return calls, first, function(x)
+            return wrapper
+
+        @counted
+        def f(x): return x
+    """
+    sender, receiver = Main(source), Main(source)
+    known = {sender.digest("f")}
+    for number in (1, 2, 3):
+        run(sender, sender.f, 9)
+        payload, _ = own_call(sender, "f", known)
+        assert run(receiver, found(receiver, payload), number) == (number, 1, number)
+
+
 # --- names that the sender lacks ------------------------------------------------------------------
 
 
@@ -377,6 +528,8 @@ DIFFERENT = {
     "attribute": ("def f(x): return x.a", "def f(x): return x.b"),
     "default": ("def f(x=1): return x", "def f(x=2): return x"),
     "keyword default": ("def f(*, x=1): return x", "def f(*, x=2): return x"),
+    "a default's sign": ("def f(x=+0.0): return x", "def f(x=-0.0): return x"),
+    "a default's type": ("def f(x=(1 )): return x", "def f(x=(1.)): return x"),
     "kind of parameter": ("def f(x): return x", "def f(*, x): return x"),
     "positional only": ("def f(x): return x", "def f(x, /): return x"),
     "inner": ("def f():\n    return lambda: 1", "def f():\n    return lambda: 2"),
@@ -492,5 +645,4 @@ def test_a_digest_is_of_code_and_not_of_state():
     before = definitions.digest(Caching)
     Caching.cache[1] = 1
     Caching.seen.append(2)
-    definitions._digests.clear()
     assert definitions.digest(Caching) == before
