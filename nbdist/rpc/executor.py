@@ -155,6 +155,8 @@ class Request:
         self._target: Promise[Any] | None = None
         self.decoded: Any = codec.NOT_DECODED
         """The function and its arguments, where they could be decoded early."""
+        self._began = False
+        """Whether the function has been called, which is done once (G2)."""
         self._context: Any = None
         if call.recording is not None:
             self._context = executor.recorder.enter(call.recording, sender)
@@ -221,9 +223,10 @@ class Request:
             else:
                 with around(self._call.origin):
                     result, is_async = self.invoke()
-        except MissingDefinition as error:
-            self._answer_missing(error)
         except BaseException as error:
+            if isinstance(error, MissingDefinition) and not self._began:
+                self._answer_missing(error)
+                return
             if os.getpid() != self._executor.pid:
                 _leave_fork(error)
             self._fail(error)
@@ -265,6 +268,7 @@ class Request:
         if trace.listeners:
             what = {"callee": function, "args": args}
             trace.emit("call.run", agent=executor.name, function=call.function, id=call.id, **what)
+        self._began = True
         try:
             executor.stopping.begin(key)
             if self._context is None or call.recording is None:

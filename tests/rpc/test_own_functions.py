@@ -117,3 +117,18 @@ def test_an_own_function_that_returns_a_future(main):
 
 def test_own_functions_that_this_worker_runs_itself(main):
     assert [rpc.rpc_sync("worker0", main.plain, args=(0,)) for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_function_that_misses_a_definition_elsewhere_is_not_run_again(main):
+    both(
+        main,
+        "import nbdist, workers\n"
+        "def nested(fails):\n"
+        "    number = workers.count('nested')\n"
+        "    if fails:\n        raise nbdist.MissingDefinition('elsewhere')\n"
+        "    return number",
+    )
+    assert call(main.nested, False) == 1
+    with pytest.raises(nbdist.MissingDefinition, match="elsewhere"):
+        call(main.nested, True)
+    assert call(main.nested, False) == 3
