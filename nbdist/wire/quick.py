@@ -34,9 +34,7 @@ __all__ = [
     "WHOLE",
     "decode",
     "encode",
-    "fill",
     "form_of",
-    "is_tensor",
     "leave_holes",
 ]
 
@@ -49,12 +47,6 @@ PLAIN, WHOLE, TUPLE, LIST, CALL, OTHER = range(6)
 
 TENSOR, RECORDED, REFERENCE = 0, 1, 2
 """What belongs in a hole."""
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether ``value`` is a plain tensor, or a parameter."""
-    kind = type(value)
-    return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
 def form_of(value: Any, references: Collection[type]) -> int:
@@ -108,29 +100,6 @@ def leave_holes(value: Any, form: int, holes: Sequence[Hole]) -> bytes:
     for at, _, _ in holes:
         rest[at] = None
     return pickle.dumps(rest, 5)
-
-
-def fill(body: bytes, form: int, holes: Sequence[Hole], found: Sequence[Sequence[Any]]) -> Any:
-    """The value whose pickle is ``body``; what belongs in its holes is in ``found``, by kind."""
-    if form == WHOLE:
-        _, kind, index = holes[0]
-        return found[kind][index]
-    if form == CALL:
-        name, rest, keys = pickle.loads(body)
-    else:
-        rest = pickle.loads(body)
-    for at, kind, index in holes:
-        rest[at] = found[kind][index]
-    if form == CALL:
-        if not keys:
-            return name, tuple(rest), {}
-        count = len(rest) - len(keys)
-        return name, tuple(rest[:count]), dict(zip(keys, rest[count:], strict=True))
-    if form == TUPLE:
-        return tuple(rest)
-    if form == LIST:
-        return rest
-    raise DecodeError(f"there are no values of form {form}")
 
 
 def encode(
@@ -198,4 +167,24 @@ def decode(
     alone = unpack_alone(metas[0], where, data) if len(metas) == 1 else None
     tensors = [alone] if alone is not None else unpack_tensors(metas, where, data, leased)
     recorded = with_history([tensors[place] for place in payload.recorded], attach) if payload.recorded else ()
-    return fill(frames[0], payload.form, payload.holes, (tensors, recorded, references))
+    found = (tensors, recorded, references)
+    form, holes = payload.form, payload.holes
+    if form == WHOLE:
+        _, kind, index = holes[0]
+        return found[kind][index]
+    if form == CALL:
+        name, rest, keys = pickle.loads(frames[0])
+    else:
+        rest = pickle.loads(frames[0])
+    for at, kind, index in holes:
+        rest[at] = found[kind][index]
+    if form == CALL:
+        if not keys:
+            return name, tuple(rest), {}
+        count = len(rest) - len(keys)
+        return name, tuple(rest[:count]), dict(zip(keys, rest[count:], strict=True))
+    if form == TUPLE:
+        return tuple(rest)
+    if form == LIST:
+        return rest
+    raise DecodeError(f"there are no values of form {form}")

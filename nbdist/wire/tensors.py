@@ -51,6 +51,10 @@ _copy_held = ctypes.PyDLL(None).memmove
 """A copy that keeps the GIL: giving it up for a few bytes costs a change of threads."""
 _copy_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
+_bytes_at = ctypes.pythonapi.PyBytes_FromStringAndSize
+"""A copy as bytes, as ``ctypes.string_at`` makes it by way of a function in Python."""
+_bytes_at.argtypes, _bytes_at.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
+
 _SPARSE_VIEW = 4
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
@@ -162,7 +166,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
-    """Meta and bytes of a message's only tensor, if it is small; of a ``bare`` one no more than the data."""
+    """Return meta and bytes of a message's only tensor, if it is small; of a ``bare`` one no more than the data.
+
+    Returns None for a tensor that `TensorPacker` or a pickler has to carry. ``tensor`` is no other subclass than a
+    parameter.
+    """
+    if tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_CODES or tensor.is_nested or tensor.__dict__:
+        return None
     length = tensor.nbytes
     if not 0 < length < (LARGE if space is None else min(LARGE, space.threshold)):
         return None
@@ -174,7 +184,7 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
         return None
     flags = 0 if bare or not (tensor.requires_grad or type(tensor) is torch.nn.Parameter) else _flags(tensor)
     meta = TensorMeta(0, _DTYPE_CODES[tensor.dtype], list(tensor.shape), None, 0, flags)
-    return meta, ctypes.string_at(plain.data_ptr(), length)
+    return meta, _bytes_at(plain.data_ptr(), length)
 
 
 class _Storage:
@@ -269,7 +279,7 @@ class TensorPacker:
                 frames.append(b"")
             where.append((shared, small_size, length))
             if length:
-                small.append(ctypes.string_at(pointer, length))
+                small.append(_bytes_at(pointer, length))
                 small_size += length
                 if pad := -small_size % _ALIGN:
                     small.append(bytes(pad))

@@ -16,7 +16,7 @@ from nbdist.wire import definitions, quick
 from nbdist.wire.encoded import NO_TENSORS
 from nbdist.wire.messages import Hole, Payload
 from nbdist.wire.quick import ATOMS
-from nbdist.wire.tensors import Buffer, Space, is_packable, pack_alone
+from nbdist.wire.tensors import Buffer, Space, pack_alone
 
 __all__ = ["encode_usual_call", "encode_usual_result"]
 
@@ -58,7 +58,7 @@ def encode_usual_call(
     if tensor is None:
         payload = Payload(definitions=needed) if needed else NO_TENSORS
         return payload, [pickle.dumps((name, args, kwargs), 5)]
-    if tensor.requires_grad or not is_packable(tensor) or (alone := pack_alone(tensor, False, space)) is None:
+    if tensor.requires_grad or (alone := pack_alone(tensor, False, space)) is None:
         return None
     meta, data = alone
     rest = [*args, *kwargs.values()]
@@ -75,10 +75,7 @@ def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[
     """
     if type(value) in ATOMS:
         return NO_TENSORS, [pickle.dumps(value, 5)]
-    if type(value) is not torch.Tensor or value.requires_grad or not is_packable(value):
-        return None
-    alone = pack_alone(value, False, space)
-    if alone is None:
+    if type(value) is not torch.Tensor or value.requires_grad or (alone := pack_alone(value, False, space)) is None:
         return None
     meta, data = alone
     return Payload([(0, 0, len(data))], [meta], form=quick.WHOLE, holes=[_WHOLE]), [b"", data]

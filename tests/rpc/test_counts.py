@@ -24,11 +24,11 @@ EXPECTED = {
     "empty": (36, 28, 2),
     "empty, of __main__": (44, 34, 2),
     "empty, from a cell": (36, 32, 2),
-    "small tensor": (42, 34, 2),
-    "remote().to_here()": (122, 113, 5),
-    "step": (288, 317, 7),
-    "ten hops, SMART": (1499, 1408, 43),
-    "ten hops, FAST": (1554, 1467, 43),
+    "small tensor": (39, 31, 2),
+    "remote().to_here()": (119, 110, 5),
+    "step": (285, 313, 7),
+    "ten hops, SMART": (1459, 1368, 43),
+    "ten hops, FAST": (1514, 1427, 43),
 }
 
 
