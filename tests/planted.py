@@ -147,9 +147,15 @@ FAULTS = {
     ),
     "a reference whose creation cannot be repeated is pending for ever": Fault(
         "rpc/outcomes.py",
-        "            self._fail(call, error, may_exist=False)\n\n    def lost",
-        "            self.end(call, None, error)\n\n    def lost",
+        "        self._fail(call, error, may_exist=False)\n\n    def _abandon",
+        "        self.end(call, None, error)\n\n    def _abandon",
         "rpc/test_histories.py::test_a_creation_that_cannot_be_repeated_fails_its_reference",
+    ),
+    "a callee is not told that a call which it refused is given up": Fault(
+        "rpc/outcomes.py",
+        "                self._abandon(sender, reply.id)",
+        "                pass",
+        "rpc/test_histories.py::test_a_creation_that_ends_unrepeated_ends_who_waits_for_its_value",
     ),
     "a message that comes twice is taken twice": Fault(
         "wire/peer.py",

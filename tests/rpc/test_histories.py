@@ -265,14 +265,14 @@ class Histories(RuleBasedStateMachine):
 
     # -- what programs do ---------------------------------------------------------------------
 
-    def definition(self, data, member, to, function, once=False):
+    def definition(self, data, member, to, function):
         """Choose how the function is found: in this file, or in ``__main__``, which the callee has alike or lacks."""
         known = [
             name
             for maker, name, like in self.shared
             if maker is member and like == function and hasattr(member.main, name)
         ]
-        kinds = ["imported", "imported", "lacking", "alike", *(["again"] if known and not once else [])]
+        kinds = ["imported", "imported", "lacking", "alike", *(["again"] if known else [])]
         kind = data.draw(st.sampled_from(kinds), label="definition")
         if kind == "imported":
             return None
@@ -301,9 +301,8 @@ class Histories(RuleBasedStateMachine):
         member, owner = self.member(data), self.member(data, "owner")
         if member.knows(owner):
             function = data.draw(st.sampled_from(["make", "make", "make", "fail"]), label="function")
-            definition = self.definition(data, member, owner, function, once=True)
-            # Not both: see `test_a_creation_that_ends_unrepeated_ends_who_waits_for_its_value`.
-            timeout = NO_LIMIT if definition else self.timeout(data)
+            definition = self.definition(data, member, owner, function)
+            timeout = self.timeout(data)
             self.refuse_perhaps(data, member, owner)
             member.remote(owner, function, definition=definition, timeout=timeout)
 
@@ -348,8 +347,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up(self, data):
         member = self.member(data)
-        calls = [call for call in member.calls() if call.definition is None or not call.creates]
-        if calls:
+        if calls := member.calls():
             member.give_up(self.pick(data, calls, "call"))
 
     # -- what agents do -----------------------------------------------------------------------
