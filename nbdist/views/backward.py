@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import Any
 
 from nbdist.autograd.drawing import name_of
@@ -211,11 +212,17 @@ class Backward:
         return [share for share in found.values() if share.nodes or self.plan.trace.nodes[share.worker]]
 
     def critical_path(self) -> list[Key]:
-        """Return the nodes of which each waited for the one before it: from the first that ran to the last."""
+        """Return the nodes of which each waited for the one before it: from the first that ran to the last.
+
+        The path ends with a node whose gradients no other node has used yet. The time alone cannot tell the last node:
+        a node that sends gradients to another worker often ends after the nodes that these gradients start there,
+        because the send returns late and the clocks of two workers differ.
+        """
         if not self.ended:
             return []
         ends = self._ends()
-        path = [max(ends, key=lambda key: ends[key])]
+        last = [key for key in ends if not any(target in ends for target, _ in self._after[key])]
+        path = [max(last, key=lambda key: ends[key])]
         while before := [key for key in self._before[path[-1]] if key in ends]:
             path.append(max(before, key=lambda key: ends[key]))
         return path[::-1]
@@ -224,14 +231,15 @@ class Backward:
         """Return when each node ended, or for a pass that was halted, when it would have ended.
 
         The user decides in which order the nodes of a halted pass run. So there only the nodes' own times count: each
-        begins as soon as those before it have ended.
+        begins as soon as those before it have ended. The graph says which nodes are before it, not the clock: see
+        `critical_path`.
         """
         if not self.halts and not self._halted:
             return self.ended
+        before = {key: [other for other in self._before[key] if other in self.ended] for key in self.ended}
         ends: dict[Key, float] = {}
-        for key in sorted(self.ended, key=lambda key: self.ended[key]):
-            begun = max((ends.get(other, 0.0) for other in self._before[key]), default=0.0)
-            ends[key] = begun + self.seconds[key]
+        for key in TopologicalSorter(before).static_order():
+            ends[key] = max((ends[other] for other in before[key]), default=0.0) + self.seconds[key]
         return ends
 
     def slowest(self) -> tuple[str, str, float, list[Key]] | None:

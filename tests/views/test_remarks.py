@@ -147,6 +147,21 @@ def test_the_critical_path_of_a_paused_pass_is_that_of_its_nodes_times():
     assert made().after([*slow_first, *ran(*LEAF, 600.0, 0.1)]).critical_path() == [SUM, SIN, LEAF]
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_critical_path_includes_nodes_that_end_before_the_node_that_sends_to_them(stepped):
+    """The notebook's receive node ends only when worker1 has run the nodes that waited for its gradient."""
+    late = [
+        *ran(*SUM, 1.0, 1.0),
+        *ran(*SIN, 1.5, 0.5),
+        *ran(*EXP, 4.0, 2.0),
+        *ran(*PARAMETER, 4.5, 0.25),
+        *ran(*RECEIVE, 4.6, 3.0),
+    ]
+    if stepped:
+        late.append(halted(*SUM, 0.0))
+    assert made().after(late).critical_path() == [SUM, RECEIVE, EXP, PARAMETER]
+
+
 @pytest.mark.parametrize("module", [intervals, remarks])
 def test_doctests(module):
     found = doctest.testmod(module)
