@@ -246,7 +246,7 @@ function render({ model, el }) {
       if (group.getAttribute("class") !== name) group.setAttribute("class", name);
       const text = painted[index].text ?? count(box, snapshot);
       const [node] = own;
-      const full = box.group ?? ([node.label, node.name].filter(Boolean).join(", "));
+      const full = box.group ?? node.name; // of a parameter, its own name
       const waits = !box.group && node.for.length ? `, waits for ${node.for.join(", ")}` : "";
       const said = `${full} on ${snapshot.workers[box.w]}, ${state}, ${text}${waits}`;
       if (group.getAttribute("aria-label") !== said) {
