@@ -70,10 +70,11 @@ class Page:
         return self.cell(index).locator(".jp-OutputArea").first.text_content()
 
     def save(self):
-        """Write the notebook, and read it."""
+        """Save the notebook, wait until the server has written the file, and return what is in the file."""
         self.page.keyboard.press("Escape")
-        self.page.keyboard.press("Control+s")
-        self.page.wait_for_timeout(1500)
+        with self.page.expect_response(_is_save, timeout=PATIENCE * 1000) as answer:
+            self.page.keyboard.press("Control+s")
+        assert answer.value.ok, answer.value.status
         return nbformat.read(self.folder / "book.ipynb", 4)
 
     def heap(self):
@@ -81,6 +82,10 @@ class Page:
         session = self.page.context.new_cdp_session(self.page)
         session.send("HeapProfiler.collectGarbage")
         return session.send("Runtime.getHeapUsage")["usedSize"]
+
+
+def _is_save(answer):
+    return answer.request.method == "PUT" and "/api/contents/book.ipynb" in answer.url
 
 
 @contextlib.contextmanager
