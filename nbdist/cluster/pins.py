@@ -18,6 +18,7 @@ import msgspec
 
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.references import References
+from nbdist.rpc.rref import Home
 
 __all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "name_of", "namespace_of", "told", "variable"]
 
@@ -145,8 +146,9 @@ def _pins(
         if module == "sys":  # where the last error is, for the debugger
             named = [(name, value) for name, value in named if not name.startswith("last_")]
         return [(id(value), Pin("variable", f"{module}.{name}", within)) for name, value in named], False
-    # An agent refers to all that it owns, and each reference to its agent: that way leads from anything to anything.
-    return [], not issubclass(type(holder), (ModuleType, Agent, References))
+    # An agent refers to all that it owns, and each reference, by its home, to its agent: that way leads from anything
+    # to anything.
+    return [], not issubclass(type(holder), (ModuleType, Agent, References, Home))
 
 
 def _entries(namespace: dict[str, Any], inner: Collection[int]) -> list[tuple[str, Any]]:

@@ -37,12 +37,8 @@ def results(of: Any) -> list[Any]:
 
 
 def references(agent: Agent) -> list[RRef[Any]]:
-    """Return all references of an agent that are here."""
-    found = [each for each in gc.get_objects() if type(each) is RRef]
-    # Others may be making one just now, of which not all is there.
-    return [
-        each for each in found if getattr(each, "_agent", None) is agent and getattr(each, "_hold", None) is not None
-    ]
+    """Return all references of an agent that are here and have not been released."""
+    return [each for each in gc.get_objects() if type(each) is RRef and each.is_held_for(agent.references)]
 
 
 def roots_of(agent: Agent) -> Roots:

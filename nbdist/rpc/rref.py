@@ -140,6 +140,14 @@ class RRef(Generic[T]):
         self.check_alive()
         return hold
 
+    def is_held_for(self, references: References) -> bool:
+        """Return whether this reference belongs to the agent with ``references`` and has not been released.
+
+        Returns False for a reference that another thread is still making.
+        """
+        home, hold = getattr(self, "_home", None), getattr(self, "_hold", None)
+        return home is not None and hold is not None and home.references is references
+
     def hand_over(self, to: int, references: References) -> Fork:
         """Make a fork for a message that the agent with ``references`` sends to another one."""
         if self._home.references is not references:
