@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_runtime, ignore_errors=True)
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder of one test, with a shorter name than pytest's: the sockets in it may have 107 bytes in theirs."""
+    path = Path(tempfile.mkdtemp(prefix="nbd-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
