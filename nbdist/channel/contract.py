@@ -60,8 +60,12 @@ class Channel(Protocol):
         """How many threads should wait in `receive`: 2 where one is woken for a message and the other sleeps on."""
         ...
 
-    def receive(self, timeout: float | None) -> list[bytes] | None:
-        """The next message's frames; None after ``timeout`` seconds, on `wake`, and once closed."""
+    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
+        """Return the next message's frames; None after ``timeout`` seconds, on `wake`, and once closed.
+
+        As many threads as `readers` may wait here, and beside them one more as ``guest``: messages wake the guest
+        rather than another, and `call` the guest alone.
+        """
         ...
 
     def has_more(self) -> bool:
@@ -73,7 +77,7 @@ class Channel(Protocol):
         ...
 
     def call(self) -> None:
-        """Make every `receive` that waits return None, until `called`; where several threads may wait there."""
+        """Make the guest's `receive` return None, until `called`; from any thread."""
         ...
 
     def called(self) -> None:

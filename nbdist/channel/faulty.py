@@ -70,8 +70,8 @@ class FaultyChannel:
     def has_more(self) -> bool:
         return self.inner.has_more()
 
-    def receive(self, timeout: float | None) -> list[bytes] | None:
-        return self.inner.receive(timeout)
+    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
+        return self.inner.receive(timeout, guest)
 
     def wake(self) -> None:
         self.inner.wake()

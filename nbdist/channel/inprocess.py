@@ -68,7 +68,7 @@ class InProcessChannel:
     def has_more(self) -> bool:
         return False
 
-    def receive(self, timeout: float | None) -> list[bytes] | None:
+    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
         if self._closed:
             return None
         try:

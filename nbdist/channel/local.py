@@ -41,7 +41,7 @@ _PAUSE = 0.1
 _FEWEST = 16
 """Connections that are let in however few files this process may have open."""
 _EVENTS = 16
-_NEWS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
+_NEWS = select.EPOLLIN | select.EPOLLET | select.EPOLLEXCLUSIVE if hasattr(select, "epoll") else 0
 
 _log = logging.getLogger("nbdist.channel")
 
@@ -94,14 +94,15 @@ class LocalChannel:
                 raise ChannelError(f"cannot listen at {path}: {error}") from error
             self._listener.listen(1024)
             self._epoll = undo.enter_context(select.epoll())
+            self._guests = undo.enter_context(select.epoll())
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake)
             self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._call)
             self._beside_file = beside.file
             for file in (self._listener.fileno(), self._wake, self._beside_file):
-                self._epoll.register(file, _NEWS)
-            self._epoll.register(self._call, select.EPOLLIN)  # whoever waits is told, and again, until it is read
+                self._register(file)
+            self._guests.register(self._call, select.EPOLLIN)  # the guest is told, and again, until it is read
             self._outbox = Outbox()
             self._resources = undo.pop_all()
         _channels.add(self)
@@ -129,18 +130,27 @@ class LocalChannel:
 
     # -- receiving ----------------------------------------------------------------------------
 
+    def _register(self, file: int) -> None:
+        """Have threads woken by news of a file: the guest if one waits, which is asked first, or else another thread.
+
+        So the readers sleep while a guest reads what it waits for, and none of them is woken by `call`.
+        """
+        self._guests.register(file, _NEWS)
+        self._epoll.register(file, _NEWS)
+
     @property
     def readers(self) -> int:
         return 2
 
-    def receive(self, timeout: float | None) -> list[bytes] | None:
+    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
         end = None
+        epoll = self._guests if guest else self._epoll
         if self._try_again_at != math.inf:
             self._try_to_accept()
         while True:
             # As it is now: by the time of the turn, another thread may have taken all of it.
             has_some = bool(self._arrived or self._ready or self._more_beside)
-            events = () if self._arrived else self._wait(0 if has_some else timeout)
+            events = () if self._arrived else self._wait(epoll, 0 if has_some else timeout)
             with self._turn:
                 woken = False
                 for number, what in events:
@@ -166,12 +176,12 @@ class LocalChannel:
                 if timeout < 0:
                     return None
 
-    def _wait(self, timeout: float | None) -> Sequence[tuple[int, int]]:
+    def _wait(self, epoll: select.epoll, timeout: float | None) -> Sequence[tuple[int, int]]:
         """The files that have news. Of all threads that wait here, the kernel wakes one for each, and says it once."""
         me = threading.get_ident()
         try:
             self._waiting.add(me)
-            events = () if self._closed else self._epoll.poll(timeout, _EVENTS)
+            events = () if self._closed else epoll.poll(timeout, _EVENTS)
             self._waiting.discard(me)
             return events
         except BaseException:  # Ctrl-C, in a main thread that reads
@@ -243,7 +253,7 @@ class LocalChannel:
                     sock.close()
                     continue
                 sock.setblocking(False)
-                self._epoll.register(sock, _NEWS)
+                self._register(sock.fileno())
             except BlockingIOError:
                 return
             except OSError as error:
@@ -270,6 +280,7 @@ class LocalChannel:
         if not isinstance(error, EOFError):
             _log.warning("a connection is given up: %s", error)
         # Also by name where the number is not closed for good: a forked process may hold the same socket.
+        self._guests.unregister(number)
         self._epoll.unregister(number)
         del self._incoming[number]
         self._ready.discard(number)

@@ -251,7 +251,7 @@ class ZmqChannel:
     def has_more(self) -> bool:
         return False
 
-    def receive(self, timeout: float | None) -> list[bytes] | None:
+    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
         with self._receiving:
             return self._receive(timeout)
 

@@ -308,8 +308,11 @@ class Agent:
         """The calling thread is one of the pool's."""
         here.agent = self
 
-    def read(self, timeout: float | None) -> Job | None:
-        """Wait for a message and deal with it, and with what is due; a job if there is something to run."""
+    def read(self, timeout: float | None, guest: bool = False) -> Job | None:
+        """Wait for a message and deal with it, and with what is due; a job if there is something to run.
+
+        ``guest`` is for a thread that reads beside those of the pool, one at a time.
+        """
         now = time.monotonic()
         links, sharing = self.links, self.sharing
         if self.references.released:
@@ -319,7 +322,7 @@ class Agent:
         if now >= links.due:
             with self._turn:
                 self._run_due(now)
-        frames = self.channel.receive(links.nap(now, timeout))
+        frames = self.channel.receive(links.nap(now, timeout), guest)
         if not frames:
             return None
         with self._turn:
@@ -329,7 +332,7 @@ class Agent:
         """As `read`, in a thread that is none of the agent's."""
         before, here.agent = here.agent, self
         try:
-            return self.read(timeout)
+            return self.read(timeout, guest=True)
         finally:
             here.agent = before
 
