@@ -248,7 +248,7 @@ class Caller:
             self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
         except ChannelError as error:
             self._outcomes.creation_failed(result, error, may_exist=False)
-            creation.try_settle(None, error)
+            creation.try_settle(None, error.with_traceback(None))  # whose frames have the reference
         except BaseException:
             if not mine:
                 self._references.fail(fork_id, may_exist=False)

@@ -374,7 +374,7 @@ class Crew:
             found: Future[Any] = getattr(member.server.rpc_async(timeout), method)(*args, **kwargs)
         except (WorkerLost, RRefError) as error:
             found = Future()
-            found.set_exception(error)
+            found.set_exception(error.with_traceback(None))  # whose frames have the future, and the session's cache
         return found
 
     def answer(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,28 @@ def test_a_session_ends_with_its_text_and_not_when_garbage_is_collected(three):
             swarm_models.generate(remote, "greedy", stopping_criteria=at(4, lambda: swarm.kill(victim)))  # noqa: B023
             assert "again" in swarm.log[-1]
             assert not list(swarm._sessions)
+    finally:
+        gc.enable()
+    swarm.close()
+
+
+def test_a_call_to_a_server_that_is_known_to_be_gone_is_freed_at_once(three):
+    """Its error is raised where the call is made, whose frame has the call, and the session's cache."""
+    swarm = serve(swarm_models.make("llama"), workers=[0, 1, 2])
+    member = swarm.crew.member("worker1")
+    swarm.kill(1)
+    deadline = time.monotonic() + 10
+    while "worker1" in api.current_agent().membership.names:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    gc.collect()
+    gc.disable()
+    try:
+        asked = swarm.crew.send(member, "info")
+        assert isinstance(asked.exception(), WorkerLost)
+        left = weakref.ref(asked)
+        del asked
+        assert left() is None
     finally:
         gc.enable()
     swarm.close()
