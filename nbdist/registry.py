@@ -1,7 +1,7 @@
-"""What a higher layer makes for a lower one, which knows of it only what is said here.
+"""Functions by which a lower layer gets objects of a higher layer, without importing it.
 
-`nbdist` itself, above all layers, puts the makers in; each imports what it makes when it is first called. So a worker
-takes part in what others record although its program never imported `nbdist.autograd`.
+`nbdist` itself, above all layers, sets them; each imports its layer when it is first called. So a worker takes part in
+recorded calls although its program never imported `nbdist.autograd`.
 """
 
 from __future__ import annotations

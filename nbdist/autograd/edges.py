@@ -106,9 +106,9 @@ class Received:
         self.peer = peer
         self.function = function
         self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        """What its tensors are like, in the order in which they were sent."""
+        """The shape, dtype and device of each tensor of the message, in the order in which they were sent."""
         self.node_references: list[weakref.ref[Node]] = []
-        """Its nodes: a node holds its end, and would never be freed if its end held it."""
+        """Weak references to the receive nodes: a node holds this object, and would never be freed if held in turn."""
 
     @property
     def nodes(self) -> list[Node]:

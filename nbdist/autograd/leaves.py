@@ -33,7 +33,7 @@ _lock = threading.Lock()
 """Held while leaves change hands. It is taken by itself, because a Condition's own ``with`` is a Python function."""
 _condition = threading.Condition(_lock)
 _waiting: list[_Holder] = []
-"""Who waits for leaves of others."""
+"""The holders that wait for leaves which other holders have claimed."""
 _claimed: dict[int, _Use] = {}
 _halted: set[_Holder] = set()
 

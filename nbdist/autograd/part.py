@@ -86,7 +86,7 @@ class _Step(msgspec.Struct, eq=False):
     region: Region
     entries: Sequence[Entry]
     alone: bool = False
-    """Whether no other may go on meanwhile."""
+    """Whether no other call of the engine may run at the same time."""
 
 
 Entry = Roots | _Arrived
@@ -120,7 +120,7 @@ class Part:
             self.states.update(dict.fromkeys(sent.slots, State.UNSURE if head.smart else State.EXPECTED))
         self._lines = Lines(self.states)
         self.ready: list[Entry] = []
-        """What has come and does not run yet."""
+        """The roots and gradients that have arrived, and that no call of the engine has taken yet."""
         self._running: list[_Step] = []
         self._hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
         self._kept: list[Crossing] = []

@@ -332,7 +332,10 @@ class Passes:
         self._report(run)
 
     def _may_keep(self, run: Run) -> bool:
-        """Whether a message to the root may wait for the report: it comes soon, unless the thread stops on its way."""
+        """Return whether gradients for the root may wait for this worker's report, to go in one message.
+
+        They may if the report comes soon: one thread runs the pass, and nothing can stop that thread on its way.
+        """
         return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:

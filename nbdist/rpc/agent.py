@@ -210,7 +210,7 @@ class Agent:
             AskShutdown: self.ending.on_ask,
             ShutdownState: self.ending.on_state,
         }
-        """Who acts upon a message, by its type."""
+        """The function that handles each type of message."""
         _agents.add(self)
 
     def __repr__(self) -> str:
@@ -229,7 +229,7 @@ class Agent:
 
     @property
     def read_as_guest(self) -> Callable[[Latch], None] | None:
-        """What a thread that waits for an answer does first, if anything."""
+        """Reads messages in a thread that waits for an answer; None if the channel has no place for such a reader."""
         return self.caller.read_as_guest
 
     def know_cells(

@@ -63,13 +63,13 @@ class Caller:
         outcomes: Outcomes,
     ) -> None:
         self.issued: dict[int, int] = {}
-        """How many calls have gone out, by their callees' incarnations."""
+        """The number of calls sent so far, by the callee's incarnation."""
         self.origin: Callable[[], str] | None = None
         """For whose cell the calling thread works; it travels with every call."""
         self.rpc_timeout = time_limit(options.rpc_timeout)
         """Seconds that a call has which names no limit; 0 for none."""
         self.read_as_guest: Callable[[Latch], None] | None = None
-        """What a thread that waits for a call does first."""
+        """Reads messages in a thread that waits for an answer; None if the channel has no place for such a reader."""
         self._device_maps = options.device_maps
         self._membership = membership
         self._me = membership.me.incarnation

@@ -1,4 +1,4 @@
-"""What the users of a reference are told of its value: type, shape, size; or the error in its place."""
+"""Describe a value for those who refer to it: its type, shape and size, or the error in its place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["describe_error", "describe_value", "error_line"]
 
 
 def describe_error(error: BaseException) -> State:
-    """What goes to the users of a reference in whose place there is an error."""
+    """Return the description of a value that could not be made, because of ``error``."""
     cls = type(error)
     try:
         return State(cls.__module__, cls.__qualname__, error=str(error))
@@ -31,7 +31,7 @@ def error_line(name: str, text: str) -> str:
 
 
 def describe_value(value: Any) -> State:
-    """Return what the users of a reference can be shown of its value. No code of the value's class is called."""
+    """Return the description of ``value``. No code of the value's class is called."""
     cls = type(value)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
         return _describe_tensor(value, getattr)

@@ -68,7 +68,7 @@ class Executor:
     ) -> None:
         """Run nothing yet; ``activate()`` is entered by a thread that answers for the agent and is none of its own."""
         self.finished: dict[int, int] = {}
-        """How many calls have been answered, by their callers' incarnations."""
+        """The number of calls answered so far, by the caller's incarnation."""
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
         """What to enter around a function that runs for a call from a cell; takes the call's origin."""
         self.stopping: Stoppable

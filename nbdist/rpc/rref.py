@@ -111,7 +111,7 @@ class RRef(Generic[T]):
         self._hold = _Hold(home.references, id, fork)
         return self
 
-    # -- for who sends it, or shows it --------------------------------------------------------
+    # -- sending and watching -----------------------------------------------------------------
 
     def check_alive(self) -> None:
         """Raise what is known to be wrong with the reference."""
