@@ -43,6 +43,8 @@ from nbdist.wire.messages import (
 )
 
 NUMBERS = (0, 1, -1, 2, 3, 7, 255, 1 << 16, (1 << 31) - 1, 1 << 32, (1 << 63) - 2, 1 - (1 << 63), (1 << 64) - 2)
+LARGEST = (1 << 64) - 1
+"""The largest number that msgpack has room for."""
 
 
 def attack(store: str, to: str, seed: int, lives: int, count: int) -> None:
@@ -125,7 +127,9 @@ def mutate(fields: list[Any], chance: random.Random) -> None:
     if isinstance(old, bool):
         holder[at] = not old
     elif isinstance(old, int):
-        holder[at] = chance.choice([*NUMBERS, old + 1, old - 1, old // 2, chance.getrandbits(63)])
+        holder[at] = chance.choice(
+            [*NUMBERS, min(old + 1, LARGEST), max(old - 1, -(1 << 63)), old // 2, chance.getrandbits(63)]
+        )
     elif isinstance(old, str):
         holder[at] = chance.choice(["", "os:getpid", "no_such:thing", "é" * 300, old + "x", "\0"])
     elif isinstance(old, bytes):

@@ -139,9 +139,14 @@ def is_running() -> bool:
 
 def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
     """Wait for something that comes about by itself, such as a release."""
+    eventually_is(True, lambda: bool(condition()), timeout)
+
+
+def eventually_is(expected: Any, look: Callable[[], Any], timeout: float = 20) -> None:
+    """Wait until ``look`` returns what is expected; fail with what it returned last."""
     deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
+    while (seen := look()) != expected:
+        assert time.monotonic() < deadline, f"it is still {seen}, not {expected}"
         time.sleep(0.01)
 
 
@@ -223,6 +228,10 @@ def call_there(to: str, function: Any, *args: Any) -> Any:
 
 def fetch(rref: Any) -> Any:
     return rref.to_here()
+
+
+def call_method(rref: Any) -> Any:
+    return rref.rpc_sync().conjugate()
 
 
 def describe(rref: Any) -> str:

@@ -84,6 +84,8 @@ class Executor:
         self.activate = activate
         self._refused: dict[tuple[int, int], Fork] = {}
         """The results of calls that were refused for lack of a definition, and that their callers may repeat."""
+        self._waiting: dict[int, Request] = {}
+        """The calls that wait for the value of their target, by their numbers here."""
         self._numbers = itertools.count()
         self._running: dict[int, tuple[str, float, int]] = {}
         self._counting = threading.Lock()
@@ -123,6 +125,8 @@ class Executor:
         if call.result is not None:
             self.references.uncreate(call.result)
             self._refused[sender, call.id] = call.result
+            if self.links.connected(sender) is None:  # `on_lost` may have looked before
+                self.abandon(sender, call.id)
 
     def abandon(self, sender: int, id: int) -> None:
         """Fail what a refused call was to make: its caller has given the call up."""
@@ -130,10 +134,26 @@ class Executor:
         if result is not None:
             self.references.abandon(result)
 
+    def when_there(self, number: int, request: Request, target: Promise[Any]) -> None:
+        """Run a call, ``number`` here, once the value of its target is there; end it if its caller is lost before."""
+        self._waiting[number] = request
+        target.add_done_callback(lambda _: self._go_on(number, request.run))
+        if self.links.connected(request.sender) is None:  # `on_lost` may have looked before
+            self._go_on(number, request.end_unheard)
+
+    def _go_on(self, number: int, job: Job) -> None:
+        """Submit the job of a call that waited; only the first of several gets here with the call."""
+        if self._waiting.pop(number, None) is not None:
+            self.submit(job)
+
     def on_lost(self, record: Record, why: str) -> None:
-        """Forget the refused calls of a caller that is lost; `References` fails what they were to make."""
-        for key in [key for key in self._refused.copy() if key[0] == record.incarnation]:
-            self._refused.pop(key, None)
+        """End the calls of a lost caller that wait for a value, and fail what those were to make that were refused."""
+        for number, request in self._waiting.copy().items():
+            if request.sender == record.incarnation:
+                self._go_on(number, request.end_unheard)
+        for sender, id in self._refused.copy():
+            if sender == record.incarnation:
+                self.abandon(sender, id)
 
     def end(self, number: int, sender: int) -> None:
         """Count a call as answered."""
@@ -149,7 +169,8 @@ class Request:
         self._number = number
         self._executor = executor
         self._call = call
-        self._sender = sender
+        self.sender = sender
+        """The caller's incarnation."""
         self._frames = frames
         self._references: list[RRef[Any]] = executor.references.accept(call.payload.forks) if call.payload.forks else []
         self._target: Promise[Any] | None = None
@@ -167,7 +188,7 @@ class Request:
         """Take hold of what the call refers to; a job once nothing is missing."""
         references, call = self._executor.references, self._call
         if call.result is not None:
-            references.create(call.result, self._sender)
+            references.create(call.result, self.sender)
         pending = references.unconfirmed(call.payload.forks) if call.payload.forks else None
         if pending:
             references.when_confirmed(pending, self._later)
@@ -175,24 +196,28 @@ class Request:
         return self._with_target()
 
     def _later(self) -> None:
-        if self._executor.links.connected(self._sender) is None:
-            caller = self._executor.membership.name_of(self._sender)
-            self._fail(WorkerLost(f"{caller} was lost before {self._call.function}, which it called here, could begin"))
+        if self._executor.links.connected(self.sender) is None:
+            self.end_unheard()
             return
         job = self._with_target()
         if job is not None:
             self._executor.submit(job)
 
+    def end_unheard(self) -> None:
+        """Fail a call that has not begun: its caller is lost. Others may hold the reference that it was to fulfil."""
+        caller = self._executor.membership.name_of(self.sender)
+        self._fail(WorkerLost(f"{caller} was lost before {self._call.function}, which it called here, could begin"))
+
     def _with_target(self) -> Job | None:
         if self._call.target is None:
             self.decode_early()
             return self.run
-        self._target = self._executor.references.retain(self._call.target, self._sender, self._later)
+        self._target = self._executor.references.retain(self._call.target, self.sender, self._later)
         if self._target is None:
             return None
         if self._target.done():
             return self.run
-        self._target.add_done_callback(lambda _: self._executor.submit(self.run))
+        self._executor.when_there(self._number, self, self._target)
         return None
 
     def decode_early(self) -> None:
@@ -210,7 +235,7 @@ class Request:
         recording = self._call.recording
         if self._context is None or recording is None:
             return None
-        return self._executor.recorder.incoming(self._context, recording, self._sender, self._call.function)
+        return self._executor.recorder.incoming(self._context, recording, self.sender, self._call.function)
 
     # -- in a thread of the pool --------------------------------------------------------------
 
@@ -252,7 +277,7 @@ class Request:
             function = definitions.get_own(*call.payload.definitions[0])
         self.decoded, self._frames, self._references = None, [], []
         if call.payload.definitions:
-            peer = self._executor.links.peer(self._sender)
+            peer = self._executor.links.peer(self.sender)
             if peer is not None:
                 for _, digest in call.payload.definitions:
                     peer.definitions.add(digest)
@@ -264,7 +289,7 @@ class Request:
             if isinstance(function, str):
                 function = names.resolve(function)
             is_async = hasattr(function, ASYNC_MARK)
-        executor, key = self._executor, (self._sender, call.id)
+        executor, key = self._executor, (self.sender, call.id)
         if trace.listeners:
             what = {"callee": function, "args": args}
             trace.emit("call.run", agent=executor.name, function=call.function, id=call.id, **what)
@@ -308,12 +333,12 @@ class Request:
             self._executor.references.fulfil(self._call.result.rref, result, None)
             self._finish()
             return
-        usual = codec.encode_usual_result(result, self._executor.spaces.get(self._sender))
+        usual = codec.encode_usual_result(result, self._executor.spaces.get(self.sender))
         if usual is not None:
             self._reply(True, *usual)
             self._finish()
             return
-        forker = MessageForker(self._executor.references, self._sender)
+        forker = MessageForker(self._executor.references, self.sender)
         try:
             encoded = self._encode(result, forker)
         except BaseException as error:
@@ -328,11 +353,11 @@ class Request:
         self._finish()
 
     def _record(self, encoded: codec.Encoded) -> Recording:
-        return self._executor.recorder.outgoing(self._context, self._sender, encoded.recorded, self._call.function)
+        return self._executor.recorder.outgoing(self._context, self.sender, encoded.recorded, self._call.function)
 
     def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
         executor, recording = self._executor, self._call.recording
-        connection = executor.links.connections.get(self._sender)
+        connection = executor.links.connections.get(self.sender)
         if connection is None:  # the caller is gone
             name, device_map, known = "", None, set[str]()
         else:
@@ -344,7 +369,7 @@ class Request:
             devices={theirs: ours for ours, theirs in device_map.items()} if device_map else None,
             receiver=name,
             record=self._context is not None and recording is not None and recording.grad,
-            space=executor.spaces.get(self._sender),
+            space=executor.spaces.get(self.sender),
         )
         try:
             return encode(result, by_value=True, known=known)
@@ -355,8 +380,8 @@ class Request:
 
     def _fail(self, error: BaseException) -> None:
         executor, call = self._executor, self._call
-        failure = None
-        if call.target is not None and self._target is not None and self._target.exception() is error:
+        failure, target = None, self._target
+        if call.target is not None and target is not None and target.done() and target.exception() is error:
             failure = executor.references.failure(
                 call.target
             )  # it arose earlier, where the value should have been made
@@ -378,7 +403,7 @@ class Request:
         if not missing:
             self._fail(error)
             return
-        self._executor.refuse(self._sender, self._call)
+        self._executor.refuse(self.sender, self._call)
         self._reply(False, Payload(), [], missing=missing)
         self._finish(created=False)
 
@@ -396,7 +421,7 @@ class Request:
         call = self._call
         try:
             reply = Reply(call.id, ok, payload, state, missing or [], recording)
-            self._executor.links.post(self._sender, reply, frames, holds, slots)
+            self._executor.links.post(self.sender, reply, frames, holds, slots)
         except NbdistError:
             if isinstance(holds, MessageForker):
                 holds.take_back()  # the caller is gone
@@ -409,7 +434,7 @@ class Request:
         if call.target is not None and self._target is not None:
             self._target = None
             references.release(call.target)
-        self._executor.end(self._number, self._sender)
+        self._executor.end(self._number, self.sender)
 
 
 def _leave_fork(error: BaseException | None) -> None:

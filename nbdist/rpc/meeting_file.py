@@ -37,6 +37,7 @@ class MeetingFile:
     def __init__(self, path: str) -> None:
         """Open the file, or make it; a path that cannot be used is a RendezvousError at once."""
         self._path = f"{path}.rpc"
+        self._draft = Path(f"{self._path}.new")
         try:
             self.compare_set("", "", "")
         except TimeoutError:  # another process is slow just now; whoever reads next will see
@@ -61,6 +62,7 @@ class MeetingFile:
                 if text:
                     self._replace(text)
             if not text:  # also where it was opened, and so made, only to be read: nothing is left behind
+                self._draft.unlink(missing_ok=True)  # of a process that was killed, or of an interrupted `_replace`
                 os.unlink(self._path)
             return text
 
@@ -99,13 +101,12 @@ class MeetingFile:
 
     def _replace(self, text: bytes) -> None:
         """Put a new file in the old one's place. Only the holder of the lock gets here, so the draft is its own."""
-        draft = Path(f"{self._path}.new")
-        draft.unlink(missing_ok=True)  # of a process that was killed before it could put it in place
+        self._draft.unlink(missing_ok=True)  # of a process that was killed before it could put it in place
         try:
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(file, "wb") as new:
                 new.write(text)
-            os.replace(draft, self._path)
+            os.replace(self._draft, self._path)
         except OSError:
-            draft.unlink(missing_ok=True)  # a full disk
+            self._draft.unlink(missing_ok=True)  # a full disk
             raise

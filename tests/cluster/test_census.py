@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import mmap
 import sys
 import threading
 import weakref
@@ -287,7 +288,9 @@ def test_measuring_this_process():
 
 @pytest.mark.skipif(own_bytes() is None, reason="the kernel does not say")
 def test_what_was_never_written_to_is_in_no_memory():
-    tensor = torch.empty(32 << 20, dtype=torch.uint8)
+    # Memory of its own: torch.empty may reuse what earlier tests have freed, which has been written to.
+    memory = mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
     census = Census()
     walked(tensor, census)
     (amount,) = census.amounts(Regions()).values()

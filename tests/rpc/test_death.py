@@ -82,6 +82,19 @@ def test_a_third_that_waits_for_the_dead():
                 future.wait(20)
 
 
+def test_calls_of_the_dead_do_not_wait_on_for_a_value():
+    with workers.world(3, graceful=False) as others:
+        rref = rpc.remote("worker1", workers.sleep, args=(60,))
+        asked = [rpc.rpc_async("worker2", function, args=(rref,)) for function in (workers.fetch, workers.call_method)]
+        running = lambda: rpc.rpc_sync("worker1", workers.statistics)["running_calls"]  # noqa: E731
+        workers.eventually_is(4, running)  # what makes the value, the two that wait for it, and this one
+        others.kill("worker2")
+        workers.eventually_is(2, running)
+        for future in asked:
+            with pytest.raises(nbdist.WorkerLost):
+                future.wait(20)
+
+
 def test_a_stopped_local_process_is_not_lost():
     with workers.world(2) as others:
         process = others.processes["worker1"]

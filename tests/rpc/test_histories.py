@@ -240,6 +240,30 @@ def test_a_creation_that_ends_unrepeated_ends_who_waits_for_its_value():
         world.check_end()
 
 
+def test_a_creation_refused_after_its_creator_is_lost_ends_who_waits_for_its_value():
+    with SimulatedWorld(3) as world:
+        owner, creator, other = world.members
+        handle = creator.remote(owner, definition=creator.define("make"))
+        creator.share(handle, other)
+        del handle
+        while world.wire.flying:
+            world.deliver()  # the owner is about to find that it lacks the definition
+        other.finish()  # it has the reference now
+        while world.wire.flying:
+            world.deliver()
+        other.fetch(other.handles[0])
+        while world.wire.flying:
+            world.deliver()  # the fetch waits at the owner
+        world.crash(creator)
+        owner.lose(creator)
+        other.lose(creator)
+        owner.finish()
+        world.settle()
+        assert not owner.agent.executor.active
+        assert not owner.agent.references.forks.expected_from(creator.incarnation)
+        world.check_end()
+
+
 # --- the state machine ----------------------------------------------------------------------------
 
 

@@ -48,6 +48,22 @@ def test_a_text_is_set_if_it_is_what_was_expected(tmp_path):
     assert file.compare_set("", "", "again") == b"again"
 
 
+def test_the_last_to_leave_removes_what_an_interrupted_write_left(tmp_path, monkeypatch):
+    file = MeetingFile(tmp_path / "members")
+    file.compare_set("", "", "one")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            file.compare_set("", "one", "two")
+    assert len(list(tmp_path.iterdir())) == 2
+    assert file.compare_set("", "one", "") == b""
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.soak)])
 def test_processes_killed_while_they_write_leave_a_whole_text(tmp_path, kills):
     path = tmp_path / "members"
