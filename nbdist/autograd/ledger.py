@@ -35,7 +35,7 @@ class Ledger:
         self._early: set[Token] = set()
         self._marked: set[Token] = set()
         self._begun = False
-        """Whether the root's first report has come. Reports of other workers may come before it."""
+        """True once the root's first report has come. Reports of other workers may come before it."""
 
     def take(self, sender: int, report: Report) -> None:
         """Enter a report; one that has overtaken others of its sender waits for them.

@@ -86,7 +86,7 @@ class _Step(msgspec.Struct, eq=False):
     region: Region
     entries: Sequence[Entry]
     alone: bool = False
-    """Whether no other call of the engine may run at the same time."""
+    """True if no other call of the engine may run at the same time."""
 
 
 Entry = Roots | _Arrived

@@ -142,12 +142,15 @@ class Executor:
             self._go_on(number, request.end_unheard)
 
     def _go_on(self, number: int, job: Job) -> None:
-        """Submit the job of a call that waited; only the first of several gets here with the call."""
+        """Submit a job for a call that waits, unless another job has been submitted for it.
+
+        The value may come while its caller is lost, and each may be noticed in a thread of its own.
+        """
         if self._waiting.pop(number, None) is not None:
             self.submit(job)
 
     def on_lost(self, record: Record, why: str) -> None:
-        """End the calls of a lost caller that wait for a value, and fail what those were to make that were refused."""
+        """Fail the calls of a lost caller that wait for a value, and the values of its calls that were refused."""
         for number, request in self._waiting.copy().items():
             if request.sender == record.incarnation:
                 self._go_on(number, request.end_unheard)
@@ -204,7 +207,10 @@ class Request:
             self._executor.submit(job)
 
     def end_unheard(self) -> None:
-        """Fail a call that has not begun: its caller is lost. Others may hold the reference that it was to fulfil."""
+        """Fail a call that has not begun, because its caller is lost.
+
+        If the call was to make a value to which others refer, they get the error.
+        """
         caller = self._executor.membership.name_of(self.sender)
         self._fail(WorkerLost(f"{caller} was lost before {self._call.function}, which it called here, could begin"))
 
@@ -382,9 +388,8 @@ class Request:
         executor, call = self._executor, self._call
         failure, target = None, self._target
         if call.target is not None and target is not None and target.done() and target.exception() is error:
-            failure = executor.references.failure(
-                call.target
-            )  # it arose earlier, where the value should have been made
+            # The error arose earlier, where the value should have been made, and was described there.
+            failure = executor.references.failure(call.target)
         failure = failure or describe(error, executor.name, call.function)
         state = None
         if call.result is not None:

@@ -86,7 +86,10 @@ def test_calls_of_the_dead_do_not_wait_on_for_a_value():
     with workers.world(3, graceful=False) as others:
         rref = rpc.remote("worker1", workers.sleep, args=(60,))
         asked = [rpc.rpc_async("worker2", function, args=(rref,)) for function in (workers.fetch, workers.call_method)]
-        running = lambda: rpc.rpc_sync("worker1", workers.statistics)["running_calls"]  # noqa: E731
+
+        def running():
+            return rpc.rpc_sync("worker1", workers.statistics)["running_calls"]
+
         workers.eventually_is(4, running)  # what makes the value, the two that wait for it, and this one
         others.kill("worker2")
         workers.eventually_is(2, running)
