@@ -23,7 +23,7 @@ from nbdist import registry, trace
 from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
-from nbdist.errors import NbdistError, WorkerLost
+from nbdist.errors import NbdistError
 from nbdist.ids import IdSource
 from nbdist.rpc.caller import Caller
 from nbdist.rpc.calls import PendingCalls
@@ -288,9 +288,7 @@ class Agent:
         """End at once: tell the others, fail what is pending, stop all threads."""
         if not self.links.close(None if self.forked else Goodbye(why, self.ending.completed)):
             return
-        for call in self.pending.all():
-            self.pending.pop(call.id)
-            call.outcome.try_settle(None, WorkerLost(f"{self.me.name} {why} before {call.worker} had answered"))
+        self.outcomes.close(why)
         self.references.clear()
         if self.forked:
             return  # the sockets and threads are the parent's

@@ -46,6 +46,22 @@ class Outcomes:
         self._links = links
         self._recorder = recorder
         self._submit = submit
+        self._ending: dict[Pending, None] = {}
+        """The calls that are awaited no longer and that a job is going to end."""
+
+    def close(self, why: str) -> None:
+        """End all calls with `WorkerLost`: those that are awaited, and those whose job will not run any more."""
+        for call in self._pending.all():
+            self._pending.pop(call.id)
+            self._ending[call] = None
+        for call in list(self._ending):
+            error = WorkerLost(f"{self._me.name} {why} before {call.worker} had answered")
+            call.outcome.try_settle(None, error)  # and no more: in a forked process others' locks stay taken
+
+    def _later(self, job: Callable[[Pending], None], call: Pending) -> Job:
+        """Return a job that ends a call, or sends it once more; should it never run, `close` ends the call."""
+        self._ending[call] = None
+        return partial(job, call)
 
     # -- with an answer -----------------------------------------------------------------------
 
@@ -68,8 +84,9 @@ class Outcomes:
                 error = MissingDefinition(
                     f"{call.worker} no longer has the definition of {names} that it had; call again"
                 )
-                return partial(self._fail_refused, call, error)
-            return call.again
+                return self._later(partial(self._fail_refused, error=error), call)
+            again = call.again
+            return self._later(lambda _: again(), call)
         if call.definitions:
             peer = self._links.peer(sender)
             if peer is not None:
@@ -88,7 +105,7 @@ class Outcomes:
         if type(call.outcome) is Promise and reply.ok and not frames:
             self.end(call, None, None, self._submit)
             return None
-        return partial(self._settle, call, reply, frames, references)
+        return self._later(partial(self._settle, reply=reply, frames=frames, references=references), call)
 
     def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
         outcome: Any = None
@@ -123,6 +140,8 @@ class Outcomes:
         """Settle a call, which will not be sent again; callbacks are called here, unless a job is to do that."""
         if call.again is not None:
             call.drop_repeat()
+        if self._ending:
+            self._ending.pop(call, None)
         if trace.listeners:
             trace.emit("call.ended", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
         if submit is not None and isinstance(call.outcome, Promise):
@@ -157,6 +176,7 @@ class Outcomes:
                 self._fail(call, error, may_exist=True)
 
         if errors:
+            self._ending.update((call, None) for call in over)
             self._submit(fail)
 
     def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:

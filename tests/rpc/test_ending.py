@@ -6,7 +6,10 @@ import threading
 import time
 
 import pytest
+import torch
+import workers
 
+import nbdist
 from nbdist import rpc
 from nbdist.rpc import ending
 from nbdist.rpc.ending import CLOSING, DRAINING, QUIET, RELEASING, RUNNING, Reminder, Survey
@@ -206,3 +209,20 @@ def test_a_worker_that_called_shutdown_and_serves_is_silent_until_the_calls_stop
             world[0].ending.end(60)
         waiting.join(10)
         assert not waiting.is_alive()
+
+
+def test_a_call_whose_answer_has_come_and_is_not_read_yet_ends_with_its_agent():
+    """A wait without a limit did not end: the answer was awaited no more, and the job to read it never ran."""
+    with World(2, options=rpc.RpcBackendOptions(num_worker_threads=1)) as world, world[0].activate():
+        busy, go_on = threading.Event(), threading.Event()
+        world[0].submit(lambda: (busy.set(), go_on.wait(20)))
+        assert busy.wait(20)
+        future = rpc.rpc_async("worker1", torch.arange, args=(3,), timeout=0)
+        workers.eventually(lambda: len(world[0].pending) == 0)
+        assert not future.done()
+        closing = threading.Thread(target=world[0].close, args=("was closed",))
+        closing.start()
+        with pytest.raises(nbdist.WorkerLost, match="was closed before worker1 had answered"):
+            future.wait(20)
+        go_on.set()
+        closing.join(20)
