@@ -8,6 +8,7 @@ submodule runs it.
 
 import ast
 import graphlib
+import importlib
 import os
 import subprocess
 import sys
@@ -198,6 +199,30 @@ def test_the_parts_of_an_agent_do_not_know_it():
     above = {"nbdist.rpc.api", "nbdist.rpc.hosted", "nbdist.rpc.world"}
     know_it = {name for name, targets in imports_within("rpc").items() if "nbdist.rpc.agent" in targets}
     assert know_it == above
+
+
+def large_protocols() -> set[str]:
+    """The names of the Protocols in rpc/ that ask for more than five methods, inherited ones included."""
+    found = set()
+    for module in modules_below(Path(nbdist.__file__).parent):
+        if not module.name.startswith("nbdist.rpc."):
+            continue
+        for name, kind in vars(importlib.import_module(module.name)).items():
+            if getattr(kind, "_is_protocol", False) and kind.__module__ == module.name:
+                asked = {method for each in kind.__mro__ if each is not object for method in vars(each)}
+                asked = {method for method in asked if callable(getattr(kind, method)) and method[0] != "_"}
+                found |= {name} if len(asked) > 5 else set()
+    return found
+
+
+def test_the_parts_of_an_agent_ask_little_of_each_other():
+    """Only what makes and joins all parts may know a Protocol of more than five methods."""
+    assert large_protocols() == {"Recorder"}
+    for module in modules_below(Path(nbdist.__file__).parent):
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.ImportFrom) and node.module == "nbdist.rpc.recording":
+                names = {alias.name for alias in node.names}
+                assert "Recorder" not in names or module.name in {"nbdist.rpc.agent", "nbdist.registry"}, module.name
 
 
 def loaded_by(statement: str, path: Path) -> set[str]:

@@ -21,7 +21,7 @@ from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership, WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
 from nbdist.rpc.outcomes import Outcomes
-from nbdist.rpc.recording import Recorder
+from nbdist.rpc.recording import Calling
 from nbdist.rpc.references import References
 from nbdist.rpc.rref import RRef, local_type
 from nbdist.rpc.sharing import Sharing
@@ -59,7 +59,7 @@ class Caller:
         links: Links,
         references: References,
         sharing: Sharing,
-        recorder: Recorder,
+        recorder: Calling,
         outcomes: Outcomes,
     ) -> None:
         self.issued: dict[int, int] = {}

@@ -27,7 +27,7 @@ from nbdist.rpc.forker import MessageForker
 from nbdist.rpc.futures import Promise, outcome_of
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
-from nbdist.rpc.recording import Attach, Recorder
+from nbdist.rpc.recording import Attach, Served
 from nbdist.rpc.references import References
 from nbdist.rpc.rref import RRef
 from nbdist.rpc.sharing import Sharing
@@ -61,7 +61,7 @@ class Executor:
         links: Links,
         references: References,
         sharing: Sharing,
-        recorder: Recorder,
+        recorder: Served,
         *,
         submit: Callable[[Job], None],
         activate: Callable[[], AbstractContextManager[Any]],

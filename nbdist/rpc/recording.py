@@ -15,35 +15,50 @@ import torch
 
 from nbdist.wire.messages import Recording
 
-__all__ = ["Attach", "Recorder"]
+__all__ = ["Answers", "Attach", "Calling", "Recorder", "Served"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Makes the tensors that a message brought part of the graph here."""
 
 
-class Recorder(Protocol):
-    """What is asked of whoever records."""
-
-    def current(self) -> Any:
-        """The context in which the calling thread is; None if in none."""
-
-    def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """These tensors go to an agent, as part of a call of a function or of its answer."""
-
-    def withdraw(self, recording: Recording) -> None:
-        """That message was not sent."""
+class Answers(Protocol):
+    """What is asked of a recorder by `nbdist.rpc.outcomes`, to which the answers of calls come."""
 
     def enter(self, recording: Recording, sender: int) -> Any:
-        """The context of a message that has come; None if it is over."""
+        """Return the context of a message that has come; None if it is over."""
 
     def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:
-        """How to make the tensors of a message that has come."""
+        """Return what makes the tensors of a message that has come part of the graph here."""
+
+
+class Served(Answers, Protocol):
+    """What is asked of a recorder by `nbdist.rpc.executor`, which runs the functions that others call."""
+
+    def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
+        """Record that tensors go to an agent, as part of a call of a function or of its answer."""
 
     def running(self, context: Any, recording: Recording) -> AbstractContextManager[None]:
-        """What to enter around a function that was called in a context."""
+        """Return what to enter around a function that was called in a context."""
+
+
+class Calling(Protocol):
+    """What is asked of a recorder by `nbdist.rpc.caller`, which sends calls."""
+
+    def current(self) -> Any:
+        """Return the context in which the calling thread is; None if in none."""
+
+    def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
+        """Record that tensors go to an agent, as part of a call of a function or of its answer."""
+
+    def withdraw(self, recording: Recording) -> None:
+        """Forget a recording: its message was not sent."""
+
+    def warn(self, function: str, worker: str) -> None:
+        """Warn that tensors which require grad are sent outside of any context."""
+
+
+class Recorder(Calling, Served, Protocol):
+    """What an agent's recorder does. No part of the agent asks for all of it."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a backward pass from a referenced value."""
-
-    def warn(self, function: str, worker: str) -> None:
-        """Tensors that require grad are sent outside of any context."""
