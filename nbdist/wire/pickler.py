@@ -56,6 +56,10 @@ class _TakeBuffers:
         return False
 
 
+_NO_FILE = "<dynamic-code>"
+"""What cloudpickle 3.1.3 writes in place of the name of a function's file."""
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.dispatch_table = {}
         for table in reversed([reducers, *cloudpickle.Pickler.dispatch_table.maps]):
             self.dispatch_table.update(table)
+        self.dispatch_table[types.CodeType] = _reduce_code
         # A method of this pickler as its callback would be a circle, and keep what was pickled until a collection.
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
@@ -208,3 +213,9 @@ def _reduce_exception(error: BaseException) -> Any:
         return NotImplemented
     state = {key: value for key, value in error.__dict__.items() if not key.startswith("__nbdist")}
     return stand_ins.exception, (cls, error.args, state)
+
+
+def _reduce_code(code: types.CodeType) -> Any:
+    """Reduce a function's code with the name of its file, by which errors and `inspect` find its lines."""
+    make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)

@@ -246,6 +246,14 @@ def test_what_both_have_goes_by_name_whatever_it_is(cell):
     assert run(receiver, received, 1) == expected
 
 
+def test_what_goes_by_value_keeps_the_names_of_its_files():
+    """Errors and `inspect` find the lines by them; cloudpickle 3.1.3 leaves them out."""
+    sender, receiver = Main("def f():\n    def inner(): pass\n    return inner"), Main()
+    received, _ = send(sender.f, sender, receiver)
+    inner = run(receiver, received)
+    assert received.__code__.co_filename == inner.__code__.co_filename == sender.f.__code__.co_filename
+
+
 def test_instances_of_a_class_sent_twice_are_of_one_class():
     sender, receiver = Main("class C:\n    def __init__(self, x): self.x = x"), Main()
     first, _ = send(sender.C(1), sender, receiver)
