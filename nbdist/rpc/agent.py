@@ -121,7 +121,8 @@ class Agent:
         """Where files lie that must go with this process, however it ends; None for the temporary directory."""
         self._cast_handlers: dict[str, Handler] = {}
         self._at_close: list[Callable[[], None]] = []
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        """Held while a message is handled, what is due is done, or a member is lost: they happen one at a time."""
         self.membership = Membership(me)
         self.ids = IdSource(me.id, me.incarnation)
         self.pending = PendingCalls()
@@ -421,7 +422,15 @@ class Agent:
         self.lose(sender, message.reason)
 
     def lose(self, incarnation: int, why: str) -> None:
-        """A member is gone: fail all that waits for it."""
+        """Give up a member that is gone: fail all that waits for it. ``why`` completes "worker1 ...".
+
+        Any thread may call this. It waits for a message that is being handled: one from this member must not
+        register a call or a fork after what the member holds has been dropped.
+        """
+        with self._turn:
+            self._lose(incarnation, why)
+
+    def _lose(self, incarnation: int, why: str) -> None:
         connection = self.links.lose(incarnation)
         if connection is None:
             return

@@ -126,6 +126,10 @@ class Forks:
             return not owned.created and rref.incarnation in self._lost
         return rref.incarnation == self._me or rref.incarnation in self._lost or rref in self._dropped
 
+    def is_lost(self, agent: int) -> bool:
+        """Return whether `on_lost` has been called for the agent of that incarnation."""
+        return agent in self._lost
+
     def expected_from(self, creator: int) -> list[GlobalId]:
         """The values that are referred to already, and that this agent has still to create here."""
         return [rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created]

@@ -152,12 +152,18 @@ class References:
         self.perform(instructions)
 
     def retain(self, rref: GlobalId, sender: int, job: Job) -> Promise[Any] | None:
-        """A handle on an owned value for a running call; where it is still to come, ``job`` waits for it."""
+        """Take a handle on an owned value for a call of ``sender``, and return the value.
+
+        Return None where the value is not known here yet: ``job`` is submitted once it is. Nothing waits for the sake
+        of a lost sender.
+        """
         with self._lock:
             gone = self.forks.is_gone(rref)
             if not gone and not self.forks.owns(rref):
-                self._parked.setdefault(rref, []).append((sender, job))
-                return None
+                if not self.forks.is_lost(sender):
+                    self._parked.setdefault(rref, []).append((sender, job))
+                    return None
+                gone = True
             self.forks.retain(rref)
             if gone:
                 return _gone()

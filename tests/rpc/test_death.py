@@ -21,6 +21,8 @@ from nbdist import rpc
 from nbdist.channel.security import runtime_directory
 from nbdist.channel.zeromq import sweep
 from nbdist.rpc.api import current_agent
+from nbdist.testing import World
+from nbdist.wire.messages import ForkRequest
 
 
 def run_directories() -> set[str]:
@@ -96,6 +98,49 @@ def test_calls_of_the_dead_do_not_wait_on_for_a_value():
         for future in asked:
             with pytest.raises(nbdist.WorkerLost):
                 future.wait(20)
+
+
+@pytest.mark.parametrize("event", ["create", "on_fork_request"])
+def test_a_member_lost_while_its_message_is_handled_holds_nothing_after(event):
+    with World(3) as world:
+        lender, owner, holder = world
+        original, handled = getattr(owner.references, event), threading.Event()
+
+        def meanwhile(*arguments):
+            lost = threading.Thread(target=owner.lose, args=(holder.me.incarnation, "died"))
+            lost.start()
+            lost.join(0.3)  # where a loss does not wait for the message, it is over now
+            try:
+                return original(*arguments)
+            finally:
+                handled.set()
+
+        setattr(owner.references, event, meanwhile)
+        owner._handlers[ForkRequest] = owner.references.on_fork_request
+        if event == "create":
+            with holder.activate():
+                held = rpc.remote("worker1", workers.identity, args=(1,))
+        else:
+            with lender.activate():
+                lent = rpc.remote("worker1", workers.identity, args=(1,))
+                lent.to_here()
+                held = rpc.rpc_async("worker2", workers.keep, args=(lent,))
+        assert handled.wait(20)
+        workers.eventually(lambda: owner.links.connected(holder.me.incarnation) is None)
+        workers.eventually(
+            lambda: all(holder.me.incarnation not in holders for *_, holders in owner.references.owned())
+        )
+        del held
+
+
+def test_no_call_of_a_lost_member_waits_to_hear_of_its_target():
+    with World(3) as world:
+        creator, owner, caller = world
+        owner.lose(caller.me.incarnation, "died")
+        value = owner.references.retain(creator.ids.next(), caller.me.incarnation, lambda: None)
+        assert value is not None
+        assert isinstance(value.exception(), nbdist.RRefError)
+        assert not owner.references._parked
 
 
 def test_a_stopped_local_process_is_not_lost():
