@@ -688,10 +688,10 @@ class SimulatedWorld:
         assert not twice, f"calls {twice} ran twice"
         twice = [call for call, times in self.ended.items() if times > 1]
         assert not twice, f"calls {twice} ended twice"
-        for member in self.members:
-            self._check_member(member)
         for asked in self.asked[:]:
             self._check_asked(asked)
+        for member in self.members:
+            self._check_member(member)
 
     def _check_member(self, member):
         forks = member.agent.references.forks
@@ -707,13 +707,19 @@ class SimulatedWorld:
                 assert handle._fork in forks._users, f"{member} let go of {handle!r}, which it holds"
         for fork, user in forks._users.items():
             if user.held and not self.is_excused(Held(member.incarnation, user.rref, fork, user.owner)):
-                assert user.standing is not Standing.DEAD, f"{fork} of {member} is dead"
+                is_dead = user.standing is Standing.DEAD
+                assert not is_dead or self._is_never_made(user.rref), f"{fork} of {member} is dead"
                 if user.standing is Standing.CONFIRMED:
                     owner = self.all[user.owner].agent.references
                     assert user.rref in owner.forks._owned, f"{user.rref} is dropped by its owner"
                     assert fork in owner.forks._owned[user.rref].forks, f"{fork} of {member} is not counted"
                     is_made = owner.forks._owned[user.rref].created
                     assert user.rref in owner._values or not is_made, f"the value of {user.rref} is dropped"
+
+    def _is_never_made(self, rref):
+        """Whether the call that was to make a value has ended without having run."""
+        maker = self.makers.get(rref)
+        return maker is not None and maker.error is not None and not self.ran[maker.token]
 
     def _check_owned(self, member, handle):
         references = member.agent.references
