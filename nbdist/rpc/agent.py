@@ -371,6 +371,8 @@ class Agent:
             return None
         if envelope.back:
             self.sharing.on_back(envelope.sender, envelope.back)
+        for delete in envelope.deletes:
+            self.references.on_user_delete(delete, envelope.sender, [])
         handler = self._handlers.get(type(message))
         if handler is None:
             _log.warning("%s has no handler for %s", self.me.name, message.kind)

@@ -31,6 +31,7 @@ from nbdist.wire.messages import (
     Pong,
     Record,
     Refused,
+    UserDelete,
     encode_envelope,
 )
 from nbdist.wire.peer import PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
@@ -169,7 +170,9 @@ class Links:
         except ChannelError:
             if isinstance(message, Call):
                 with self._lock:
-                    connection.peer.withdraw(outgoing.seq)
+                    connection.peer.refused(outgoing, now)
+                    due = connection.peer.next_tick()
+                self.hurry(due)
                 for slot in slots:
                     slot.take_back()
                 if back:
@@ -181,6 +184,15 @@ class Links:
         if now + PING_FIRST < self.due:
             self.hurry(now + PING_FIRST)
         return outgoing.seq
+
+    def post_later(self, to: int, message: UserDelete) -> None:
+        """Send a message for which nobody waits with the next one to the same agent, or within 0.25 s."""
+        with self._lock:
+            connection = self.connections.get(to)
+            if connection is None or self.closed:
+                raise self._no_connection(to)
+            due = connection.peer.send_later(message, time.monotonic())
+        self.note(due)
 
     def _no_connection(self, to: int) -> NbdistError:
         if self.closed:
@@ -289,6 +301,8 @@ class Links:
             return  # it is gone
         with self._lock:
             actions = connection.peer.ponged(message, time.monotonic())
+            due = connection.peer.next_tick()
+        self.note(due)
         for action in actions:
             if isinstance(action, Transmit):
                 self._transmit(connection, action.outgoing)

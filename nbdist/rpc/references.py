@@ -402,12 +402,15 @@ class References:
         """Carry out what `Forks` asks for."""
         for instruction in instructions:
             if isinstance(instruction, Send):
+                to, message = instruction
                 try:
-                    self._links.post(instruction.to, instruction.message)
+                    if isinstance(message, UserDelete):
+                        self._links.post_later(to, message)
+                    else:
+                        self._links.post(to, message)
                 except NbdistError:  # gone: `on_lost` has seen or will see to its forks, if it ever was known here
-                    if isinstance(instruction.message, ForkRequest):
-                        rref, fork = instruction.message.rref, instruction.message.fork
-                        self._confirmed(ForkConfirm(rref, fork, gone=True))
+                    if isinstance(message, ForkRequest):
+                        self._confirmed(ForkConfirm(message.rref, message.fork, gone=True))
             elif isinstance(instruction, Drop):
                 with self._lock:
                     dropped = self._values.pop(instruction.rref, None)

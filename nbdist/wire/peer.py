@@ -1,10 +1,11 @@
 """The protocol with one other agent: each message exactly once, in any order, or the peer is lost.
 
-Pure: time and messages go in, frames to transmit come out. A message that must arrive gets a number
-and is kept until acknowledged; acknowledgements ride on whatever goes the other way, or go alone after
-a moment. Nothing is resent on suspicion: a *ping* that overtakes nothing asks what has arrived, and only
-what the answer lacks is sent again. The receiver drops what it has seen, so a call runs at most once (G2)
-on a channel that loses, doubles and reorders.
+Pure: time and messages go in, frames to transmit come out. A message that must arrive gets a number and is kept
+until acknowledged; acknowledgements ride on whatever goes the other way, or go alone after a moment. A `UserDelete`,
+for which nobody waits, rides on the next message that must arrive (`Peer.send_later`), or goes alone as well. Nothing
+is resent on suspicion: a *ping* that overtakes nothing asks what has arrived, and only what the answer lacks is sent
+again. The receiver drops what it has seen, so a call runs at most once (G2) on a channel that loses, doubles and
+reorders.
 
 Silence makes a remote peer suspect and then lost (G3). A peer in a process of this host is never judged by
 its silence, which a long C call explains; that its process lives is watched elsewhere.
@@ -24,6 +25,7 @@ from nbdist.wire.messages import (
     Nothing,
     Ping,
     Pong,
+    UserDelete,
     encode_envelope,
 )
 from nbdist.wire.tensors import Buffer
@@ -43,6 +45,8 @@ __all__ = [
 
 _ACK_DELAY = 0.05
 _ACK_BYTES = 1 << 20
+_DELETE_DELAY = 0.05
+"""Seconds for which a released fork waits for a message that can take it along."""
 PING_FIRST = 0.5
 """Seconds after which the first ping asks for a message: what was just sent wants nothing done before."""
 _PING_MOST = 5.0
@@ -72,7 +76,7 @@ class Standing(Enum):
 class Outgoing:
     """A message ready for the channel; ``seq`` is 0 where nobody waits for its arrival, and else it is kept."""
 
-    __slots__ = ("back", "frames", "holds", "message", "pings", "retry_at", "sent_at", "seq", "tries")
+    __slots__ = ("back", "deletes", "frames", "holds", "message", "pings", "retry_at", "sent_at", "seq", "tries")
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Outgoing:
         message: Message,
         frames: list[Buffer],
         back: list[tuple[int, int]],
+        deletes: list[UserDelete],
         holds: Any,
         now: float,
         pings: int,
@@ -89,6 +94,8 @@ class Outgoing:
         self.frames = frames
         self.back = back
         """The blocks that it gives back."""
+        self.deletes = deletes
+        """The released forks that it takes along."""
         self.holds = holds
         self.sent_at = now
         self.pings = pings
@@ -178,6 +185,8 @@ class Peer:
         self.ack_due = math.inf
         """When an acknowledgement is to go out alone: all that a message which has come may want done soon."""
         self._ack_bytes = 0
+        self._deletes: list[UserDelete] = []
+        self._deletes_due = math.inf
         self._pings = 0
         self._ping_sent = -math.inf
         self._ping_wait = PING_FIRST
@@ -185,8 +194,8 @@ class Peer:
 
     @property
     def outstanding(self) -> int:
-        """How many messages the peer has not acknowledged."""
-        return len(self._kept)
+        """How many messages the peer has not acknowledged, those included that wait for another to take them along."""
+        return len(self._kept) + len(self._deletes)
 
     def silent_for(self, now: float) -> float:
         """Seconds since anything was heard."""
@@ -216,21 +225,39 @@ class Peer:
             self._next_seq = seq + 1
         if back is None:
             back = []
-        outgoing = Outgoing(seq, message, [self._envelope(seq, message, back), *frames], back, holds, now, self._pings)
+        deletes: list[UserDelete] = []
+        if seq and self._deletes:
+            deletes, self._deletes, self._deletes_due = self._deletes, [], math.inf
+        first = self._envelope(seq, message, back, deletes)
+        outgoing = Outgoing(seq, message, [first, *frames], back, deletes, holds, now, self._pings)
         if seq:
             self._kept[seq] = outgoing
         return outgoing
 
-    def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]]) -> bytes:
+    def send_later(self, message: UserDelete, now: float) -> float:
+        """Have the next message that must arrive take this one along; after a moment it goes alone. Returns by when."""
+        self._deletes.append(message)
+        self._deletes_due = min(self._deletes_due, now + _DELETE_DELAY)
+        return self._deletes_due
+
+    def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
         """Write an envelope, which acknowledges what has arrived until now."""
         arrived = self._arrived
         more = sorted(arrived.above)[:_MORE] if arrived.above else []
         self.ack_due = math.inf
         self._ack_bytes = 0
-        return encode_envelope(Envelope(self._me, self._other, seq, self._first, arrived.mark, more, message, back))
+        return encode_envelope(
+            Envelope(self._me, self._other, seq, self._first, arrived.mark, more, message, back, deletes)
+        )
+
+    def refused(self, outgoing: Outgoing, now: float) -> None:
+        """Forget a message that the channel refused and that is not tried again, but not what it took along."""
+        self.withdraw(outgoing.seq)
+        for delete in outgoing.deletes:
+            self.send_later(delete, now)
 
     def withdraw(self, seq: int) -> None:
-        """The channel refused the message and it is not to be tried again."""
+        """Forget a message: it has arrived, or is given up."""
         kept = self._kept.pop(seq, None)
         if kept is not None and kept.retry_at != math.inf:
             self._retrying -= 1
@@ -305,13 +332,13 @@ class Peer:
             kept.retry_at = math.inf
             self._retrying -= 1
         if kept.tries > self._limits.retries:
-            self.withdraw(kept.seq)
+            self.refused(kept, now)
             return [Undelivered(kept.message)]
         kept.tries += 1
         kept.sent_at = now
         kept.pings = self._pings
         self.resent += 1
-        kept.frames[0] = self._envelope(kept.seq, kept.message, kept.back)
+        kept.frames[0] = self._envelope(kept.seq, kept.message, kept.back, kept.deletes)
         return [Transmit(kept)]
 
     # -- time ---------------------------------------------------------------------------------
@@ -336,6 +363,9 @@ class Peer:
             if self._kept:
                 self._ping_wait = min(self._ping_wait * 2, _PING_MOST)
             actions.append(Transmit(self.ping(now)))
+        if now >= self._deletes_due:
+            self._deletes_due = math.inf
+            actions.append(Transmit(self.send(self._deletes.pop(), (), now)))  # it takes the others along
         if now >= self.ack_due:
             actions.append(Transmit(self.send(Nothing(), (), now)))
         return actions
@@ -352,7 +382,7 @@ class Peer:
         """When `tick` has something to do, if nothing happens before."""
         if self.standing is Standing.LOST:
             return math.inf
-        due = min(self.ack_due, self._ping_due())
+        due = min(self.ack_due, self._deletes_due, self._ping_due())
         if self._retrying:
             due = min(due, *(kept.retry_at for kept in self._kept.values()))
         if self._watch:
@@ -366,4 +396,5 @@ class Peer:
         self._kept.clear()
         self._first = self._next_seq
         self._retrying = 0
-        self.ack_due = math.inf
+        self._deletes.clear()
+        self.ack_due = self._deletes_due = math.inf

@@ -25,7 +25,7 @@ EXPECTED = {
     "empty, of __main__": (44, 34, 2),
     "empty, from a cell": (36, 32, 2),
     "small tensor": (39, 31, 2),
-    "remote().to_here()": (119, 111, 5),
+    "remote().to_here()": (114, 105, 4),
     "step": (285, 313, 7),
     "ten hops, SMART": (1459, 1368, 43),
     "ten hops, FAST": (1514, 1427, 43),

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nbdist.ids import GlobalId
 from nbdist.testing import ManualClock
-from nbdist.wire.messages import Cast, Goodbye, Nothing, Payload, Ping, Pong, decode_envelope
+from nbdist.wire.messages import Cast, Goodbye, Nothing, Payload, Ping, Pong, UserDelete, decode_envelope
 from nbdist.wire.peer import Lost, Peer, PeerLimits, SeqSet, Standing, Suspect, Transmit, Undelivered
 
 A, B = 101, 202
@@ -16,6 +17,10 @@ A, B = 101, 202
 
 def word(text):
     return Cast(str(text), b"", Payload())
+
+
+def delete(number):
+    return UserDelete(GlobalId(0, 0, A), GlobalId(0, number, A))
 
 
 class Ends:
@@ -46,9 +51,12 @@ class Ends:
         peer = self.peers[to]
         if not peer.receive(envelope, len(frame), self.clock.now()):
             return
+        self.heard[to] += [f"delete {each.fork.local_id}" for each in envelope.deletes]
         match envelope.message:
             case Cast(topic=topic):
                 self.heard[to].append(topic)
+            case UserDelete(fork=fork):
+                self.heard[to].append(f"delete {fork.local_id}")
             case Ping(number=number):
                 self.put(to, peer.send(Pong(number), (), self.clock.now()))
             case Pong():
@@ -158,7 +166,7 @@ def test_pings_and_messages_may_overtake_each_other(order):
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("say"), st.sampled_from([A, B])),
+        st.tuples(st.sampled_from(["say", "delete"]), st.sampled_from([A, B])),
         st.tuples(st.sampled_from(["deliver", "drop", "double"]), st.integers(0, 1 << 16)),
         st.tuples(st.just("wait"), st.sampled_from([0.01, 0.06, 0.6, 3.0, 30.0])),
         st.tuples(st.just("refuse"), st.sampled_from([A, B])),
@@ -175,6 +183,9 @@ def test_on_any_network_each_message_comes_once_and_nothing_is_kept(steps):
         if step == "say":
             ends.say(what, number)
             said[what].append(str(number))
+        elif step == "delete":
+            ends.peers[what].send_later(delete(number), ends.clock.now())
+            said[what].append(f"delete {number}")
         elif step == "refuse":  # the channel does not take it
             outgoing = ends.peers[what].send(word(number), (), ends.clock.now())
             ends.peers[what].failed(outgoing.seq, ends.clock.now())
@@ -317,6 +328,53 @@ def test_what_a_message_gives_back_is_resent_with_it_and_counts_once():
     assert envelope.message.topic == "lost"
     assert not ends.peers[B].receive(envelope, 1, ends.clock.now())  # nobody acts on it a second time
     assert ends.heard[B] == ["next", "lost"]
+
+
+def test_a_delete_rides_on_the_next_message_that_must_arrive():
+    ends = Ends()
+    peer = ends.peers[A]
+    for number in (1, 2):
+        peer.send_later(delete(number), ends.clock.now())
+    assert peer.outstanding == 2
+    ends.put(A, peer.send(Nothing(), (), ends.clock.now()))  # which may be lost, and so takes nothing along
+    ends.say(A, "word")
+    assert len(ends.flying) == 2
+    ends.settle()
+    assert ends.heard[B] == ["delete 1", "delete 2", "word"]
+    ends.assert_at_rest()
+
+
+def test_deletes_go_alone_after_a_moment():
+    ends = Ends()
+    peer, due = ends.peers[A], ends.clock.now() + 0.05
+    for number in (1, 2, 3):
+        assert peer.send_later(delete(number), ends.clock.now()) == due == peer.next_tick()
+        ends.pass_time(0.01)
+    assert not ends.flying
+    ends.pass_time(0.03)
+    assert len(ends.flying) == 1
+    ends.settle()
+    assert sorted(ends.heard[B]) == ["delete 1", "delete 2", "delete 3"]
+    ends.assert_at_rest()
+
+
+def test_a_delete_stays_when_the_message_that_took_it_along_is_refused_or_given_up():
+    ends = Ends(retries=1)
+    peer = ends.peers[A]
+    peer.send_later(delete(1), ends.clock.now())
+    peer.refused(peer.send(word("refused"), (), ends.clock.now()), ends.clock.now())
+    assert peer.outstanding == 1
+    outgoing = peer.send(word("given up"), (), ends.clock.now())
+    while not ends.events:
+        peer.failed(outgoing.seq, ends.clock.now())
+        ends.clock.advance(max(peer.next_tick() - ends.clock.now(), 0.0))
+        ends.tick(who=[A])
+        ends.flying.clear()
+    assert peer.outstanding == 1
+    ends.events.clear()
+    ends.settle()
+    assert ends.heard[B] == ["delete 1"]
+    ends.assert_at_rest()
 
 
 def test_messages_nobody_waits_for_have_no_number():
