@@ -8,7 +8,8 @@
 2
 
 The words by which `Faults` names messages are those of `nbdist.wire.messages.Message.kind`: ``call``, ``remote``,
-``fetch``, ``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on.
+``fetch``, ``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on. A released fork is a
+``user_delete`` only where it goes alone: most go along with another message, and are dropped or delayed with it.
 """
 
 from __future__ import annotations
