@@ -291,7 +291,7 @@ class Recorder:
 
     def name_of(self, worker: int) -> str:
         """A worker's name."""
-        return self._agent.membership.name_of(worker)
+        return self._agent.name_of(worker)
 
     def is_there(self, worker: int) -> bool:
         """Whether it is still a member."""

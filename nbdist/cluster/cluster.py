@@ -273,7 +273,7 @@ class Cluster:
         return [worker for worker in self.workers if worker.lost is not None]
 
     def _is_member(self, name: str) -> bool:
-        return any(record.name == name for record in self.agent.membership.members())
+        return any(record.name == name for record in self.agent.members())
 
     def _explain_end(self, pid: int) -> str:
         for worker in self.workers:
@@ -502,7 +502,7 @@ class Cluster:
 
         def ask(worker: str, token: str) -> bool:
             try:
-                self.agent.caller.asynchronous(worker, fence, (token,), None, _SETTLE)
+                self.agent.call(worker, fence, token, timeout=_SETTLE)
             except NbdistError:
                 return False
             return True

@@ -27,13 +27,12 @@ from nbdist.cluster.process_memory import Usage
 from nbdist.cluster.roots import Named, named_values, names_by_value, references, roots_of
 from nbdist.cluster.status import gpu_memory
 from nbdist.cluster.variables import Variable
-from nbdist.errors import NbdistError
 from nbdist.ids import GlobalId
 from nbdist.rpc import inert
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.describing import describe_value
-from nbdist.rpc.futures import Future, Promise
+from nbdist.rpc.futures import Promise
 from nbdist.torch_private import no_torch_function
 from nbdist.wire.messages import State
 
@@ -158,19 +157,14 @@ _UNKNOWN = Pin("other", "a call, or something that runs")
 def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
     """Run a function on all workers and here; return its values by worker, and which workers did not answer."""
     agent = current_agent()
-    asked: dict[str, Future[Any]] = {}
     found: dict[str, Any] = {}
-    members = sorted(agent.membership.members(), key=lambda member: member.id)
+    names = [member.name for member in agent.members()]
     with recorder().contexts.outside():
-        for member in members:
-            if member.incarnation != agent.me.incarnation:
-                with contextlib.suppress(NbdistError):
-                    asked[member.name] = agent.caller.asynchronous(member.id, what, (), None, _PATIENCE)
+        asked = agent.call_each([name for name in names if name != agent.me.name], what, timeout=_PATIENCE)
     found[agent.me.name] = what()
     for name, answer in asked.items():
         with contextlib.suppress(Exception):  # whatever went wrong there: the others are shown
             found[name] = answer.wait()
-    names = [member.name for member in members]
     return {name: found[name] for name in names if name in found}, [name for name in names if name not in found]
 
 
@@ -193,7 +187,7 @@ def _report() -> Report:
         census.put("contexts", found)
         here = sum(nbytes for (device, _), nbytes in found.items() if device == "cpu")
         gpu = sum(found.values()) - here
-        contexts.append(Kept(context.id, agent.membership.name_of(context.maker), here, gpu))
+        contexts.append(Kept(context.id, agent.name_of(context.maker), here, gpu))
     values = _values(agent, census)
     numbers = _watch(census, values)
     rows, leading = variables.count(census, named_values(roots))
@@ -233,7 +227,7 @@ def _values(agent: Agent, census: Census) -> list[_Value]:
     """Count what has references."""
     found, left = [], _MOST_OBJECTS
     for id_, promise, holders in agent.references.owned():
-        users = [agent.membership.name_of(holder) for holder in holders]
+        users = [agent.name_of(holder) for holder in holders]
         value, spent = _value(id_, promise, users, agent, census, min(left, _MOST_OF_ONE))
         left = max(1, left - spent)  # every value is met itself
         found.append(value)

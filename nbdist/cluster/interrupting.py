@@ -67,13 +67,9 @@ def interrupt_workers(cluster: Cluster, workers: Sequence[Worker]) -> None:
     Returns once that is on its way. What is sent to the workers afterwards runs.
     """
     cluster.kernel_thread.soon(_interrupt_cells_of, cluster, workers)
-    stopping = []
-    for worker in workers:
-        with contextlib.suppress(NbdistError):
-            stopping.append(
-                cluster.agent.caller.asynchronous(worker.name, stop_served_calls, (), None, _CALLS_STOP_WITHIN)
-            )
-    for stopped in stopping:
+    names = [worker.name for worker in workers]
+    stopping = cluster.agent.call_each(names, stop_served_calls, timeout=_CALLS_STOP_WITHIN)
+    for stopped in stopping.values():
         with contextlib.suppress(NbdistError):
             stopped.wait()
 
@@ -162,7 +158,7 @@ def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:
 
     part.when_begun.append(begun)
     with contextlib.suppress(NbdistError):
-        return cluster.agent.caller.asynchronous(part.worker, call_off, (part.id,), None, PATIENCE)
+        return cluster.agent.call(part.worker, call_off, part.id, timeout=PATIENCE)
     return None
 
 
@@ -172,7 +168,7 @@ def _break_collective(cluster: Cluster, part: Part) -> None:
             part.note = future.value()  # type: ignore[attr-defined]
 
     with contextlib.suppress(NbdistError):
-        cluster.agent.caller.asynchronous(part.worker, collectives.break_off, (), None, PATIENCE).then(note)
+        cluster.agent.call(part.worker, collectives.break_off, timeout=PATIENCE).then(note)
 
 
 async def _describe(cluster: Cluster, cell: Cell, part: Part, deadline: float) -> str:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbdist.cluster.arrange import say_names
 from nbdist.cluster.in_place import InPlace
 from nbdist.cluster.status import is_users
-from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from nbdist.cluster.cells import Cell, Part
@@ -201,13 +200,10 @@ class Lookout:
     def _look(self) -> None:
         if self._cell.done:
             return
-        asked = {}
+        asked: Mapping[str, Any] = {}
         if time.monotonic() - self._cell.last_output >= min(_LOOK_EVERY, self._after) * 0.9:
-            for part in self._running():
-                with contextlib.suppress(NbdistError):
-                    asked[part.worker] = self._cluster.agent.caller.asynchronous(
-                        part.worker, place, (), None, _ANSWER_WITHIN
-                    )
+            running = [part.worker for part in self._running()]
+            asked = self._cluster.agent.call_each(running, place, timeout=_ANSWER_WITHIN)
         self._later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:

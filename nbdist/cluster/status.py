@@ -60,12 +60,9 @@ class WorkerStatus:
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:
     """The state of all workers; one that does not answer at once is shown by what is known here."""
-    asked = {}
     with recorder().contexts.outside():
-        for worker in cluster.workers:
-            if worker.alive:
-                with contextlib.suppress(NbdistError):
-                    asked[worker.name] = cluster.agent.caller.asynchronous(worker.name, _report, (), None, _PATIENCE)
+        living = [worker.name for worker in cluster.workers if worker.alive]
+        asked = cluster.agent.call_each(living, _report, timeout=_PATIENCE)
     reports = {}
     for name, answer in asked.items():
         with contextlib.suppress(NbdistError):

@@ -43,7 +43,7 @@ class RpcAgent:
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Name and id of every member, by id."""
-        return [WorkerInfo(record.name, record.id) for record in self._agent.membership.members()]
+        return [WorkerInfo(record.name, record.id) for record in self._agent.members()]
 
     def get_debug_info(self) -> dict[str, str]:
         """Counters, under torch's names."""

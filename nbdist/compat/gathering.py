@@ -66,7 +66,7 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
     """What every member of the group has given, by its name."""
     timeout = durations.limit(timeout)
     agent = api.current_agent()
-    everybody = [record.name for record in agent.membership.members()]
+    everybody = [record.name for record in agent.members()]
     names = sorted(set(worker_names) if worker_names else everybody)
     leader, me = names[0], agent.me.name
     key = (f"{agent.me.incarnation:x}", *names)

@@ -97,7 +97,7 @@ def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: boo
     with _lock:
         future: Future[type] | None = getattr(self, "_compat_type", None)
         if future is None or (future.done() and future.exception() is not None):
-            future = api.current_agent().caller.asynchronous(self.owner(), _type_of, (self,), None, timeout)
+            future = api.current_agent().call(self.owner(), _type_of, self, timeout=timeout)
             self._compat_type = future  # type: ignore[attr-defined]
     return future.wait() if blocking else future
 

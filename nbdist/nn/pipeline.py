@@ -240,7 +240,7 @@ class Pipeline:
                     **options,
                 )
                 args = rref, order, given if worker == 0 else [], wanted if worker == last else []
-                outcome.add(worker, agent.caller.asynchronous(name, run_share, args, None, 0))
+                outcome.add(worker, agent.call(name, run_share, *args, timeout=0))
             done: list[Done] = outcome.all.wait(agent.read_as_guest)
         except BaseException as error:
             abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
@@ -264,7 +264,7 @@ class Pipeline:
         told = []
         for name in self.workers:
             with contextlib.suppress(NbdistError):  # whoever is gone has nothing that goes on
-                told.append(self._agent.caller.begin(name, abandon_step, args, _PATIENCE))
+                told.append(self._agent.begin(name, abandon_step, *args, timeout=_PATIENCE))
         return told
 
     # -- what it is made of -------------------------------------------------------------------
@@ -362,7 +362,7 @@ class Pipeline:
             raise UsageError("no step has been done yet")
         step, rows = self._last
         offsets = self._offsets = self._offsets or [
-            offset(self._agent.me, self._agent.find(name), self._agent.caller.sync) for name in self.workers
+            offset(self._agent.me, self._agent.find(name), self._agent.ask) for name in self.workers
         ]
         moved = [
             [Span(op, start - ahead, end - ahead) for op, start, end in row]

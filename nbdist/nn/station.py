@@ -112,7 +112,7 @@ class Station:
             raise Abandoned(f"step {order.step} was over before it began")
         if gone := [each for each in self._needed if self._agent.membership.get(each) is None]:
             # `on_lost` came before there was an inbox.
-            names = ", ".join(map(self._agent.membership.name_of, gone))
+            names = ", ".join(map(self._agent.name_of, gone))
             inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it"))
         try:
             return _Step(self, order, inbox, inputs, targets).run()
@@ -374,7 +374,7 @@ class _Step:
         if not self._agent.options.device_maps.get(place):
             values = tuple(_on_cpu(value) if isinstance(value, torch.Tensor) else value for value in values)
         args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
-        latch = self._agent.caller.begin(place, deliver, args)
+        latch = self._agent.begin(place, deliver, *args)
         self._sent.append(latch)
         latch.on_settle = partial(_fail_if_failed, latch, self._inbox)
         if latch.is_settled:

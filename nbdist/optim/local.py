@@ -118,7 +118,7 @@ def ask_all(calls: Sequence[tuple[WorkerInfo, Any, tuple[Any, ...]]]) -> list[An
     One error is raised as it is, several as one that tells of each.
     """
     agent = api.current_agent()
-    outcomes = [agent.caller.begin(to, function, args) for to, function, args in calls]
+    outcomes = [agent.begin(to, function, *args) for to, function, args in calls]
     results: list[Any] = []
     errors: list[tuple[str, Exception]] = []
     for outcome, (to, _, _) in zip(outcomes, calls, strict=True):

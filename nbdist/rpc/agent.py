@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
 from nbdist.errors import NbdistError
 from nbdist.ids import IdSource
-from nbdist.rpc.caller import Caller
+from nbdist.rpc.caller import Caller, To
 from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.dispatch import Job, Pool
 from nbdist.rpc.ending import Ending
 from nbdist.rpc.executor import Executor
-from nbdist.rpc.futures import Latch
+from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.guest import Guest
 from nbdist.rpc.handshake import Handshake
 from nbdist.rpc.here import Active, here
@@ -456,6 +456,53 @@ class Agent:
                 listener(record, why)
             except Exception:  # the others are told all the same
                 _log.exception("what was to be told of the loss of %s failed", record.name)
+
+    # -- for the layers above -----------------------------------------------------------------
+
+    def call(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Future[Any]:
+        """Call a function in another agent's process, and return a Future of what it returns.
+
+        Args:
+            to: the other agent's name, id or `WorkerInfo`.
+            function: it travels by name, or by value if it is one of ``__main__``.
+            args: its arguments.
+            timeout: seconds until the future fails with `RpcTimeout`; 0 for no limit, negative for the agent's own.
+
+        Raises UnknownWorker where there has never been an agent of that name. The future of one that is gone fails.
+        """
+        return self.caller.asynchronous(to, function, args, None, timeout)
+
+    def call_each(
+        self, workers: Iterable[str], function: Any, *args: Any, timeout: float = -1.0
+    ) -> dict[str, Future[Any]]:
+        """Call a function in the processes of several agents; return the Futures by name, as `call` makes them.
+
+        An agent to which the call cannot be sent is left out.
+        """
+        called: dict[str, Future[Any]] = {}
+        for name in workers:
+            with contextlib.suppress(NbdistError):
+                called[name] = self.call(name, function, *args, timeout=timeout)
+        return called
+
+    def begin(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Latch:
+        """Call a function in another agent's process, and return what one thread may wait on for what it returns.
+
+        It costs less than a `call`, whose Future anybody may wait for. It fails where the agent is gone.
+        """
+        return self.caller.begin(to, function, args, timeout)
+
+    def ask(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Any:
+        """Call a function in another agent's process, as `call` does, and wait for what it returns."""
+        return self.caller.sync(to, function, args, None, timeout)
+
+    def members(self) -> list[Record]:
+        """Return the records of the living members of the world, by id."""
+        return self.membership.members()
+
+    def name_of(self, incarnation: int) -> str:
+        """Return the name to show for an agent, dead or alive."""
+        return self.membership.name_of(incarnation)
 
     # -- looking ------------------------------------------------------------------------------
 

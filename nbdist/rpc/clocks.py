@@ -18,18 +18,18 @@ def clock() -> float:
     return time.monotonic()
 
 
-def offset(me: Record, record: Record, call: Callable[..., Any]) -> float:
+def offset(me: Record, record: Record, ask: Callable[..., Any]) -> float:
     """Return the seconds by which the clock of ``record`` is ahead of ours.
 
     It is 0 on one host, where all have the same clock. Else it is found by round trips, of which the fastest tells
-    best; ``call`` is `nbdist.rpc.caller.Caller.sync`.
+    best; ``ask`` is `nbdist.rpc.agent.Agent.ask`.
     """
     if record.host == me.host:
         return 0.0
     found: list[tuple[float, float]] = []
     for _ in range(_ROUND_TRIPS):
         before = time.monotonic()
-        there = call(record.name, clock, (), None, -1)
+        there = ask(record.name, clock)
         after = time.monotonic()
         found.append((after - before, there - (before + after) / 2))
     return min(found)[1]

@@ -114,7 +114,7 @@ class Crew:
     def _name_of(self, worker: int | str) -> str:
         if isinstance(worker, str):
             return worker
-        known = self._agent.membership.members()
+        known = self._agent.members()
         return next((record.name for record in known if record.id == worker), str(worker))
 
     def lose(self, incarnation: int, why: object) -> None:

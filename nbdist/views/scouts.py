@@ -70,7 +70,7 @@ class Scouts:
         self._contexts = api.recorder().contexts
         self._number = next(_numbers)
         self._key = self._agent.me.incarnation, self._number
-        self._workers = [record for record in self._agent.membership.members() if record != self._agent.me]
+        self._workers = [record for record in self._agent.members() if record != self._agent.me]
         self._held = held
         self._version = itertools.count(1)
         _homes[self._number] = home
@@ -96,7 +96,7 @@ class Scouts:
                 with contextlib.suppress(NbdistError):  # it is gone, or all are
                     if self._agent.membership.get(record.incarnation) is not None:
                         args = (self._key, *arguments)
-                        told.append(self._agent.caller.asynchronous(record.id, function, args, None, _PATIENCE))
+                        told.append(self._agent.call(record.id, function, *args, timeout=_PATIENCE))
         return told
 
 
@@ -187,7 +187,7 @@ class Scout:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Ask the notebook; return None if it does not answer."""
         try:
-            return self._agent.caller.asynchronous(self._home, function, arguments, None, _PATIENCE).wait()
+            return self._agent.call(self._home, function, *arguments, timeout=_PATIENCE).wait()
         except (NbdistError, RuntimeError) as error:
             _log.info("a backward pass is not watched: %s", error)
             return None

@@ -44,8 +44,8 @@ class Timeline:
         """How many things were not kept, because there were too many, or because their worker has died."""
         self._agent = agent
         self._key = secrets.token_hex(8)
-        self._records = sorted(agent.membership.members(), key=lambda record: record.id)
-        self._offsets = {record.name: offset(agent.me, record, agent.caller.sync) for record in self._records}
+        self._records = sorted(agent.members(), key=lambda record: record.id)
+        self._offsets = {record.name: offset(agent.me, record, agent.ask) for record in self._records}
         self._running = True
         self._end: float | None = None
         self._start = time.monotonic()
@@ -81,12 +81,11 @@ class Timeline:
     def _each(
         self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
     ) -> dict[str, Any]:
-        caller = self._agent.caller
         begun = {}
         found: dict[str, Any] = {}
         for record in self._records:
             args = (self._key, *(more(record) if more is not None else ()))
-            begun[record.name] = caller.begin(record.name, function, args) if self._is_there(record) else None
+            begun[record.name] = self._agent.begin(record.name, function, *args) if self._is_there(record) else None
         for name, latch in begun.items():
             try:
                 found[name] = latch.wait() if latch is not None else NbdistError(f"{name} is gone")
