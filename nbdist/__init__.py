@@ -22,6 +22,7 @@ layer  modules                      what is there
        __main__
 ====== ============================ ====================================================================
 
+What a call or reference waits for, and what comes next: `rpc.exchange` decides, and draws it.
 The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.links.post`
 → `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `read` → `rpc.executor`, and back to
 `rpc.outcomes`; who waits for the answer reads it itself where that pays: `rpc.guest`. Large tensors for an agent of

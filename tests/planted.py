@@ -122,9 +122,9 @@ FAULTS = {
         HISTORIES,
     ),
     "an answer does not take its call out of the table": Fault(
-        "rpc/outcomes.py",
-        "        call = self._pending.pop(reply.id)",
-        "        call = self._pending.get(reply.id)",
+        "rpc/calls.py",
+        "        return self._calls.pop(id, None) if call is not None and call.to == sender else None",
+        "        return call if call is not None and call.to == sender else None",
         HISTORIES,
     ),
     "a call that the user gave up is answered as well": Fault(
@@ -134,16 +134,34 @@ FAULTS = {
         HISTORIES,
     ),
     "a call whose references are confirmed does not begin": Fault(
-        "rpc/references.py",
-        "            waiting = self._waiting.pop(message.fork, [])",
-        "            waiting: list[Callable[[], None]] = []",
+        "rpc/exchange.py",
+        "        for arrival in self._by_fork.pop(fork, ()):",
+        "        for arrival in self._by_fork.pop(fork, [])[1:]:",
         HISTORIES,
     ),
-    "a request that waits for a value is forgotten when its caller is lost": Fault(
-        "rpc/references.py",
-        "            for rref, jobs in list(self._parked.items()):",
-        "            for rref, jobs in list(self._parked.items())[1:]:",
+    "a call that waits for a value is forgotten when its caller is lost": Fault(
+        "rpc/exchange.py",
+        "if arrival.stage is not Stage.READY]",
+        "if arrival.stage is not Stage.READY][1:]",
         ORDERS,
+    ),
+    "a call runs before the value is there on which it works": Fault(
+        "rpc/exchange.py",
+        "            return self._wait(arrival, target, Stage.AWAITING)",
+        "            arrival.stage = Stage.AWAITING",
+        HISTORIES,
+    ),
+    "a call does not keep the value on which it works": Fault(
+        "rpc/exchange.py",
+        "            forks.retain(target)\n",
+        "            forks.make(target)\n",
+        HISTORIES,
+    ),
+    "what a refused call was to make counts as made here": Fault(
+        "rpc/exchange.py",
+        "            instructions += self.forks.uncreate(result.rref, result.fork)",
+        "            instructions += self.forks.release_owned(result.rref)",
+        HISTORIES,
     ),
     "a reference whose creation cannot be repeated is pending for ever": Fault(
         "rpc/outcomes.py",

@@ -457,6 +457,7 @@ class Member:
         tables = {
             **_filled(agent.references),
             **_filled(agent.references.forks, but=("_lost", "_dropped")),
+            **_filled(agent.exchange, but=("taken",)),
             "pending": [call.function for call in agent.pending.all()],
             "running": agent.executor.doing(),
             "threads": agent.stopping._threads,

@@ -166,7 +166,7 @@ def _report() -> Report:
     agent = active_agent()
     if agent is None:
         return Report(0)
-    others = agent.executor.active - 1
+    others = agent.exchange.active - 1
     waits = Counter(call.worker for call in agent.pending.all())
     doing = agent.executor.doing() if others > 0 else ""
     return Report(others, doing, _where(), dict(waits), agent.links.sent(), gpu_memory())

@@ -4,6 +4,19 @@ Here is the way of every message: `post`, which is the links', numbers it, keeps
 caller's thread; `read`, run by one or two threads of the pool, takes what comes, and then, one thread at a time,
 lets the peer judge it and passes it to the handler of its type. A handler is quick and runs nobody's code; if there
 is something to run it returns a job, and the thread that read it runs it while another reads.
+
+The locks on the way of a call:
+
+======================  =========================================================  ==================================
+lock                    protects                                                   held while
+======================  =========================================================  ==================================
+`Agent._turn`           nothing; it orders messages, ticks and losses              a handler runs
+`Exchange.lock`         calls, references, which thread runs which call            one event of the exchange
+`Links._lock`           connections, and the protocol state of each (`wire.peer`)  a message is numbered or judged
+======================  =========================================================  ==================================
+
+A thread takes them from the top to the bottom. Neither of the last two is taken while the other is held, nor held
+while user code, a pickler or a send runs. Below them are only the channel's own locks, and a latch's.
 """
 
 from __future__ import annotations
@@ -26,9 +39,9 @@ from nbdist.channel.liveness import ProcessWatch
 from nbdist.errors import NbdistError
 from nbdist.ids import IdSource
 from nbdist.rpc.caller import Caller, To
-from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.dispatch import Job, Pool
 from nbdist.rpc.ending import Ending
+from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.executor import Executor
 from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.guest import Guest
@@ -125,7 +138,8 @@ class Agent:
         """Held while a message is handled, what is due is done, or a member is lost: they happen one at a time."""
         self.membership = Membership(me)
         self.ids = IdSource(me.id, me.incarnation)
-        self.pending = PendingCalls()
+        self.exchange = Exchange(me.incarnation, self.ids)
+        self.pending = self.exchange.calls
         self.processes = ProcessWatch(self._on_process_end)
         self.sharing = Sharing(me, arena, reads=options.arena_bytes != 0)
         self.links = Links(
@@ -147,10 +161,11 @@ class Agent:
             has_more=channel.has_more,
             begin=self._adopt,
         )
-        self.references = References(self.ids, self.membership, self.links, self.submit)
+        self.references = References(self.ids, self.exchange, self.membership, self.links, self.submit)
         self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
         self.recorder: Recorder = registry.make_recorder(self)
         self.executor = Executor(
+            self.exchange,
             self.membership,
             self.links,
             self.references,
@@ -179,7 +194,7 @@ class Agent:
             self.caller.read_as_guest = Guest(channel, self.links, self._read_as_guest, self.submit).read
         self.stopping = self.executor.stopping = Stopping(
             me,
-            self.pending,
+            self.exchange,
             self.links,
             call=self.caller.sync,
             give_up=self.outcomes.interrupt,
@@ -188,8 +203,8 @@ class Agent:
         self.handshake = Handshake(
             self.membership, self.links, self.sharing, lose=self.lose, lost_after=options.lost_after
         )
-        self.ending = Ending(self.membership, self.links, self.pending, self.references, self.caller, self.executor)
-        self._on_lost += [self.executor.on_lost, self.handshake.on_lost, self.ending.on_lost]
+        self.ending = Ending(self.membership, self.links, self.exchange, self.references)
+        self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {
             Nothing: lambda *_: None,
             Hello: self.handshake.on_hello,
@@ -411,7 +426,7 @@ class Agent:
             self.post(sender, Pong(message.number, self.executor.doing()))
 
     def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
-        self.executor.abandon(sender, message.id)
+        self.references.abandon(sender, message.id)
         self.stopping.on_stop(message, sender, frames)
 
     def _on_undelivered(self, call: Call) -> None:
@@ -440,16 +455,14 @@ class Agent:
         self.membership.remove(incarnation, why)
         connection.link.close(at_once=True)
         trace.emit("peer.lost", name=record.name, why=why)
-        going_on = self.references.on_lost(incarnation)
+        self.references.on_lost(incarnation)
         calls = self.pending.to(incarnation)
 
         def tell() -> None:
             for call in calls:
                 self.outcomes.lost(call, why, others=len(calls) - 1)
-            for then in going_on:
-                then()
 
-        if calls or going_on:
+        if calls:
             self.submit(tell)
         for listener in list(self._on_lost):
             try:
@@ -514,7 +527,7 @@ class Agent:
             "members": len(self.membership.members()),
             "suspects": sum(peer.standing is Standing.SUSPECT for peer in peers),
             "pending_calls": len(self.pending),
-            "running_calls": self.executor.active,
+            "running_calls": self.exchange.active,
             "threads": self.pool.threads,
             "owned_values": forks.owners,
             "forks_of_owned": forks.forks,

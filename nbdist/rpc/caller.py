@@ -62,8 +62,6 @@ class Caller:
         recorder: Calling,
         outcomes: Outcomes,
     ) -> None:
-        self.issued: dict[int, int] = {}
-        """The number of calls sent so far, by the callee's incarnation."""
         self.origin: Callable[[], str] | None = None
         """For whose cell the calling thread works; it travels with every call."""
         self.rpc_timeout = time_limit(options.rpc_timeout)
@@ -81,7 +79,6 @@ class Caller:
         self._spaces = sharing.spaces
         self._recorder = recorder
         self._outcomes = outcomes
-        self._counting = threading.Lock()
 
     # -- the ways to call ---------------------------------------------------------------------
 
@@ -306,9 +303,10 @@ class Caller:
             ready = True
             self._post(call, first)
         except BaseException:
-            if not ready:  # otherwise `_post` knows whether the message may be on its way
+            if ready:
+                self._pending.unsent(call)
+            else:  # otherwise `_post` knows whether the message may be on its way
                 first.forker.take_back()
-            self._pending.pop(call.id)
             call.drop_repeat()
             if call.recording is not None:
                 self._recorder.withdraw(call.recording)
@@ -324,14 +322,12 @@ class Caller:
         try:
             call.seq = self._links.post(call.to, message, frames)
         except BaseException:
-            self._pending.pop(call.id)
+            self._pending.unsent(call)
             raise
         self._on_sent(call)
 
     def _on_sent(self, call: Pending) -> None:
-        """Count a call that has gone out, and have its half time noticed."""
-        with self._counting:
-            self.issued[call.to] = self.issued.get(call.to, 0) + 1
+        """Have the half time of a call noticed that has gone out."""
         if call.timeout > 0 and call.started + call.timeout * 0.5 < self._links.due:
             self._links.hurry(call.started + call.timeout * 0.5)
         if trace.listeners:
@@ -435,9 +431,11 @@ class Caller:
         self._pending.add(call)
         try:
             self._post(call, encode())
-            self._on_sent(call)
         except BaseException as error:
-            self._outcomes.unrepeated(call, error)
+            if self._pending.unsent(call):
+                self._outcomes.unrepeated(call, error)
+            return
+        self._on_sent(call)
 
 
 _NO_PAYLOAD = Payload()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,23 +69,27 @@ class Pending:
 class PendingCalls:
     """A table of calls by id, and a heap of their deadlines. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        """Await nothing; ``lock`` is taken where more than one operation on a dict is needed."""
         self.numbers = itertools.count(1)
         """The ids of calls; take the next one with `next`."""
+        self.issued: dict[int, int] = {}
+        """The number of calls sent so far, by the callee's incarnation."""
         self._calls: dict[int, Pending] = {}
         self._due: list[tuple[float, int]] = []
         self._frozen: set[int] = set()
         self._frozen_at = 0.0
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def add(self, call: Pending) -> None:
-        """Await an answer."""
+        """Await the answer to a call that is about to be sent, perhaps once more."""
         half = call.started + call.timeout * 0.5  # first: what cannot be computed must not be awaited
         with self._lock:
             self._calls[call.id] = call
+            self.issued[call.to] = self.issued.get(call.to, 0) + 1
             if call.timeout > 0:
                 # Half way, whoever runs it is asked what it is doing, so that a timeout can say so.
                 heapq.heappush(self._due, (half, call.id))
@@ -93,24 +97,32 @@ class PendingCalls:
                     self._due = [entry for entry in self._due if entry[1] in self._calls]
                     heapq.heapify(self._due)
 
-    def pop(self, id: int) -> Pending | None:
-        """The call of that id, which is awaited no longer."""
+    def unsent(self, call: Pending) -> bool:
+        """Take back `add`, because the call could not be sent; return whether it was still awaited."""
         with self._lock:
-            return self._calls.pop(id, None)
+            self.issued[call.to] -= 1
+            return self._calls.pop(call.id, None) is not None
+
+    def pop(self, id: int) -> Pending | None:
+        """Return the call of that id, which is awaited no longer; None if it was not. Needs no lock."""
+        return self._calls.pop(id, None)
+
+    def answered(self, id: int, sender: int) -> Pending | None:
+        """Return the call that an agent has answered, as `pop` does; None if it did not go to that agent."""
+        call = self._calls.get(id)
+        return self._calls.pop(id, None) if call is not None and call.to == sender else None
 
     def get(self, id: int) -> Pending | None:
-        """The call of that id, if it is awaited."""
+        """Return the call of that id, if it is awaited. Needs no lock."""
         return self._calls.get(id)
 
     def to(self, incarnation: int) -> list[Pending]:
-        """The calls that one agent has not answered."""
-        with self._lock:
-            return [call for call in self._calls.values() if call.to == incarnation]
+        """List the calls that one agent has not answered."""
+        return [call for call in self.all() if call.to == incarnation]
 
     def all(self) -> list[Pending]:
-        """All calls that are awaited."""
-        with self._lock:
-            return list(self._calls.values())
+        """List all calls that are awaited."""
+        return list(self._calls.values())  # one operation, as the interpreter sees it
 
     def next_due(self) -> float:
         """When `due` has something to say."""
@@ -132,11 +144,11 @@ class PendingCalls:
             self._frozen.discard(who)
             if self._frozen:
                 return
-            for call in self._calls.values():
+            for call in self.all():
                 call.spared += now - max(call.started, self._frozen_at)
             self._due = [
                 (call.deadline if call.asked else call.started + call.timeout * 0.5 + call.spared, call.id)
-                for call in self._calls.values()
+                for call in self.all()
                 if call.timeout > 0
             ]
             heapq.heapify(self._due)
@@ -152,7 +164,8 @@ class PendingCalls:
                 if call is None:
                     continue
                 if now >= call.deadline:
-                    over.append(self._calls.pop(id))
+                    if self._calls.pop(id, None) is not None:  # it may be answered at this moment
+                        over.append(call)
                 else:
                     if not call.asked:
                         call.asked = True

@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable
 
 from nbdist.errors import NbdistError, RendezvousError, WorkerLost
-from nbdist.rpc.caller import Caller
-from nbdist.rpc.calls import PendingCalls
-from nbdist.rpc.executor import Executor
+from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.references import References
@@ -119,17 +117,13 @@ class Ending:
         self,
         membership: Membership,
         links: Links,
-        pending: PendingCalls,
+        exchange: Exchange,
         references: References,
-        caller: Caller,
-        executor: Executor,
     ) -> None:
         self._membership = membership
         self._links = links
-        self._pending = pending
+        self._exchange = exchange
         self._references = references
-        self._caller = caller
-        self._executor = executor
         self._changed = threading.Condition()
         self._reached = RUNNING
         self._wanted = RUNNING
@@ -181,9 +175,9 @@ class Ending:
             now = time.monotonic()
             if now > deadline:
                 raise RendezvousError(f"shutdown: still waiting for {' '.join(self._waiting_for())}")
-            executor, (who, what) = self._executor, self._waiting_for()
-            served = sum(list(executor.finished.values()))
-            if reminder.is_due(now, served, executor.active, what):
+            exchange, (who, what) = self._exchange, self._waiting_for()
+            served = sum(list(exchange.taken.values()))
+            if reminder.is_due(now, served, exchange.active, what):
                 _log.warning("%s: shutdown is waiting for %s %s", self._membership.me.name, who, what)
             with self._changed:
                 if self._wanted < round:
@@ -259,9 +253,9 @@ class Ending:
 
     def _state(self, look: int) -> ShutdownState:
         members = {record.incarnation for record in self._membership.members()}
-        sent = sum(count for to, count in list(self._caller.issued.items()) if to in members)
-        taken = sum(count for sender, count in list(self._executor.finished.items()) if sender in members)
-        active = self._executor.active + len(self._pending)
+        sent = sum(count for to, count in list(self._exchange.calls.issued.items()) if to in members)
+        taken = sum(count for sender, count in list(self._exchange.taken.items()) if sender in members)
+        active = self._exchange.active + len(self._exchange.calls)
         if self._reached >= RELEASING:
             self._references.reap()
             active += self._links.outstanding() + self._references.forks.pending

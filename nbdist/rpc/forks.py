@@ -66,6 +66,7 @@ class _Owned:
     uninformed: dict[int, int] = field(default_factory=dict)
     state: State | None = None
     created: bool = False
+    made: bool = False
 
 
 @dataclass
@@ -118,6 +119,11 @@ class Forks:
     def owns(self, rref: GlobalId) -> bool:
         """Whether this agent keeps the value of ``rref``."""
         return rref in self._owned
+
+    def is_made(self, rref: GlobalId) -> bool:
+        """Return whether a value owned here is there, or the error in its place."""
+        owned = self._owned.get(rref)
+        return owned is not None and owned.made
 
     def is_gone(self, rref: GlobalId) -> bool:
         """Whether a value that is not here has been here, or can no longer come to be."""
@@ -219,6 +225,12 @@ class Forks:
         owned.state = state
         told, owned.uninformed = owned.uninformed, {}
         return [Send(holder, RRefState(rref, state)) for holder in told]
+
+    def make(self, rref: GlobalId) -> None:
+        """Note that the value is there, or the error in its place."""
+        owned = self._owned.get(rref)
+        if owned is not None:
+            owned.made = True
 
     def on_fork_request(self, message: ForkRequest, sender: int) -> list[Instruction]:
         """A user asks to be counted."""

@@ -68,8 +68,8 @@ class Outcomes:
     def on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
         """Settle the call that an answer belongs to, or return the job that does."""
         references = self._references.accept(reply.payload.forks) if reply.payload.forks else []
-        call = self._pending.pop(reply.id)
-        if call is None or call.to != sender:
+        call = self._pending.answered(reply.id, sender)
+        if call is None:
             if reply.missing:
                 self._abandon(sender, reply.id)
             return None  # too late; the references it brought go as they came
@@ -84,7 +84,7 @@ class Outcomes:
                 error = MissingDefinition(
                     f"{call.worker} no longer has the definition of {names} that it had; call again"
                 )
-                return self._later(partial(self._fail_refused, error=error), call)
+                return self._later(partial(self.unrepeated, error=error), call)
             again = call.again
             return self._later(lambda _: again(), call)
         if call.definitions:
@@ -194,12 +194,7 @@ class Outcomes:
             self._fail(call, error, may_exist=True)
 
     def unrepeated(self, call: Pending, error: BaseException) -> None:
-        """End a call whose callee lacks definitions, and which could not be sent once more with them."""
-        if self._pending.pop(call.id) is not None:
-            self._fail_refused(call, error)
-
-    def _fail_refused(self, call: Pending, error: BaseException) -> None:
-        """End a call that its callee refused for lack of definitions, and that is not repeated."""
+        """End a call that its callee refused for lack of definitions, and that is not sent once more with them."""
         self._abandon(call.to, call.id)
         self._fail(call, error, may_exist=False)
 

@@ -7,17 +7,18 @@ Python may collect an `RRef` in any thread and in the middle of anything, so its
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.errors import NbdistError, RRefError
 from nbdist.ids import GlobalId, IdSource
+from nbdist.rpc.arrivals import Arrival
 from nbdist.rpc.describing import describe_error, describe_value
 from nbdist.rpc.dispatch import Job
+from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.failures import Failure
-from nbdist.rpc.forks import Drop, Forks, Instruction, Send, Standing
+from nbdist.rpc.forks import Drop, Instruction, Send
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
@@ -47,13 +48,14 @@ class References:
     def __init__(
         self,
         ids: IdSource,
+        exchange: Exchange,
         membership: Membership,
         links: Links,
         submit: Callable[[Job], None],
     ) -> None:
         self.me = membership.me.incarnation
         """The agent's incarnation."""
-        self.forks = Forks(self.me, ids)
+        self.forks = exchange.forks
         self.new_id = ids.next
         self.refer: Callable[[GlobalId, GlobalId | None, int, Promise[Any] | None], Any]
         """Makes the object with which the user refers to a value.
@@ -64,13 +66,12 @@ class References:
         self.is_ending = False
         """Whether the world is past the end of calls: forks that others still hold when they leave count as leaked."""
         self.membership = membership
+        self._exchange = exchange
         self._links = links
         self._submit = submit
-        self._lock = threading.RLock()
+        self._lock = exchange.lock
         self._values: dict[GlobalId, Promise[Any]] = {}
         self._failures: dict[GlobalId, Failure] = {}
-        self._parked: dict[GlobalId, list[tuple[int, Job]]] = {}
-        self._waiting: dict[GlobalId, list[Callable[[], None]]] = {}
         self._watched: dict[GlobalId, list[Callable[[], None]]] = {}
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
         self.released: deque[tuple[GlobalId, GlobalId | None]] = deque()
@@ -91,30 +92,35 @@ class References:
             value = self._values[rref] = Promise()
         return value
 
-    def create(self, result: Fork, creator: int) -> None:
-        """A remote call came whose outcome is to be ``result``; it holds a handle until `settle`."""
+    def expect(self, rref: GlobalId) -> None:
+        """Have a place for a value that a call is to make here."""
         with self._lock:
-            if creator == self.me:
-                self.forks.retain(result.rref)
-            else:
-                self.forks.create(result.rref, result.fork, creator)
-            self._value(result.rref)
-            jobs = self._parked.pop(result.rref, ())
-        for _, job in jobs:
-            self._submit(job)
+            self._value(rref)
 
-    def uncreate(self, result: Fork) -> None:
-        """The call that `create` prepared for did not run, and is going to be repeated."""
-        self._perform_locked(self.forks.uncreate, result.rref, result.fork)
+    def abandon(self, caller: int, id: int) -> None:
+        """Fail the value of a call that was refused here and that its caller will not repeat.
 
-    def abandon(self, result: Fork) -> None:
-        """Fail a value whose call did not run and is not going to be repeated, for those who wait for it here."""
+        ``id`` is the caller's number for the call. Others may wait for the value already.
+        """
         with self._lock:
-            self.forks.abandon(result.rref, result.fork)
-            jobs = self._parked.pop(result.rref, ())
-        self.settle(result.rref, None, creation_error("the owner lacked a definition, and the call was given up"))
-        for _, job in jobs:
-            self._submit(job)
+            rref, going_on = self._exchange.abandoned(caller, id)
+        if rref is not None:
+            self.settle(rref, None, creation_error("the owner lacked a definition, and the call was given up"))
+        self.resume(going_on)
+
+    def refuse(self, arrival: Arrival) -> None:
+        """Forget a call that lacks a definition, until its caller repeats it or gives it up, or is lost."""
+        with self._lock:
+            instructions = self._exchange.refused(arrival)
+            caller_is_lost = self.forks.is_lost(arrival.sender)
+        self.perform(instructions)
+        if caller_is_lost:
+            self.abandon(arrival.sender, arrival.call.id)
+
+    def resume(self, arrivals: Sequence[Arrival]) -> None:
+        """Have those calls run that no longer wait, and those end whose callers are lost."""
+        for arrival in arrivals:
+            self._submit(arrival.run if arrival.is_heard else arrival.end_unheard)
 
     def announce(
         self, rref: GlobalId, value: Any, error: BaseException | None, failure: Failure | None = None
@@ -122,7 +128,7 @@ class References:
         """Tell what the value is going to be, or the error in its place, described by ``failure``."""
         state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
-            if failure is not None and rref in self._values:
+            if failure is not None and self.forks.owns(rref):
                 self._failures[rref] = failure
             instructions = self.forks.set_state(rref, state)
         self.perform(instructions)
@@ -130,11 +136,16 @@ class References:
         return state
 
     def fulfil(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
-        """Let those have the value who wait for it."""
+        """Let those have the value who wait for it, and run the calls that work on it."""
         with self._lock:
-            future = self._values.get(rref)
+            # Calls and forks may have come for a value that is to be made here before the call that makes it.
+            future = self._value(rref) if self.forks.owns(rref) else None
         if future is not None:
             future.try_settle(value, error)
+            with self._lock:
+                going_on = self._exchange.made(rref)
+            if going_on:
+                self.resume(going_on)
 
     def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
         """The value has come to be, or the error in its place."""
@@ -145,29 +156,11 @@ class References:
         """How the call failed that should have made the value."""
         return self._failures.get(rref)
 
-    def release(self, rref: GlobalId) -> None:
-        """One handle on an owned value less."""
+    def target(self, rref: GlobalId) -> Promise[Any]:
+        """Return the value, owned here, that a call works on which need not wait any more."""
         with self._lock:
-            instructions = self.forks.release_owned(rref)
-        self.perform(instructions)
-
-    def retain(self, rref: GlobalId, sender: int, job: Job) -> Promise[Any] | None:
-        """Take a handle on an owned value for a call of ``sender``, and return the value.
-
-        Return None where the value is not known here yet: ``job`` is submitted once it is. Nothing waits for the sake
-        of a lost sender.
-        """
-        with self._lock:
-            gone = self.forks.is_gone(rref)
-            if not gone and not self.forks.owns(rref):
-                if not self.forks.is_lost(sender):
-                    self._parked.setdefault(rref, []).append((sender, job))
-                    return None
-                gone = True
-            self.forks.retain(rref)
-            if gone:
-                return _gone()
-            return self._value(rref)  # the call that creates it may be on its way
+            value = self._values.get(rref)
+        return value if value is not None and value.done() else _gone()
 
     def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
         """The value, once it is there."""
@@ -226,36 +219,16 @@ class References:
         for fork in forks:
             mine = fork.owner == self.me
             with self._lock:
-                if mine and fork.rref not in self._values:
-                    self._values[fork.rref] = _gone() if self.forks.is_gone(fork.rref) else Promise()
+                gone = mine and fork.rref not in self._values and self.forks.is_gone(fork.rref)
                 instructions = self.forks.accept(fork)
+                if gone:
+                    self._values[fork.rref] = _gone()
+                    self.forks.make(fork.rref)
+                elif mine:
+                    self._value(fork.rref)
             accepted.append(self.refer(fork.rref, None if mine else fork.fork, fork.owner, None))
             self.perform(instructions)
         return accepted
-
-    def unconfirmed(self, forks: Sequence[Fork]) -> list[GlobalId]:
-        """Return which of the forks that a message brought their owners have not confirmed."""
-        return [fork.fork for fork in forks if self.forks.standing(fork.fork) is Standing.PENDING]
-
-    def when_confirmed(self, forks: Sequence[GlobalId], then: Callable[[], None]) -> None:
-        """Call ``then`` once none of ``forks`` is pending."""
-        left = len(forks)
-
-        def one_less() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                then()
-
-        ready = 0
-        with self._lock:
-            for fork in forks:
-                if self.forks.standing(fork) is Standing.PENDING:
-                    self._waiting.setdefault(fork, []).append(one_less)
-                else:
-                    ready += 1
-        for _ in range(ready):
-            one_less()
 
     # -- what others say ----------------------------------------------------------------------
 
@@ -278,10 +251,9 @@ class References:
     def _confirmed(self, message: ForkConfirm) -> None:
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)
-            waiting = self._waiting.pop(message.fork, [])
+            going_on = self._exchange.confirmed(message.fork)
         self.perform(instructions)
-        for then in waiting:
-            then()
+        self.resume(going_on)
         self._tell(message.fork)
 
     def on_state(self, message: RRefState, sender: int, _: list[bytes]) -> None:
@@ -354,39 +326,25 @@ class References:
         with self._lock:
             return [*self._leaked, *self.forks.handed_out()]
 
-    def on_lost(self, incarnation: int) -> list[Job]:
-        """An agent is gone; what waited for it and can now go on."""
+    def on_lost(self, incarnation: int) -> None:
+        """Drop what an agent held that is gone, fail what it was to create here, and end or resume what waited."""
         with self._lock:
             if self.is_ending:
                 self._leaked += self.forks.handed_out(incarnation)
-            instructions = self.forks.on_lost(incarnation)
-            going_on: list[Job] = [
-                then
-                for fork in list(self._waiting)
-                if self.forks.standing(fork) is not Standing.PENDING
-                for then in self._waiting.pop(fork)
-            ]
+            instructions, going_on = self._exchange.lost(incarnation)
             never = self.forks.expected_from(incarnation)
-            for rref, jobs in list(self._parked.items()):
-                left = [(sender, job) for sender, job in jobs if incarnation not in (sender, rref.incarnation)]
-                going_on += [job for sender, job in jobs if incarnation in (sender, rref.incarnation)]
-                if left:
-                    self._parked[rref] = left
-                else:
-                    del self._parked[rref]
         self.perform(instructions)
         for rref in never:
             self.settle(rref, None, RRefError("the worker that was to create the value is lost"))
+        self.resume(going_on)
         self._tell()
-        return going_on
 
     def clear(self) -> None:
         """The agent has ended."""
         with self._lock:
             values, self._values = self._values, {}
             self._failures.clear()
-            self._parked.clear()
-            self._waiting.clear()
+            self._exchange.clear()
         for future in values.values():
             future.try_settle(None, RRefError("RPC was shut down before the value came to be"))
         self._tell()

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from nbdist.errors import Interrupted, NbdistError
-from nbdist.rpc.calls import Pending, PendingCalls
+from nbdist.rpc.calls import Pending
 from nbdist.rpc.dispatch import Job
+from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.executor import Request
 from nbdist.rpc.here import here
 from nbdist.rpc.links import Links
@@ -61,7 +62,7 @@ class Stopping:
     def __init__(
         self,
         me: Record,
-        pending: PendingCalls,
+        exchange: Exchange,
         links: Links,
         *,
         call: Callable[..., Any],
@@ -76,12 +77,12 @@ class Stopping:
         self.break_off: Callable[[int], object] | None = None
         """Ends the collective in which a thread waits, where somebody knows how; takes the thread's ident."""
         self._me = me.incarnation
-        self._pending = pending
+        self._pending = exchange.calls
         self._links = links
         self._call = call
         self._end_waits = give_up
         self._submit = submit
-        self._lock = threading.Lock()
+        self._lock = exchange.lock
         self._threads: dict[_Key, int] = {}
         self._stopped: dict[_Key, None] = {}
 

@@ -21,14 +21,14 @@ pytestmark = pytest.mark.skipif(
 
 EXPECTED = {
     # case: calls of functions by the caller and by all others, messages
-    "empty": (36, 28, 2),
-    "empty, of __main__": (44, 34, 2),
-    "empty, from a cell": (36, 32, 2),
-    "small tensor": (39, 31, 2),
-    "remote().to_here()": (114, 105, 4),
-    "step": (285, 313, 7),
-    "ten hops, SMART": (1459, 1368, 43),
-    "ten hops, FAST": (1514, 1427, 43),
+    "empty": (36, 30, 2),
+    "empty, of __main__": (44, 36, 2),
+    "empty, from a cell": (36, 34, 2),
+    "small tensor": (39, 33, 2),
+    "remote().to_here()": (114, 113, 4),
+    "step": (286, 321, 7),
+    "ten hops, SMART": (1459, 1388, 43),
+    "ten hops, FAST": (1514, 1447, 43),
 }
 
 

@@ -259,7 +259,7 @@ def test_a_creation_refused_after_its_creator_is_lost_ends_who_waits_for_its_val
         other.lose(creator)
         owner.finish()
         world.settle()
-        assert not owner.agent.executor.active
+        assert not owner.agent.exchange.active
         assert not owner.agent.references.forks.expected_from(creator.incarnation)
         world.check_end()
 

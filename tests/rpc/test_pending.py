@@ -17,7 +17,7 @@ def call(table, *, to=1, started=0.0, timeout=10.0):
 
 
 def test_an_answered_call_is_awaited_no_longer():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     one = call(table)
     assert table.get(one.id) is one
     assert table.pop(one.id) is one
@@ -27,7 +27,7 @@ def test_an_answered_call_is_awaited_no_longer():
 
 
 def test_calls_are_found_by_their_callee():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     here, there = call(table, to=1), call(table, to=2)
     assert table.to(1) == [here]
     assert table.to(2) == [there]
@@ -36,7 +36,7 @@ def test_calls_are_found_by_their_callee():
 
 
 def test_a_call_is_asked_after_at_half_time_and_over_at_the_end():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     one = call(table, started=100.0, timeout=10.0)
     assert table.next_due() == 105.0
     assert table.due(104.9) == ([], [])
@@ -49,13 +49,13 @@ def test_a_call_is_asked_after_at_half_time_and_over_at_the_end():
 
 
 def test_who_looks_too_late_finds_it_over():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     one = call(table, started=0.0, timeout=1.0)
     assert table.due(50.0) == ([], [one])
 
 
 def test_a_call_without_a_time_limit_is_never_due():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     one = call(table, timeout=0.0)
     assert one.deadline == math.inf
     assert table.next_due() == math.inf
@@ -65,7 +65,7 @@ def test_a_call_without_a_time_limit_is_never_due():
 
 @pytest.mark.parametrize("timeouts", list(itertools.permutations([1.0, 2.0, 4.0, 0.0])))
 def test_calls_end_in_the_order_of_their_deadlines(timeouts):
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     calls = {timeout: call(table, timeout=timeout) for timeout in timeouts}
     ended = []
     for now in range(10):
@@ -75,7 +75,7 @@ def test_calls_end_in_the_order_of_their_deadlines(timeouts):
 
 
 def test_an_answered_call_is_never_over():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     one, other = call(table, timeout=4.0), call(table, timeout=4.0)
     table.pop(one.id)
     assert table.due(2.0) == ([other], [])
@@ -84,7 +84,7 @@ def test_an_answered_call_is_never_over():
 
 
 def test_a_call_that_is_repeated_keeps_its_deadline():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     one = call(table, timeout=4.0)
     assert table.due(3.0) == ([one], [])
     table.pop(one.id)
@@ -95,7 +95,7 @@ def test_a_call_that_is_repeated_keeps_its_deadline():
 
 
 def test_deadlines_of_answered_calls_do_not_pile_up():
-    table = PendingCalls()
+    table = PendingCalls(threading.Lock())
     kept = call(table, timeout=1e9)
     for _ in range(20_000):
         table.pop(call(table, timeout=1e9).id)
@@ -104,7 +104,7 @@ def test_deadlines_of_answered_calls_do_not_pile_up():
 
 
 def test_ids_are_unique_over_threads():
-    table, ids, lock = PendingCalls(), [], threading.Lock()
+    table, ids, lock = PendingCalls(threading.Lock()), [], threading.Lock()
 
     def take():
         mine = [next(table.numbers) for _ in range(1000)]

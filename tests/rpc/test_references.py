@@ -91,14 +91,14 @@ def test_confirmed_before_a_function_sees_it(others):
 def test_what_is_known_without_a_call(others):
     rref = rpc.remote("worker1", torch.zeros, args=(2, 3))
     rref.to_here()
-    sent = dict(current_agent().caller.issued)
+    sent = dict(current_agent().exchange.calls.issued)
     state = rref.state
     assert (state.qualname, state.shape, state.dtype, state.device) == ("Tensor", [2, 3], "float32", "cpu")
     assert state.nbytes == 24
     assert "Tensor float32(2, 3)" in repr(rref)
     assert "on worker1" in repr(rref)
     assert "view" in dir(rref.rpc_sync())
-    assert dict(current_agent().caller.issued) == sent  # G7
+    assert dict(current_agent().exchange.calls.issued) == sent  # G7
     # One that was passed on before its value came to be is told later.
     slow = rpc.remote("worker1", workers.sleep, args=(0.3,))
     rpc.rpc_sync("worker2", workers.keep, args=(slow,))
@@ -109,11 +109,11 @@ def test_what_is_known_without_a_call(others):
 def test_proxies_take_one_round_trip(others):
     rref = rpc.remote("worker1", workers.Counter)
     rref.to_here()
-    before = current_agent().caller.issued[rref._owner]
+    before = current_agent().exchange.calls.issued[rref._owner]
     assert rref.rpc_sync().add(2) == 2
     assert rref.rpc_async().add(2).wait() == 4
     assert rref.remote().add(2).to_here() == 6
-    assert current_agent().caller.issued[rref._owner] - before == 4  # the last is a call and a fetch
+    assert current_agent().exchange.calls.issued[rref._owner] - before == 4  # the last is a call and a fetch
     with pytest.raises(AttributeError, match="subtract"):
         rref.rpc_sync().subtract(1)
     with pytest.raises(AttributeError, match="subtract"):

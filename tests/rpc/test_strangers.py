@@ -84,7 +84,7 @@ def test_a_thousand_strangers(over_tcp):
     context = zmq.Context()
     context.max_sockets = 4000
     agent = api.current_agent()
-    calls_before = dict(agent.executor.finished)
+    calls_before = dict(agent.exchange.taken)
     for n in range(250):
         # No security at all.
         plain = context.socket(zmq.PUSH)
@@ -117,7 +117,7 @@ def test_a_thousand_strangers(over_tcp):
                 sock.close(0)
     assert rpc.rpc_sync("worker1", workers.call_there, args=("worker0", workers.name)) == "worker0"
     assert not os.path.exists(MARK)
-    finished = {sender: count for sender, count in agent.executor.finished.items() if sender not in calls_before}
+    finished = {sender: count for sender, count in agent.exchange.taken.items() if sender not in calls_before}
     assert set(finished) <= {record.incarnation for record in agent.membership.members()}
     context.destroy(0)
 
