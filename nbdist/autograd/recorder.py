@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -299,7 +298,7 @@ class Recorder:
 
     def submit(self, job: Job) -> None:
         """Run a job on another thread."""
-        self._agent.pool.submit(job)
+        self._agent.submit(job)
 
     def post(self, to: int, message: messages.Message, body: Any = None) -> None:
         """Send a message to another worker, or to this one."""
@@ -356,13 +355,9 @@ class Recorder:
             return  # it has been overtaken
         self._frozen[sender] = message.number
         if message.frozen:
-            self._agent.pending.freeze(sender, time.monotonic())
+            self._agent.freeze(sender)
         if not message.frozen or not self.is_there(sender):  # it may have been lost just now
-            self._thaw(sender)
-
-    def _thaw(self, worker: int) -> None:
-        self._agent.pending.thaw(worker, time.monotonic())
-        self._agent.links.hurry(self._agent.pending.next_due())
+            self._agent.thaw(sender)
 
     # -- what comes ---------------------------------------------------------------------------
 
@@ -404,11 +399,11 @@ class Recorder:
         for context in self.contexts.all():
             context.workers.discard(record.incarnation)
         self._frozen.pop(record.incarnation, None)
-        self._thaw(record.incarnation)
+        self._agent.thaw(record.incarnation)
         self.passes.observing.on_lost(record.incarnation)
         self.passes.on_lost(record.incarnation, record.name, why)
         for context in self.contexts.made_by(record.incarnation):
-            self._agent.pool.submit(partial(self._release, context.id, context.maker))
+            self._agent.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
         for context in self.contexts.all():

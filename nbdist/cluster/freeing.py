@@ -37,7 +37,7 @@ def _forget(ids: set[GlobalId]) -> None:
     rrefs = [rref for rref in references(agent) if rref._id in ids]
     found = {pin for held in pins.find(rrefs, roots) for pin in held}
     names = names_by_value(roots)
-    for id_, promise, _ in agent.references.owned():
+    for id_, promise, _ in agent.owned():
         if id_ in ids and promise.done() and promise.exception() is None:
             found.update(pins.told({pins.variable(name) for name in names.get(id(promise.value()), ())}))
     del rrefs
@@ -45,7 +45,7 @@ def _forget(ids: set[GlobalId]) -> None:
     if any(pin.kind == "traceback" for pin in found):
         _drop_errors(of)
     gc.collect()
-    agent.references.reap()
+    agent.reap()
 
 
 def _drop_shown(of: Any, roots: Roots, names: set[str]) -> None:

@@ -173,7 +173,7 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _settle() -> None:
     """Tell the others what has been let go of here."""
-    current_agent().references.reap()
+    current_agent().reap()
 
 
 def _report() -> Report:
@@ -226,7 +226,7 @@ class _Value(NamedTuple):
 def _values(agent: Agent, census: Census) -> list[_Value]:
     """Count what has references."""
     found, left = [], _MOST_OBJECTS
-    for id_, promise, holders in agent.references.owned():
+    for id_, promise, holders in agent.owned():
         users = [agent.name_of(holder) for holder in holders]
         value, spent = _value(id_, promise, users, agent, census, min(left, _MOST_OF_ONE))
         left = max(1, left - spent)  # every value is met itself

@@ -47,7 +47,7 @@ def roots_of(agent: Agent) -> Roots:
     finished = results(of)
     errors = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
     errors += [error for result in finished for error in (result.error_in_exec, result.error_before_exec)]
-    named = {id(promise): _HERE for _, promise, _ in agent.references.owned()}
+    named = {id(promise): _HERE for _, promise, _ in agent.owned()}
     if of is None:
         return Roots([vars(sys.modules["__main__"])], named=named, tracebacks=pins.frames_of(errors))
     named |= {id(of.InteractiveTB): _RAISED, id(vars(of.InteractiveTB)): _RAISED}

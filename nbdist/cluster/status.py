@@ -167,9 +167,9 @@ def _report() -> Report:
     if agent is None:
         return Report(0)
     others = agent.exchange.active - 1
-    waits = Counter(call.worker for call in agent.pending.all())
+    waits = Counter(call.worker for call in agent.awaited())
     doing = agent.executor.doing() if others > 0 else ""
-    return Report(others, doing, _where(), dict(waits), agent.links.sent(), gpu_memory())
+    return Report(others, doing, _where(), dict(waits), agent.sent(), gpu_memory())
 
 
 def gpu_memory() -> int | None:

@@ -195,7 +195,7 @@ def release_users(agent: Agent, timeout: float) -> None:
 def debug_info(agent: Agent) -> dict[str, str]:
     """How many references there are, in torch's words."""
     forks = agent.references.forks
-    creations = sum(1 for call in agent.pending.all() if call.result is not None)
+    creations = sum(1 for call in agent.awaited() if call.result is not None)
     return {
         "num_owner_rrefs": str(forks.owners),
         "num_pending_futures": str(creations),

@@ -110,7 +110,7 @@ class Station:
         inbox = self.inbox(order.step)
         if inbox is None:
             raise Abandoned(f"step {order.step} was over before it began")
-        if gone := [each for each in self._needed if self._agent.membership.get(each) is None]:
+        if gone := [each for each in self._needed if self._agent.member(each) is None]:
             # `on_lost` came before there was an inbox.
             names = ", ".join(map(self._agent.name_of, gone))
             inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it"))

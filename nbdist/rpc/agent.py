@@ -37,13 +37,14 @@ from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
 from nbdist.errors import NbdistError
-from nbdist.ids import IdSource
+from nbdist.ids import GlobalId, IdSource
 from nbdist.rpc.caller import Caller, To
+from nbdist.rpc.calls import Pending
 from nbdist.rpc.dispatch import Job, Pool
 from nbdist.rpc.ending import Ending
 from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.executor import Executor
-from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.guest import Guest
 from nbdist.rpc.handshake import Handshake
 from nbdist.rpc.here import Active, here
@@ -513,11 +514,44 @@ class Agent:
         """Return the records of the living members of the world, by id."""
         return self.membership.members()
 
+    def member(self, incarnation: int) -> Record | None:
+        """Return the record of the agent of that incarnation; None if it is no member (any more)."""
+        return self.membership.get(incarnation)
+
     def name_of(self, incarnation: int) -> str:
         """Return the name to show for an agent, dead or alive."""
         return self.membership.name_of(incarnation)
 
+    def why_gone(self, name: str) -> str | None:
+        """Return what became of the last member of that name, as in "worker1 ..."; None if it lives or never was."""
+        return self.membership.why_gone(name)
+
+    def freeze(self, who: int) -> None:
+        """Stop the clock of all calls that this agent awaits, as ``who`` wants it, an agent that holds a pass."""
+        self.pending.freeze(who, time.monotonic())
+
+    def thaw(self, who: int) -> None:
+        """Let the clock run again that `freeze` has stopped, unless another agent wants it stopped, too."""
+        self.pending.thaw(who, time.monotonic())
+        self.links.hurry(self.pending.next_due())
+
+    def reap(self) -> None:
+        """Tell the others at once which references have been let go of here; otherwise the next reader does."""
+        self.references.reap()
+
     # -- looking ------------------------------------------------------------------------------
+
+    def awaited(self) -> list[Pending]:
+        """List the calls that this agent has made and that are not answered."""
+        return self.pending.all()
+
+    def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
+        """List the values that live here, or are to, and which other agents hold references to each."""
+        return self.references.owned()
+
+    def sent(self) -> dict[str, int]:
+        """Return how many bytes have been sent to whom."""
+        return self.links.sent()
 
     def statistics(self) -> dict[str, int]:
         """Counters, for people and tests."""

@@ -123,15 +123,15 @@ class Crew:
             member = next((each for each in self._members.values() if each.incarnation == incarnation), None)
             if member is None or member.state in ("gone", "offline"):
                 return
-            if self._agent.membership.get(incarnation) is None:  # the same, whoever notices first
-                why = self._agent.membership.why_gone(member.name) or why
+            if self._agent.member(incarnation) is None:  # the same, whoever notices first
+                why = self._agent.why_gone(member.name) or why
             blocks = member.blocks
             member.rest("gone", str(why).splitlines()[0] if str(why) else "")
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
 
     def kill(self, member: Member) -> None:
         """Kill its worker's process, as an accident would."""
-        record = self._agent.membership.get(member.incarnation)
+        record = self._agent.member(member.incarnation)
         if record is None:
             raise UsageError(f"{member.name} is gone")
         here = record.host == self._agent.me.host

@@ -48,8 +48,8 @@ class Panel:
             rows = collect(self.cluster)
             now = time.monotonic()
             agent = self.cluster.agent
-            awaited = list({call.worker for call in agent.pending.all()})
-            sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.links.sent()}
+            awaited = list({call.worker for call in agent.awaited()})
+            sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.sent()}
             with self._lock:
                 self.rows, self._awaited = rows, awaited
                 # Of those that have answered: what a worker sent that is gone or silent is not what it sends.

@@ -94,7 +94,7 @@ class Scouts:
         with self._contexts.outside():
             for record in self._workers:
                 with contextlib.suppress(NbdistError):  # it is gone, or all are
-                    if self._agent.membership.get(record.incarnation) is not None:
+                    if self._agent.member(record.incarnation) is not None:
                         args = (self._key, *arguments)
                         told.append(self._agent.call(record.id, function, *args, timeout=_PATIENCE))
         return told

@@ -94,7 +94,7 @@ class Timeline:
         return found
 
     def _is_there(self, record: Any) -> bool:
-        return self._agent.membership.get(record.incarnation) is not None
+        return self._agent.member(record.incarnation) is not None
 
     # -- looking ------------------------------------------------------------------------------
 
