@@ -2,11 +2,17 @@
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 
 def quick(max_examples, **options):
-    """The same examples every time: a commit either passes or does not; new ones are the soak's business."""
+    """The same examples every time: a commit either passes or does not; new ones are the soak's business.
+
+    With ``NBDIST_NO_SHRINKING`` set, a failing example is shown as it was found: who only wants to know whether a test
+    fails does not wait minutes for a smaller one.
+    """
+    if os.environ.get("NBDIST_NO_SHRINKING"):
+        options["phases"] = [Phase.explicit, Phase.generate]
     return settings(
         max_examples=max_examples,
         deadline=None,

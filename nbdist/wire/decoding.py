@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import DecodeError, NbdistError
-from nbdist.wire import quick
+from nbdist.wire import quick, usual
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Payload
 from nbdist.wire.tensors import unpack_tensors
@@ -43,7 +43,7 @@ def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence
 
     The value is `NOT_DECODED` where that is not so, and where it cannot be decoded: `decode` raises the error then.
     """
-    if not payload.plain:
+    if not payload.plain or not usual.IS_ON:
         return NOT_DECODED
     try:
         if not payload.places and sum(map(len, frames)) < _QUICK:

@@ -5,6 +5,7 @@ What comes out is decoded like any other value (`nbdist.wire.quick`).
 
 from __future__ import annotations
 
+import os
 import pickle
 import types
 from collections.abc import Collection
@@ -18,7 +19,11 @@ from nbdist.wire.messages import Hole, Payload
 from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import Buffer, Space, pack_alone
 
-__all__ = ["encode_usual_call", "encode_usual_result"]
+__all__ = ["IS_ON", "encode_usual_call", "encode_usual_result"]
+
+IS_ON = os.environ.get("NBDIST_USUAL") != "0"
+"""Whether usual messages are encoded and decoded in the short way. ``NBDIST_USUAL=0`` has all take the general one:
+with it the tests show that both ways do the same."""
 
 _WHOLE: Hole = (0, quick.TENSOR, 0)
 
@@ -38,6 +43,8 @@ def encode_usual_call(
 
     Returns None where the call needs `encode`. What comes out of a call by name is what `encode` would make of it.
     """
+    if not IS_ON:
+        return None
     name, needed = function, list[tuple[str, str]]()
     if type(function) is not str:
         if type(function) is not types.FunctionType or not known:
@@ -73,6 +80,8 @@ def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[
 
     What comes out is what `encode` would make of the value.
     """
+    if not IS_ON:
+        return None
     if type(value) in ATOMS:
         return NO_TENSORS, [pickle.dumps(value, 5)]
     if type(value) is not torch.Tensor or value.requires_grad or (alone := pack_alone(value, False, space)) is None:
