@@ -1,24 +1,24 @@
 """Decides how the calls and the references of one agent go on. Pure: events in, what can be done out.
 
-A call, from the caller through the callee and back. ``[...]`` is an event here, and the state that it leads to::
+The life of a call. Events are in brackets, the stages of `nbdist.rpc.arrivals.Stage` in capitals::
 
     caller                                       callee
     ------                                       ------
-    [asked]     awaited ---- Call -------------> [came]       needs forks confirmed? ----> CONFIRMING
-                                                                 |        [confirmed] <--------+
-                                                              its target is not known? --> SEEKING
-                                                                 |        [came: what makes it] <--+
-                                                              its value is not there? ---> AWAITING
-                                                                 |        [made] <-------------+
-                                                              READY: the driver runs it
-                                                                 |
-                                                              it lacks a definition? ----> [refused]
-    [answered]  asks again --------------------> [came]          |    and later [came] or [abandoned]
-                                                                 |
-    [answered]  settled <---- Reply ------------ [answered]   forgotten; what it held is released
+    [add]       awaited ------ Call -----------> [came]   its forks are not confirmed? ---> CONFIRMING
+                                                    |         [confirmed] <--------------------+
+                                                 the value it works on is not known? -----> SEEKING
+                                                    |         [came], of the call that makes it <--+
+                                                 that value is not there? ----------------> AWAITING
+                                                    |         [made] <-------------------------+
+                                                 READY: the driver runs it
+                                                    |
+    [answered]  repeated <---- Reply ----------- [refused], if it lacks a definition; then [came] again, or [abandoned]
+                                                    |
+    [answered]  settled <----- Reply ----------- [answered]: forgotten; what it held is released
 
-    [overdue], [lost] and `PendingCalls.pop` end a call that is awaited without an answer. [lost] also ends the
-    calls of the lost agent that wait at the callee, and lets those go on whose target it was to create.
+The caller's events are methods of `PendingCalls`; its `due` (the time is up) and `pop` (given up, or the callee is
+lost) end a call without an answer. The callee's are methods of `Exchange`. `Exchange.lost` ends the calls of a lost
+agent that wait here, and lets those go on that wait for a value which that agent was to create.
 
 A reference is counted by `nbdist.rpc.forks.Forks`, whose head tells its life. Here it meets calls in three places: a
 call brings forks that must be confirmed, a call works on a value (its target) that must be there, and a call makes a
