@@ -182,6 +182,8 @@ async def _describe(cluster: Cluster, cell: Cell, part: Part, deadline: float) -
             return f"{name} has stopped, and has not formatted its traceback yet; `%dist_restart {name}` ends that"
         await _until(lambda: part.done, time.monotonic() + where.PATIENCE)
         frames = await _frames(cluster, name)
+        if not _formats_traceback(frames):  # it is done with that, and says so in a moment
+            await _until(lambda: part.done, time.monotonic() + PATIENCE)
     if part.done:
         return ""
     place = _say_place(frames, cell)
