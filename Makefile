@@ -48,8 +48,8 @@ PYTEST := XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m py
 # So many files of tests run at a time; a file's own tests run one after the other.
 JOBS ?= 2
 
-# The tests of messages run once more with every message encoded in the general way (nbdist/wire/usual.py).
-GENERAL_WAY := tests/rpc tests/wire tests/channel tests/autograd/test_protocol.py tests/autograd/test_killing.py
+# In `make soak` the tests of messages run once more with every message encoded in the general way (nbdist/wire/usual.py).
+GENERAL_WAY := tests/rpc tests/wire tests/channel tests/conformance tests/autograd/test_protocol.py
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
@@ -68,7 +68,6 @@ notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
 
 test: $(VENV)/.nbdist $(VENV)/.smollm2
 	$(PYTEST) -n $(JOBS) --dist loadfile $(ARGS)
-	$(if $(ARGS),,NBDIST_USUAL=0 $(PYTEST) -n $(JOBS) --dist loadfile $(GENERAL_WAY))
 
 check: $(VENV)/.nbdist
 	$(PY) -m ruff format --check .
@@ -81,7 +80,7 @@ bench: $(VENV)/.nbdist
 
 soak: $(VENV)/.nbdist
 	$(PYTEST) -m soak --timeout=7200 $(ARGS)
-	NBDIST_USUAL=0 $(PYTEST) tests/conformance
+	NBDIST_USUAL=0 $(PYTEST) $(GENERAL_WAY)
 	NBDIST_CHANNEL=zeromq NBDIST_ARENA_BYTES=0 $(PYTEST) tests/conformance
 	NBDIST_CHANNEL=zeromq NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
 	NBDIST_ARENA_BYTES=0 $(PYTEST) tests/conformance

@@ -483,3 +483,32 @@ class Unreadable:
 
 def _cannot() -> None:
     raise RuntimeError("never")
+
+
+CALLS = 1000
+
+
+def count_short(call: Callable[[int], Any]) -> int:
+    """Return how many of CALLS calls this process sends in the short way."""
+    from nbdist.rpc.api import current_agent
+
+    caller: Any = current_agent().caller
+    sent: list[int] = []
+    original = caller._send_usual
+
+    def counting(*arguments: Any) -> None:
+        sent.append(1)
+        original(*arguments)
+
+    caller._send_usual = counting
+    try:
+        for number in range(CALLS):
+            call(number)
+    finally:
+        del caller._send_usual
+    return len(sent)
+
+
+def count_from_here(to: str) -> int:
+    """Run on a worker: calls between workers."""
+    return count_short(lambda number: rpc.rpc_sync(to, identity, args=(number,)))

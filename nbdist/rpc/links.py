@@ -194,6 +194,15 @@ class Links:
             due = connection.peer.send_later(message, time.monotonic())
         self.note(due)
 
+    def post_waiting(self) -> None:
+        """Send now what `post_later` has queued."""
+        now = time.monotonic()
+        with self._lock:
+            waiting = [(each, each.peer.send_waiting(now)) for each in self.connections.values()]
+        for connection, outgoing in waiting:
+            if outgoing is not None:
+                self._transmit(connection, outgoing)
+
     def _no_connection(self, to: int) -> NbdistError:
         if self.closed:
             return WorkerLost(f"{self._me.name} has ended")

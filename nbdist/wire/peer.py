@@ -240,6 +240,13 @@ class Peer:
         self._deletes_due = min(self._deletes_due, now + _DELETE_DELAY)
         return self._deletes_due
 
+    def send_waiting(self, now: float) -> Outgoing | None:
+        """Return a message that takes along all that `send_later` has queued; None if there is nothing."""
+        if not self._deletes:
+            return None
+        self._deletes_due = math.inf
+        return self.send(self._deletes.pop(), (), now)
+
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
         """Write an envelope, which acknowledges what has arrived until now."""
         arrived = self._arrived

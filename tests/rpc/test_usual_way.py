@@ -9,36 +9,12 @@ import pytest
 import workers
 
 from nbdist import rpc
-from nbdist.rpc.api import current_agent
 from nbdist.wire import usual
 
 pytestmark = pytest.mark.skipif(not usual.IS_ON, reason="NBDIST_USUAL=0: no call takes the short way")
 
-CALLS = 1000
-PATH = [*sys.path, os.path.dirname(__file__)]
-
-
-def count_short(call):
-    """Return how many of CALLS calls this process sends in the short way."""
-    caller, sent = current_agent().caller, []
-    original = caller._send_usual
-
-    def counting(*arguments):
-        sent.append(1)
-        original(*arguments)
-
-    caller._send_usual = counting
-    try:
-        for number in range(CALLS):
-            call(number)
-    finally:
-        del caller._send_usual
-    return len(sent)
-
-
-def count_from_here(to):
-    """Run on a worker: calls between workers."""
-    return count_short(lambda number: rpc.rpc_sync(to, workers.identity, args=(number,)))
+CALLS = workers.CALLS
+PATH = [*sys.path, os.path.dirname(workers.__file__)]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +24,11 @@ def others():
 
 
 def test_calls_of_a_script(others):
-    assert count_from_here("worker1") >= 0.99 * CALLS
+    assert workers.count_from_here("worker1") >= 0.99 * CALLS
 
 
 def test_calls_between_workers(others):
-    assert rpc.rpc_sync("worker1", count_from_here, args=("worker2",), timeout=60) >= 0.99 * CALLS
+    assert rpc.rpc_sync("worker1", workers.count_from_here, args=("worker2",), timeout=60) >= 0.99 * CALLS
 
 
 def test_calls_of_a_cell():
@@ -63,7 +39,7 @@ def test_calls_of_a_cell():
         calls = '''
         import sys
         sys.path += {PATH!r}
-        from test_usual_way import CALLS, count_short
+        from workers import CALLS, count_short
         from nbdist import rpc
         from nbdist.rpc.api import current_agent
 
@@ -85,7 +61,7 @@ def test_calls_under_compat():
         import nbdist.compat
         nbdist.compat.install()
         import torch.distributed.rpc as rpc
-        from test_usual_way import CALLS, count_short
+        from workers import CALLS, count_short
 
         def mine(number):
             return number
