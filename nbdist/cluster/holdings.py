@@ -12,6 +12,7 @@ It is asked by calls, so that a worker whose main thread is busy answers too, an
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,9 @@ from nbdist.wire.messages import State
 __all__ = ["Holding", "Holdings", "WorkerMemory", "ask_all", "collect"]
 
 _PATIENCE = 10.0
+_LOOKS = 4
+_BETWEEN_LOOKS = 0.05
+"""Seconds; after them whatever was said before has arrived, unless a worker stands still."""
 _MOST_OBJECTS = 150_000
 """So many objects are met in all values that have references."""
 _MOST_OF_ONE = 20_000
@@ -128,9 +132,18 @@ class Holdings(msgspec.Struct, frozen=True):
 
 
 def collect() -> Holdings:
-    """Ask all workers, this one among them."""
+    """Ask all workers, this one among them, what they own and use.
+
+    An owner may answer before it hears that a reference was released elsewhere, although that was said before: the two
+    messages come from different workers. Then all are asked again, up to `_LOOKS` times.
+    """
     ask_all(_settle)
     reports, silent = ask_all(_report)
+    for _ in range(_LOOKS - 1):
+        if not _disagree(reports):
+            break
+        time.sleep(_BETWEEN_LOOKS)
+        reports, silent = ask_all(_report)
     order = {worker: number for number, worker in enumerate(reports)}
     items = []
     for worker, report in reports.items():
@@ -154,6 +167,16 @@ def collect() -> Holdings:
 _UNKNOWN = Pin("other", "a call, or something that runs")
 
 
+def _disagree(reports: dict[str, Report]) -> bool:
+    """Return whether some owner lists a user of a value that says it has no reference to it (any more)."""
+    return any(
+        name in reports and owned.id not in reports[name].used
+        for report in reports.values()
+        for owned in report.owned
+        for name in owned.users
+    )
+
+
 def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
     """Run a function on all workers and here; return its values by worker, and which workers did not answer."""
     agent = current_agent()
@@ -172,7 +195,7 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _settle() -> None:
-    """Tell the others what has been let go of here."""
+    """Tell the owners which references have been released here."""
     current_agent().reap()
 
 

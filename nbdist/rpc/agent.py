@@ -16,7 +16,9 @@ lock                    protects                                                
 ======================  =========================================================  ==================================
 
 A thread takes them from the top to the bottom. Neither of the last two is taken while the other is held, nor held
-while user code, a pickler or a send runs. Below them are only the channel's own locks, and a latch's.
+while a user's function, a pickler or a send runs. Two things do run under them: a user's ``__del__``, which Python may
+call anywhere (so `Exchange.lock` is reentrant), and under `Links._lock` the marking of blocks in shared memory and
+listeners of `nbdist.trace`.
 """
 
 from __future__ import annotations
@@ -111,6 +113,8 @@ _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 def _after_fork() -> None:
     for agent in list(_agents):
         agent.forked = True
+        # A thread of the parent's may hold it, and there is no such thread here.
+        agent.exchange.lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -311,6 +315,7 @@ class Agent:
             return  # the sockets and threads are the parent's
         self.processes.close()
         self.pool.close(2.0)
+        self.outcomes.close(why)  # what a reader has taken out of the table meanwhile, for a job that will not run
         self.channel.close()
         self.sharing.close()
         for action in self._at_close:
@@ -331,7 +336,8 @@ class Agent:
         now = time.monotonic()
         links, sharing = self.links, self.sharing
         if self.references.released:
-            self.references.reap()
+            with self._turn:
+                self.references.reap()
         if sharing.ended or sharing.owing or now >= sharing.trim_at:
             self._give_back(now)
         if now >= links.due:
@@ -500,9 +506,9 @@ class Agent:
         return called
 
     def begin(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Latch:
-        """Call a function in another agent's process, and return what one thread may wait on for what it returns.
+        """Call a function in another agent's process, and return a latch on which one thread can wait for the result.
 
-        It costs less than a `call`, whose Future anybody may wait for. It fails where the agent is gone.
+        A latch costs less than the Future of a `call`, for which anybody may wait. It fails where the agent is gone.
         """
         return self.caller.begin(to, function, args, timeout)
 
@@ -527,7 +533,7 @@ class Agent:
         return self.membership.why_gone(name)
 
     def freeze(self, who: int) -> None:
-        """Stop the clock of all calls that this agent awaits, as ``who`` wants it, an agent that holds a pass."""
+        """Stop the clock of all calls that this agent awaits, because the agent ``who`` has paused a backward pass."""
         self.pending.freeze(who, time.monotonic())
 
     def thaw(self, who: int) -> None:
@@ -536,9 +542,10 @@ class Agent:
         self.links.hurry(self.pending.next_due())
 
     def reap(self) -> None:
-        """Tell the owners now which references have been let go of here; otherwise they hear of it in 0.25 s."""
-        self.references.reap()
-        self.links.post_waiting()
+        """Tell the owners now which references have been let go of here; otherwise they hear of it within 0.25 s."""
+        with self._turn:  # a reader may be about to do the same, and would have sent nothing yet
+            self.references.reap()
+            self.links.post_waiting()
 
     # -- looking ------------------------------------------------------------------------------
 

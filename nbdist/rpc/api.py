@@ -191,7 +191,7 @@ def finish(agent: Agent) -> None:
 
 def _drain(agent: Agent, timeout: float) -> None:
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
-    while agent.exchange.active or len(agent.pending):
+    while agent.exchange.active or agent.pending.unended:
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"shutdown of {agent.me.name}: {agent.executor.doing() or 'calls of its own'} still running"

@@ -29,11 +29,11 @@ class Arrival:
     unconfirmed: frozenset[GlobalId] = frozenset()
     """The forks that it brought and that their owners have not confirmed."""
     holds_target = False
-    """Whether it keeps alive the value that it works on."""
+    """Whether it holds a handle on the value that it works on, which keeps that value alive."""
     makes_result = True
-    """Whether the value that it is to make is counted here: not after it was refused."""
+    """Whether it holds a handle on the value that it is to make. A call that was refused holds none."""
     is_heard = True
-    """Whether its caller was there when it could go on. If not, it ends without having begun."""
+    """False once its caller was lost while it waited: it then ends without having begun."""
 
     def __init__(self, call: Call, sender: int) -> None:
         self.call = call

@@ -75,6 +75,8 @@ class PendingCalls:
         """The ids of calls; take the next one with `next`."""
         self.issued: dict[int, int] = {}
         """The number of calls sent so far, by the callee's incarnation."""
+        self.ending: dict[Pending, None] = {}
+        """The calls that are awaited no longer and that a job is going to end, or to send once more."""
         self._calls: dict[int, Pending] = {}
         self._due: list[tuple[float, int]] = []
         self._frozen: set[int] = set()
@@ -83,6 +85,11 @@ class PendingCalls:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    @property
+    def unended(self) -> int:
+        """How many calls have not ended: those that are awaited, and those whose answer is still being read."""
+        return len(self._calls) + len(self.ending)
 
     def add(self, call: Pending) -> None:
         """Await the answer to a call that is about to be sent, perhaps once more."""

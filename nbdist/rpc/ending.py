@@ -255,7 +255,7 @@ class Ending:
         members = {record.incarnation for record in self._membership.members()}
         sent = sum(count for to, count in list(self._exchange.calls.issued.items()) if to in members)
         taken = sum(count for sender, count in list(self._exchange.taken.items()) if sender in members)
-        active = self._exchange.active + len(self._exchange.calls)
+        active = self._exchange.active + self._exchange.calls.unended
         if self._reached >= RELEASING:
             self._references.reap()
             active += self._links.outstanding() + self._references.forks.pending

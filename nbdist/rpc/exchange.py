@@ -29,9 +29,9 @@ references.
 
 Threads: whoever sends an event here holds `Exchange.lock`, and lets go of it before it runs, encodes or sends
 anything. It is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks.
-Three events need no lock, because each is one operation on a dict: `Exchange.came_alone`, `PendingCalls.get` and
-`PendingCalls.pop`. A finaliser may run at any moment in any thread, also while that thread holds the lock. So
-finalisers send no events; they only note what is gone (`References.release_later`).
+These need no lock, because each is one operation on a dict: `Exchange.came_alone`, and `answered`, `pop`, `get` and
+`all` of `PendingCalls`. A finaliser may run at any moment in any thread, also while that thread holds the lock. So
+nbdist's own finalisers send no events; they only note what is gone (`References.release_later`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Exchange:
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self.lock = threading.RLock()
-        """Held for every event, and for nothing else. A value's finaliser may run under it, and may call."""
+        """Guards the calls, references, values and running threads of the agent.
+
+        Reentrant, because a user's ``__del__`` may run in a thread that holds it, and make a call.
+        """
         self.calls = PendingCalls(self.lock)
         self.forks = Forks(me, ids)
         self.taken: dict[int, int] = {}
@@ -67,7 +70,10 @@ class Exchange:
         self._by_target: dict[GlobalId, list[Arrival]] = {}
         """The calls in the stages SEEKING and AWAITING."""
         self._refused: dict[tuple[int, int], Fork] = {}
-        """What the calls were to make that lack a definition, by the caller and its number for the call."""
+        """The value that a call was to make which was refused for lack of a definition.
+
+        By the caller's incarnation and the caller's number for the call.
+        """
 
     # -- what can be seen ---------------------------------------------------------------------
 

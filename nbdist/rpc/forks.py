@@ -99,12 +99,12 @@ class Forks:
     @property
     def owners(self) -> int:
         """How many values are owned here and referenced from elsewhere."""
-        return sum(1 for owned in self._owned.values() if owned.forks)
+        return sum(1 for owned in list(self._owned.values()) if owned.forks)
 
     @property
     def forks(self) -> int:
         """How many forks other agents hold of values owned here."""
-        return sum(len(owned.forks) for owned in self._owned.values())
+        return sum(len(owned.forks) for owned in list(self._owned.values()))
 
     @property
     def users(self) -> int:
@@ -114,7 +114,7 @@ class Forks:
     @property
     def pending(self) -> int:
         """How many of them the owner has not confirmed, plus children that have not accepted."""
-        return sum(1 for user in self._users.values() if user.standing is Standing.PENDING) + len(self._children)
+        return sum(1 for user in list(self._users.values()) if user.standing is Standing.PENDING) + len(self._children)
 
     def owns(self, rref: GlobalId) -> bool:
         """Whether this agent keeps the value of ``rref``."""

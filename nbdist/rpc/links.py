@@ -186,7 +186,7 @@ class Links:
         return outgoing.seq
 
     def post_later(self, to: int, message: UserDelete) -> None:
-        """Send a message for which nobody waits with the next one to the same agent, or within 0.25 s."""
+        """Queue a delete for the next message to that agent; if none goes, it goes after 50 ms, or 0.25 s at most."""
         with self._lock:
             connection = self.connections.get(to)
             if connection is None or self.closed:

@@ -46,8 +46,7 @@ class Outcomes:
         self._links = links
         self._recorder = recorder
         self._submit = submit
-        self._ending: dict[Pending, None] = {}
-        """The calls that are awaited no longer and that a job is going to end."""
+        self._ending = pending.ending
 
     def close(self, why: str) -> None:
         """End all calls with `WorkerLost`: those that are awaited, and those whose job will not run any more."""

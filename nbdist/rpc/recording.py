@@ -22,7 +22,7 @@ Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Answers(Protocol):
-    """What is asked of a recorder by `nbdist.rpc.outcomes`, to which the answers of calls come."""
+    """The methods of a recorder that `nbdist.rpc.outcomes` calls where an answer comes."""
 
     def enter(self, recording: Recording, sender: int) -> Any:
         """Return the context of a message that has come; None if it is over."""
@@ -32,7 +32,7 @@ class Answers(Protocol):
 
 
 class Served(Answers, Protocol):
-    """What is asked of a recorder by `nbdist.rpc.executor`, which runs the functions that others call."""
+    """The methods of a recorder that `nbdist.rpc.executor` calls where it runs a function for another agent."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent, as part of a call of a function or of its answer."""
@@ -42,7 +42,7 @@ class Served(Answers, Protocol):
 
 
 class Calling(Protocol):
-    """What is asked of a recorder by `nbdist.rpc.caller`, which sends calls."""
+    """The methods of a recorder that `nbdist.rpc.caller` calls where a call is sent."""
 
     def current(self) -> Any:
         """Return the context in which the calling thread is; None if in none."""
@@ -58,7 +58,7 @@ class Calling(Protocol):
 
 
 class Recorder(Calling, Served, Protocol):
-    """What an agent's recorder does. No part of the agent asks for all of it."""
+    """All methods of an agent's recorder. A part of the agent knows one of the smaller Protocols instead."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a backward pass from a referenced value."""

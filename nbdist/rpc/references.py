@@ -139,7 +139,7 @@ class References:
         """Let those have the value who wait for it, and run the calls that work on it."""
         with self._lock:
             # Calls and forks may have come for a value that is to be made here before the call that makes it.
-            future = self._value(rref) if self.forks.owns(rref) else None
+            future = self._value(rref) if self.forks.owns(rref) and not self._links.closed else None
         if future is not None:
             future.try_settle(value, error)
             with self._lock:
@@ -370,7 +370,9 @@ class References:
                     if isinstance(message, ForkRequest):
                         self._confirmed(ForkConfirm(message.rref, message.fork, gone=True))
             elif isinstance(instruction, Drop):
+                dropped = None
                 with self._lock:
-                    dropped = self._values.pop(instruction.rref, None)
-                    self._failures.pop(instruction.rref, None)
+                    if not self.forks.owns(instruction.rref):  # the call that makes it may have come once more
+                        dropped = self._values.pop(instruction.rref, None)
+                        self._failures.pop(instruction.rref, None)
                 del dropped  # outside of the lock: a value's own finaliser may do anything

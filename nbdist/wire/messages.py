@@ -441,7 +441,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     back: list[tuple[int, int]] = []
     """Blocks of the receiver's arena, by segment and offset, that the sender needs no longer."""
     deletes: list[UserDelete] = []
-    """Forks that the sender has released; they had time to wait for a message that goes to the same agent."""
+    """Forks that the sender has released. They ride on this message, which saves messages of their own."""
 
 
 encode_envelope: Callable[[Envelope], bytes] = msgspec.msgpack.Encoder().encode

@@ -194,7 +194,7 @@ class Peer:
 
     @property
     def outstanding(self) -> int:
-        """How many messages the peer has not acknowledged, those included that wait for another to take them along."""
+        """How many messages the peer has not acknowledged. Queued deletes count."""
         return len(self._kept) + len(self._deletes)
 
     def silent_for(self, now: float) -> float:
@@ -235,7 +235,7 @@ class Peer:
         return outgoing
 
     def send_later(self, message: UserDelete, now: float) -> float:
-        """Have the next message that must arrive take this one along; after a moment it goes alone. Returns by when."""
+        """Queue a delete for the next message that must arrive. Return the time at which it is sent alone."""
         self._deletes.append(message)
         self._deletes_due = min(self._deletes_due, now + _DELETE_DELAY)
         return self._deletes_due
@@ -258,7 +258,7 @@ class Peer:
         )
 
     def refused(self, outgoing: Outgoing, now: float) -> None:
-        """Forget a message that the channel refused and that is not tried again, but not what it took along."""
+        """Forget a message that is not tried again, and queue once more the deletes that it carried."""
         self.withdraw(outgoing.seq)
         for delete in outgoing.deletes:
             self.send_later(delete, now)

@@ -226,3 +226,31 @@ def test_a_call_whose_answer_has_come_and_is_not_read_yet_ends_with_its_agent():
             future.wait(20)
         go_on.set()
         closing.join(20)
+
+
+class ReadSlowly:
+    """Comes as 7, once `go_on` is set."""
+
+    reading, go_on = threading.Event(), threading.Event()
+
+    def __reduce__(self):
+        return ReadSlowly.read, ()
+
+    @staticmethod
+    def read():
+        ReadSlowly.reading.set()
+        assert ReadSlowly.go_on.wait(20)
+        return 7
+
+
+def test_a_world_does_not_end_while_an_answer_is_being_read():
+    with World(2) as world, world[0].activate():
+        future = rpc.rpc_async("worker1", ReadSlowly)
+        assert ReadSlowly.reading.wait(20)
+        ending = threading.Thread(target=world.shutdown)
+        ending.start()
+        ending.join(0.3)  # where it does not wait for the answer, it is over now
+        ReadSlowly.go_on.set()
+        assert future.wait(20) == 7
+        ending.join(20)
+        assert not ending.is_alive()

@@ -1,11 +1,15 @@
 """A function forks, or uses `multiprocessing`, while it holds tensors that came in shared memory."""
 
+import os
+import threading
+
 import forking
 import pytest
 import torch
 import workers
 
 from nbdist import rpc
+from nbdist.testing import World
 
 SOON = 60.0
 COUNT = 1 << 18  # elements of four bytes: well above the threshold from which tensors travel in shared memory
@@ -46,3 +50,24 @@ def test_a_tensor_of_a_forked_process_is_not_overwritten_by_later_ones(world):
     for number in range(2, 40):
         assert rpc.rpc_sync("worker1", torch.add, args=(torch.full((COUNT,), float(number)), 1))[0] == number + 1
     assert rpc.rpc_sync("worker1", forking.sum_in_child, timeout=SOON) == COUNT
+
+
+def test_a_lock_that_another_thread_holds_is_free_in_a_forked_process():
+    with World(1) as alone:
+        lock, held, let_go = alone[0].exchange.lock, threading.Event(), threading.Event()
+
+        def hold():
+            with lock:
+                held.set()
+                let_go.wait(20)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(20)
+        child = os.fork()
+        if not child:
+            os._exit(not lock.acquire(timeout=5))
+        _, status = os.waitpid(child, 0)
+        let_go.set()
+        holder.join(20)
+        assert status == 0
