@@ -26,6 +26,7 @@ OTHERS = {
     # Private names of the standard library, cloudpickle and Jupyter's packages, by the expression in the code.
     "_shell.compile._filename_map",
     "_signal",
+    "agent.exchange.lock._at_fork_reinit",
     "app.kernel._shutdown_message",
     "client._created_context",
     "cloudpickle._class_reduce",
