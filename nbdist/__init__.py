@@ -8,6 +8,7 @@ layer  modules                      what is there
 ====== ============================ ====================================================================
 0      errors ids trace pictures    words that all layers share; drawings as images
        durations registry           lengths of time that users give, checked; what higher layers make
+       signals                      what must not be cut short by Ctrl-C
        torch_private                the private names of torch that are used, in one table
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
@@ -97,6 +98,7 @@ LAYERS: dict[str, int] = {
     "ids": 0,
     "pictures": 0,
     "registry": 0,
+    "signals": 0,
     "torch_private": 0,
     "trace": 0,
     "wire": 1,

@@ -222,7 +222,7 @@ def _control(agent: Agent, victim: int, chance: random.Random) -> tuple[Message,
         Ready(),
         Welcome(agent.me),
         Pong(chance.randrange(100), "x"),
-        ShutdownState(chance.randrange(5), 1, 2, 3),
+        ShutdownState(chance.randrange(5), 1, 2),
         GiveBack([(chance.randrange(4), chance.choice([0, 1 << 20, chance.getrandbits(30)]))]),
     ]
     return chance.choice(made), []

@@ -116,10 +116,28 @@ FAULTS = {
         HISTORIES,
     ),
     "a fork in a call that the channel refused is not taken back": Fault(
-        "rpc/caller.py",
-        "        except NbdistError:\n            encoded.forker.take_back()\n            raise",
-        "        except NbdistError:\n            raise",
+        "rpc/links.py",
+        "            holds.take_back()\n",
+        "            pass\n",
         HISTORIES,
+    ),
+    "Ctrl-C leaves a number that no message has": Fault(
+        "wire/peer.py",
+        "        seq = self.next_seq if message.must_arrive else 0\n",
+        "        seq = self.next_seq if message.must_arrive else 0\n        self.next_seq += message.must_arrive\n",
+        "rpc/test_interrupted_sends.py",
+    ),
+    "Ctrl-C leaves forks that no message has": Fault(
+        "rpc/caller.py",
+        "            if first is not None:\n                first.forker.take_back()\n",
+        "",
+        "rpc/test_interrupted_sends.py",
+    ),
+    "an agent says that nothing is under way while messages are": Fault(
+        "rpc/ending.py",
+        "active + outstanding",
+        "active",
+        "rpc/test_ending.py",
     ),
     "an answer does not take its call out of the table": Fault(
         "rpc/calls.py",

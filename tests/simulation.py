@@ -265,8 +265,8 @@ class Member:
         forks = self.agent.references.forks
         hand_over = forks.hand_over
 
-        def remember(rref, fork, to):
-            handed = hand_over(rref, fork, to)
+        def remember(rref, fork, to, child=None):
+            handed = hand_over(rref, fork, to, child)
             self.world.parents[handed.fork] = (self.incarnation, fork)
             return handed
 

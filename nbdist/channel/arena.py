@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from nbdist.channel import memory
 from nbdist.channel.blocks import Block, Blocks, Close, Empty, Instruction, Open
 from nbdist.channel.memory import Mapping, MemoryFailure
+from nbdist.signals import Deferral
 from nbdist.wire.messages import Place
 
 __all__ = ["PROBE", "Arena", "Slot", "default_bound", "file_name", "open_arena"]
@@ -123,7 +124,7 @@ class Arena:
 
     def put(self, pointer: int, length: int, receiver: int) -> Slot | None:
         """Copy what is there into a block for ``receiver``; None where there is no room."""
-        with self._lock:
+        with Deferral(), self._lock:
             block = None if self._is_closed else self._take(length)
             if block is None:
                 self.falls_back += 1
@@ -131,8 +132,8 @@ class Arena:
             segment = block.segment
             # The mapping is held here, too: the arena may be closed while this thread copies.
             file, mapping = self._files[segment.number], self._mappings[segment.number]
-        place = Place(segment.number, file, segment.size, block.offset, length)
-        slot = Slot(self, block, receiver, place)
+            place = Place(segment.number, file, segment.size, block.offset, length)
+            slot = Slot(self, block, receiver, place)
         ctypes.memmove(mapping.address + block.offset, pointer, length)
         return slot
 
@@ -149,14 +150,14 @@ class Arena:
 
     def send(self, block: Block, receiver: int) -> None:
         """A block is with its receiver."""
-        with self._lock:
+        with Deferral(), self._lock:
             self._blocks.send(block, receiver)
 
     # -- and back -----------------------------------------------------------------------------
 
     def give_back(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
         """A receiver needs these no longer."""
-        with self._lock:
+        with Deferral(), self._lock:
             for segment, offset in blocks:
                 self._do(self._blocks.give_back(receiver, segment, offset))
 
@@ -219,7 +220,7 @@ class Arena:
 
     def statistics(self) -> dict[str, int]:
         """Counters."""
-        with self._lock:
+        with Deferral(), self._lock:
             self._collect()
             return {
                 "arena_bytes": self._blocks.held,

@@ -140,7 +140,10 @@ class Agent:
         self._cast_handlers: dict[str, Handler] = {}
         self._at_close: list[Callable[[], None]] = []
         self._turn = threading.RLock()
-        """Held while a message is handled, what is due is done, or a member is lost: they happen one at a time."""
+        """Held while a message is handled, what is due is done, or a member is lost: they happen one at a time.
+
+        Also while the agent says what is under way here (`Ending`): it does not say so of a message half handled.
+        """
         self.membership = Membership(me)
         self.ids = IdSource(me.id, me.incarnation)
         self.exchange = Exchange(me.incarnation, self.ids)
@@ -208,7 +211,7 @@ class Agent:
         self.handshake = Handshake(
             self.membership, self.links, self.sharing, lose=self.lose, lost_after=options.lost_after
         )
-        self.ending = Ending(self.membership, self.links, self.exchange, self.references)
+        self.ending = Ending(self.membership, self.links, self.exchange, self.references, self._turn)
         self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {
             Nothing: lambda *_: None,

@@ -38,12 +38,11 @@ _ARGS, _KWARGS = (tuple, list, type(None)), (dict, type(None))
 
 
 class _Encoded(NamedTuple):
-    """A call ready to be sent; kept alive, with the references in it, until it has arrived."""
+    """A call ready to be sent."""
 
     message: Call
     frames: list[Buffer]
     forker: MessageForker
-    hold: object
     slots: Sequence[Slot] = ()
 
 
@@ -235,22 +234,26 @@ class Caller:
         rref_id, fork_id = self._ids.next(), self._ids.next()
         mine = owner.incarnation == self._me
         creation: Promise[Any] = Promise()
-        if mine:
-            self._references.own(rref_id)
-        else:
-            self._references.begin(rref_id, fork_id, owner.incarnation)
-        rref: RRef[Any] = self._references.refer(rref_id, None if mine else fork_id, owner.incarnation, creation)
         result = Fork(rref_id, fork_id, owner.incarnation, self._me)
+        rref: RRef[Any] | None = None
         try:
-            self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
-        except ChannelError as error:
-            self._outcomes.creation_failed(result, error, may_exist=False)
-            creation.try_settle(None, error.with_traceback(None))  # whose frames have the reference
-        except BaseException:
-            if not mine:
-                self._references.fail(fork_id, may_exist=False)
+            if mine:
+                self._references.own(rref_id)
+            else:
+                self._references.begin(rref_id, fork_id, owner.incarnation)
+            rref = self._references.refer(rref_id, None if mine else fork_id, owner.incarnation, creation)
+            try:
+                self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
+            except ChannelError as error:
+                self._outcomes.creation_failed(result, error, may_exist=False)
+                creation.try_settle(None, error.with_traceback(None))  # whose frames have the reference
+            return rref
+        except BaseException as error:
+            if rref is None:  # Ctrl-C: there is no object whose end would let go of it
+                self._references.hold(rref_id, None if mine else fork_id)
+            if not mine:  # after Ctrl-C the call may be on its way
+                self._references.fail(fork_id, may_exist=not isinstance(error, NbdistError))
             raise
-        return rref
 
     def _send(
         self,
@@ -293,19 +296,17 @@ class Caller:
                     call.again = partial(self._repeat, call, again)
                 self._send_usual(call, mode, builtin, *usual)
                 return call
-        first = self._encode(call, to, mode, builtin, body, target, context)
-        ready = False
+        first: _Encoded | None = None
         try:
+            first = self._encode(call, to, mode, builtin, body, target, context)
             if call.definitions:
                 again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
                 self._prepare_repeat(call, to, again)
             self._pending.add(call)
-            ready = True
             self._post(call, first)
         except BaseException:
-            if ready:
-                self._pending.unsent(call)
-            else:  # otherwise `_post` knows whether the message may be on its way
+            self._pending.pop(call.id)
+            if first is not None:
                 first.forker.take_back()
             call.drop_repeat()
             if call.recording is not None:
@@ -318,11 +319,11 @@ class Caller:
         """Send a call in which there is nothing that references, recordings or definitions must hear of."""
         origin = self.origin() if self.origin is not None else ""
         message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
-        self._pending.add(call)
         try:
+            self._pending.add(call)
             call.seq = self._links.post(call.to, message, frames)
         except BaseException:
-            self._pending.unsent(call)
+            self._pending.pop(call.id)
             raise
         self._on_sent(call)
 
@@ -365,6 +366,24 @@ class Caller:
                     record=context is not None and grad,
                     space=self._spaces.get(to.incarnation),
                 )
+            call.definitions = encoded.named
+            if context is not None and call.recording is None:  # once, also for a call that is encoded twice
+                call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
+            elif encoded.requires_grad and context is None and grad and not by_value:
+                self._recorder.warn(call.function, to.name)
+            message = Call(
+                call.id,
+                mode,
+                call.function,
+                encoded.payload,
+                builtin,
+                call.result,
+                target._id if target is not None else None,
+                self.origin() if self.origin is not None else "",
+                call.recording,
+            )
+            forker.kept.append(call.hold)
+            return _Encoded(message, encoded.frames, forker, encoded.slots)
         except BaseException as error:
             forker.take_back()
             if isinstance(error, EncodeError):
@@ -372,30 +391,9 @@ class Caller:
                 which = f"{found}, which" if found else f"an argument of {call.function} (or the function)"
                 raise EncodeError(f"{which} {error}") from (error.__cause__ or error)
             raise
-        call.definitions = encoded.named
-        if context is not None and call.recording is None:  # once, also for a call that is encoded twice
-            call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
-        elif encoded.requires_grad and context is None and grad and not by_value:
-            self._recorder.warn(call.function, to.name)
-        message = Call(
-            call.id,
-            mode,
-            call.function,
-            encoded.payload,
-            builtin,
-            call.result,
-            target._id if target is not None else None,
-            self.origin() if self.origin is not None else "",
-            call.recording,
-        )
-        return _Encoded(message, encoded.frames, forker, call.hold, encoded.slots)
 
     def _post(self, call: Pending, encoded: _Encoded) -> None:
-        try:
-            call.seq = self._links.post(call.to, encoded.message, encoded.frames, encoded, encoded.slots)
-        except NbdistError:
-            encoded.forker.take_back()
-            raise
+        call.seq = self._links.post(call.to, encoded.message, encoded.frames, encoded.forker, encoded.slots)
 
     # -- once more, with definitions ----------------------------------------------------------
 
@@ -428,11 +426,11 @@ class Caller:
 
     def _repeat(self, call: Pending, encode: Callable[[], _Encoded]) -> None:
         call.again = call.unsent = None
-        self._pending.add(call)
         try:
+            self._pending.add(call)
             self._post(call, encode())
         except BaseException as error:
-            if self._pending.unsent(call):
+            if self._pending.pop(call.id) is not None:
                 self._outcomes.unrepeated(call, error)
             return
         self._on_sent(call)

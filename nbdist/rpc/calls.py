@@ -59,6 +59,13 @@ class Pending:
         """When its time is up."""
         return self.started + self.timeout + self.spared if self.timeout > 0 else math.inf
 
+    def next_due(self) -> float:
+        """Return when to look at it next.
+
+        Half way, whoever runs it is asked what it is doing, so that a timeout can say so.
+        """
+        return self.deadline if self.asked else self.started + self.timeout * 0.5 + self.spared
+
     def drop_repeat(self) -> None:
         """It will not be sent once more, with definitions."""
         unsent, self.again, self.unsent = self.unsent, None, None
@@ -73,8 +80,6 @@ class PendingCalls:
         """Await nothing; ``lock`` is taken where more than one operation on a dict is needed."""
         self.numbers = itertools.count(1)
         """The ids of calls; take the next one with `next`."""
-        self.issued: dict[int, int] = {}
-        """The number of calls sent so far, by the callee's incarnation."""
         self.ending: dict[Pending, None] = {}
         """The calls that are awaited no longer and that a job is going to end, or to send once more."""
         self._calls: dict[int, Pending] = {}
@@ -96,19 +101,23 @@ class PendingCalls:
         half = call.started + call.timeout * 0.5  # first: what cannot be computed must not be awaited
         with self._lock:
             self._calls[call.id] = call
-            self.issued[call.to] = self.issued.get(call.to, 0) + 1
             if call.timeout > 0:
-                # Half way, whoever runs it is asked what it is doing, so that a timeout can say so.
                 heapq.heappush(self._due, (half, call.id))
                 if len(self._due) > 2 * len(self._calls) + 1024:
-                    self._due = [entry for entry in self._due if entry[1] in self._calls]
-                    heapq.heapify(self._due)
+                    self._sort()
 
-    def unsent(self, call: Pending) -> bool:
-        """Take back `add`, because the call could not be sent; return whether it was still awaited."""
-        with self._lock:
-            self.issued[call.to] -= 1
-            return self._calls.pop(call.id, None) is not None
+    def _sort(self) -> None:
+        """With the lock held: make the heap of deadlines anew, of the calls that are awaited.
+
+        A finaliser of the user's may run in this thread meanwhile, and make a call: then it is made once more.
+        """
+        while True:
+            due, size = self._due, len(self._due)
+            anew = [(call.next_due(), call.id) for call in self.all() if call.timeout > 0]
+            heapq.heapify(anew)
+            if self._due is due and len(due) == size:
+                self._due = anew
+                return
 
     def pop(self, id: int) -> Pending | None:
         """Return the call of that id, which is awaited no longer; None if it was not. Needs no lock."""
@@ -153,12 +162,7 @@ class PendingCalls:
                 return
             for call in self.all():
                 call.spared += now - max(call.started, self._frozen_at)
-            self._due = [
-                (call.deadline if call.asked else call.started + call.timeout * 0.5 + call.spared, call.id)
-                for call in self.all()
-                if call.timeout > 0
-            ]
-            heapq.heapify(self._due)
+            self._sort()
 
     def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
         """The calls whose half time, and those whose time, has come; the latter are awaited no longer."""

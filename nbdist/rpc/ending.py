@@ -1,10 +1,14 @@
 """How a world ends in order: nobody leaves while anything is under way.
 
-The member with the lowest id leads. Round 1 is reached by calling ``shutdown``; it is over when all have
-reached it and two looks in a row saw no call running and as many calls taken as sent. A look is an answer of every
-member, and the questions of the second go out after the last answer of the first has come. Round 2 lets go of
-all references, and is over when every message about that has arrived. Then all close. `Survey` decides;
-`Ending` asks and answers. A member that is lost on the way is not waited for, but it is told.
+The member with the lowest id leads. Round 1 is reached by calling ``shutdown``; it is over when all have reached it
+and no call runs. Round 2 lets go of all references, and is over when no message about that is under way. Then all
+close. `Survey` decides; `Ending` asks and answers. A member that is lost on the way is not waited for, but it is told.
+
+Members answer at different moments, so the leader looks twice. A look is an answer of every member, and the questions
+of the second go out after the last answer of the first has come. The round is over where in both looks no member had
+anything under way, and none has sent a message between its two answers. "Under way" are calls that run or are
+awaited, and messages that are not acknowledged. So when the last answer of the first look came nothing ran, and
+nothing was on its way: what a member had sent before its first answer had arrived, and after that it sent nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from nbdist.errors import NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.exchange import Exchange
@@ -52,7 +58,7 @@ class Survey:
         self.members = members
         self.round = DRAINING
         self._states: dict[int, ShutdownState] = {}
-        self._before: tuple[int, int] | None = None
+        self._before: int | None = None
 
     def missing(self) -> set[int]:
         """The members that have not reached this round."""
@@ -61,7 +67,7 @@ class Survey:
         }
 
     def busy(self) -> set[int]:
-        """Return the members that run something; all of them, if none does and messages are under way."""
+        """Return the members that have something under way; all of them, if none has in this look."""
         return {member for member in self.members if self._states[member].active} or set(self.members)
 
     def forget(self, member: int) -> None:
@@ -77,13 +83,13 @@ class Survey:
             self._before = None
             return False
         current = [self._states[member] for member in self.members]
-        sent, taken = sum(state.sent for state in current), sum(state.taken for state in current)
-        quiet = sent == taken and not any(state.active for state in current)
-        if quiet and self._before == (sent, taken):
+        sent = sum(state.sent for state in current)
+        quiet = not any(state.active for state in current)
+        if quiet and self._before == sent:
             self.round += 1
             self._before = None
             return True
-        self._before = (sent, taken) if quiet else None
+        self._before = sent if quiet else None
         return False
 
 
@@ -119,7 +125,10 @@ class Ending:
         links: Links,
         exchange: Exchange,
         references: References,
+        turn: AbstractContextManager[Any],
     ) -> None:
+        """Begin no round; ``turn`` is held while a message is handled."""
+        self._turn = turn
         self._membership = membership
         self._links = links
         self._exchange = exchange
@@ -176,8 +185,7 @@ class Ending:
             if now > deadline:
                 raise RendezvousError(f"shutdown: still waiting for {' '.join(self._waiting_for())}")
             exchange, (who, what) = self._exchange, self._waiting_for()
-            served = sum(list(exchange.taken.values()))
-            if reminder.is_due(now, served, exchange.active, what):
+            if reminder.is_due(now, exchange.served, exchange.active, what):
                 _log.warning("%s: shutdown is waiting for %s %s", self._membership.me.name, who, what)
             with self._changed:
                 if self._wanted < round:
@@ -252,14 +260,14 @@ class Ending:
     # -- the members --------------------------------------------------------------------------
 
     def _state(self, look: int) -> ShutdownState:
-        members = {record.incarnation for record in self._membership.members()}
-        sent = sum(count for to, count in list(self._exchange.calls.issued.items()) if to in members)
-        taken = sum(count for sender, count in list(self._exchange.taken.items()) if sender in members)
-        active = self._exchange.active + self._exchange.calls.unended
-        if self._reached >= RELEASING:
-            self._references.reap()
-            active += self._links.outstanding() + self._references.forks.pending
-        return ShutdownState(self._reached, sent, taken, active, look)
+        with self._turn:  # a message that is acknowledged has been acted upon
+            active = self._exchange.active + self._exchange.calls.unended
+            if self._reached >= RELEASING:
+                self._references.reap()
+                active += self._references.forks.pending
+            self._links.post_waiting()
+            sent, outstanding = self._links.traffic()  # last: a call that has ended meanwhile has been answered
+            return ShutdownState(self._reached, sent, active + outstanding, look)
 
     def _tell(self, leader: Record) -> None:
         with contextlib.suppress(NbdistError):

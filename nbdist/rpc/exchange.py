@@ -31,7 +31,7 @@ Threads: whoever sends an event here holds `Exchange.lock`, and lets go of it be
 anything. It is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks.
 These need no lock, because each is one operation on a dict: `Exchange.came_alone`, and `answered`, `pop`, `get` and
 `all` of `PendingCalls`. A finaliser may run at any moment in any thread, also while that thread holds the lock. So
-nbdist's own finalisers send no events; they only note what is gone (`References.release_later`).
+nbdist has no finalisers of its own that send events: the end of a reference is only noted (`References.hold`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Exchange:
         """
         self.calls = PendingCalls(self.lock)
         self.forks = Forks(me, ids)
-        self.taken: dict[int, int] = {}
-        """The number of calls answered so far, by the caller's incarnation."""
+        self.served = 0
+        """How many calls have been answered."""
         self._me = me
         self._numbers = itertools.count()
         self._arrivals: dict[int, Arrival] = {}
@@ -165,7 +165,7 @@ class Exchange:
         """Forget a call that has its answer, and release the value that it worked on and the one that it made."""
         call, forks = arrival.call, self.forks
         del self._arrivals[arrival.number]
-        self.taken[arrival.sender] = self.taken.get(arrival.sender, 0) + 1
+        self.served += 1
         instructions: list[Instruction] = []
         if call.result is not None and arrival.makes_result:
             instructions = forks.release_owned(call.result.rref)

@@ -341,12 +341,11 @@ class Request(Arrival):
         slots: Sequence[Slot] = (),
     ) -> None:
         call = self.call
+        reply = Reply(call.id, ok, payload, state, missing or [], recording)
         try:
-            reply = Reply(call.id, ok, payload, state, missing or [], recording)
             self._executor.links.post(self.sender, reply, frames, holds, slots)
-        except NbdistError:
-            if isinstance(holds, MessageForker):
-                holds.take_back()  # the caller is gone
+        except NbdistError:  # the caller is gone
+            return
 
     def _finish(self) -> None:
         """Let go of what was held for the call."""

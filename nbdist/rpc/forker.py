@@ -17,17 +17,23 @@ class MessageForker:
     def __init__(self, references: References, to: int) -> None:
         self._references = references
         self._to = to
+        self.is_sent = False
+        """Whether the message may go out, so that the forks are the receiver's."""
         self.handed: list[Fork] = []
         self.kept: list[object] = []
+        """What keeps the values, until the message has arrived."""
 
     def fork(self, reference: RRef[Any]) -> Fork:
         """Describe a new fork of ``reference``."""
         self.kept.append(reference._hold)  # before it is let go of by another thread
-        fork = reference.hand_over(self._to, self._references)
-        self.handed.append(fork)
-        return fork
+        references = self._references
+        child = references.new_id()
+        # Before it is made, so that `take_back` also knows one after whose making Ctrl-C came.
+        self.handed.append(Fork(reference._id, child, reference._owner, references.me))
+        return reference.hand_over(self._to, references, child)
 
     def take_back(self) -> None:
-        """The message is not going to be sent."""
-        self._references.take_back(self.handed, self._to)
-        self.handed = []
+        """Take back the forks, unless the message may go out."""
+        if not self.is_sent:
+            self._references.take_back(self.handed, self._to)
+            self.handed = []

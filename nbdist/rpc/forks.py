@@ -346,28 +346,27 @@ class Forks:
 
     # -- handing over -------------------------------------------------------------------------
 
-    def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int) -> Fork:
+    def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
         """Describe the reference for a message to ``to``; ``fork`` is None where this agent owns the value.
 
         Whoever sends the message keeps the reference alive until it has arrived; what must live longer than
-        that is seen to here.
+        that is seen to here. ``child`` is the id of the new fork; where it is None, one is made.
         """
+        child = child or self._ids.next()
         if fork is None:
             owned = self._owned[rref]
-            child = self._ids.next()
             if to != self._me:
                 owned.forks[child] = to
                 self._remember_uninformed(owned, to)
             return Fork(rref, child, self._me, self._me, owned.state)
         user = self._users[fork]
-        child = self._ids.next()
         if to != user.owner:
             user.children.add(child)
             self._children[child] = (fork, to)
         return Fork(rref, child, user.owner, self._me, user.state)
 
     def take_back(self, handed: Fork, to: int) -> list[Instruction]:
-        """The message with that fork was never sent."""
+        """The message with that fork was never sent; nothing happens where the fork was never made."""
         if handed.owner != self._me:
             return self._end_child(handed.fork)
         owned = self._owned.get(handed.rref)

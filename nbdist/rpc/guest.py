@@ -15,33 +15,22 @@ are sent is not to be read in that.
 
 from __future__ import annotations
 
-import _signal as signals  # type: ignore[import-not-found]  # `signal` itself makes enums, twice a call
 import logging
-import os
-import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 from nbdist.channel.contract import Channel
 from nbdist.channel.local import SLEEPS
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.futures import Latch
 from nbdist.rpc.links import Links
+from nbdist.signals import Deferral
 from nbdist.torch_private import is_in_a_mode
 
 __all__ = ["Guest"]
 
 _REST_MOST = 64
 """So many waits are on a lock, at most, before another one is tried."""
-
-_DEFERRED = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGQUIT")
-    if hasattr(signal, name)
-)
-"""The signals whose handlers may raise."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -72,7 +61,7 @@ class Guest:
             return
         if self._free.locked() or is_in_a_mode():
             return
-        with _Deferral() as deferral:
+        with Deferral(SLEEPS) as deferral:
             if not self._free.acquire(blocking=False):
                 return
             self._thread = threading.get_ident()
@@ -122,72 +111,3 @@ class Guest:
             self._is_called = False
             self._tire()
             self._channel.called()
-
-
-class _Deferral:
-    """The time in which no signal's handler, in the main thread, may come between taking a message and acting upon it.
-
-    While that thread sleeps until there is one, it may: Ctrl-C ends the wait at once.
-    """
-
-    __slots__ = ("_before", "_came", "is_due")
-
-    def __init__(self) -> None:
-        self.is_due = False
-        self._before: dict[int, Any] = {}
-        self._came: list[tuple[int, FrameType | None]] = []
-
-    def __enter__(self) -> _Deferral:
-        global _deferral
-        if threading.get_ident() == _main_thread:
-            try:
-                _deferral = self
-                for number in _DEFERRED:
-                    before = signals.getsignal(number)
-                    if callable(before):
-                        self._before[number] = before
-                        signals.signal(number, self._note)
-            except BaseException:  # from a handler that is not deferred yet
-                self.put_back()
-                _deferral = None
-                raise
-        return self
-
-    def put_back(self) -> None:
-        """Have the handlers that were there."""
-        for number, before in self._before.items():
-            signals.signal(number, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code is SLEEPS:
-            self._before[number](number, frame)
-        else:
-            self._came.append((number, frame))
-            self.is_due = True
-
-    def __exit__(self, *exception: object) -> None:
-        global _deferral
-        self.put_back()
-        if _deferral is self:
-            _deferral = None
-        for number, frame in self._came:
-            self._before[number](number, frame)
-
-
-_deferral: _Deferral | None = None
-"""The main thread's, if it reads."""
-
-
-_main_thread = threading.main_thread().ident
-"""The ident of the thread in which handlers of signals run."""
-
-
-def _after_fork() -> None:
-    global _deferral, _main_thread
-    _main_thread = threading.get_ident()
-    deferral, _deferral = _deferral, None
-    if deferral is not None:  # another thread has forked, and is the child's main one
-        deferral.put_back()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from nbdist import trace
 from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
@@ -46,6 +46,16 @@ _FILES = ("unix://", "ipc://")
 """How addresses begin that are files, which on another host are not there, or are somebody else's."""
 
 _log = logging.getLogger("nbdist.rpc")
+
+
+class Held(Protocol):
+    """What a message refers to, which lives until it has arrived."""
+
+    is_sent: bool
+    """Whether the message may go out."""
+
+    def take_back(self) -> None:
+        """Undo what was done for the message, unless it may go out."""
 
 
 @dataclass
@@ -82,6 +92,8 @@ class Links:
         self.closed = False
         self.due = math.inf
         self._asleep_until = 0.0
+        self._sent_to_gone = 0
+        """How many messages that must arrive have been sent to agents that are gone."""
         self._channel = channel
         self._limits = limits
         self._membership = membership
@@ -111,17 +123,23 @@ class Links:
     def disconnect(self, incarnation: int) -> None:
         """Forget an agent that never became a member."""
         with self._lock:
-            connection = self.connections.pop(incarnation, None)
+            connection = self._remove(incarnation)
         if connection is not None:
             connection.link.close(at_once=True)
 
     def lose(self, incarnation: int) -> Connection | None:
         """Give up an agent that is gone; its connection, unless that has been done before."""
         with self._lock:
-            connection = self.connections.pop(incarnation, None)
+            connection = self._remove(incarnation)
             if connection is None or self.closed:
                 return None
             connection.peer.lose()
+        return connection
+
+    def _remove(self, incarnation: int) -> Connection | None:
+        connection = self.connections.pop(incarnation, None)
+        if connection is not None:
+            self._sent_to_gone += connection.peer.next_seq - 1
         return connection
 
     def close(self, goodbye: Goodbye | None) -> bool:
@@ -145,26 +163,34 @@ class Links:
         to: int,
         message: Message,
         frames: Sequence[Buffer] = (),
-        holds: Any = None,
+        holds: Held | None = None,
         slots: Sequence[Slot] = (),
     ) -> int:
-        """Send a message; its number, by which the peer knows whether it has arrived.
+        """Send a message; return its number, by which the peer knows whether it has arrived.
 
         ``holds`` lives until it has; ``slots`` are what it refers to in shared memory. A call that the channel
-        refuses raises ChannelError; anything else that must arrive is tried again.
+        refuses raises ChannelError; anything else that must arrive is tried again. Wherever this raises and the
+        message certainly does not go out, ``holds`` and ``slots`` are taken back. After Ctrl-C it may yet go out.
         """
         now = time.monotonic()
         sharing = self._sharing
         back = sharing.owed(to) if (sharing.ended or sharing.owing) and message.gives_back else None
-        with self._lock:
-            connection = self.connections.get(to)
-            if connection is None or self.closed:
-                raise self._no_connection(to)
-            for slot in slots:
-                slot.send()  # before it can be seen, and before the receiver can be given up
-                connection.sent += slot.place.length
-            outgoing = connection.peer.send(message, frames, now, holds, back)
-            connection.sent += sum(map(len, outgoing.frames))
+        try:
+            with self._lock:
+                connection = self.connections.get(to)
+                if connection is None or self.closed:
+                    raise self._no_connection(to)
+                if holds is not None:
+                    holds.is_sent = True
+                for slot in slots:
+                    slot.send()  # before it can be seen, and before the receiver can be given up
+                    connection.sent += slot.place.length
+                outgoing = connection.peer.send(message, frames, now, holds, back)
+                connection.sent += sum(map(len, outgoing.frames))
+        except BaseException:  # the receiver is gone, or Ctrl-C
+            if not self._keeps(to, message):
+                self._take_back(to, holds, slots, back)
+            raise
         try:
             connection.link.send(outgoing.frames, message.kind)
         except ChannelError:
@@ -173,17 +199,33 @@ class Links:
                     connection.peer.refused(outgoing, now)
                     due = connection.peer.next_tick()
                 self.hurry(due)
-                for slot in slots:
-                    slot.take_back()
-                if back:
-                    sharing.owe(to, back)
+                self._take_back(to, holds, slots, back)
                 if self.closed or self.connections.get(to) is None:
                     raise self._no_connection(to) from None  # it was lost in between
                 raise
             self.hurry(self._postpone(connection, outgoing))
-        if now + PING_FIRST < self.due:
-            self.hurry(now + PING_FIRST)
+        finally:  # also after Ctrl-C: the peer keeps the message, and will see that it has not arrived
+            if now + PING_FIRST < self.due:
+                self.hurry(now + PING_FIRST)
         return outgoing.seq
+
+    def _keeps(self, to: int, message: Message) -> bool:
+        """Whether a message may have gone out, or will, because the peer waits for it to be acknowledged."""
+        with self._lock:
+            connection = self.connections.get(to)
+            return connection is not None and connection.peer.keeps(message)
+
+    def _take_back(
+        self, to: int, holds: Held | None, slots: Sequence[Slot], back: list[tuple[int, int]] | None
+    ) -> None:
+        """Undo what has been done for a message that certainly does not go out."""
+        if holds is not None:
+            holds.is_sent = False
+            holds.take_back()
+        for slot in slots:
+            slot.take_back()
+        if back:
+            self._sharing.owe(to, back)
 
     def post_later(self, to: int, message: UserDelete) -> None:
         """Queue a delete for the next message to that agent; if none goes, it goes after 50 ms, or 0.25 s at most."""
@@ -361,7 +403,16 @@ class Links:
         with self._lock:
             return {each.record.name: each.sent for each in self.connections.values()}
 
-    def outstanding(self) -> int:
-        """How many messages to members are unacknowledged."""
+    def traffic(self) -> tuple[int, int]:
+        """Return how many messages that must arrive have been sent so far, and how many are not acknowledged.
+
+        The first number never falls: it counts those to agents that are gone, too.
+        """
         with self._lock:
-            return sum(connection.peer.outstanding for connection in self.connections.values())
+            peers = [connection.peer for connection in self.connections.values()]
+            sent = self._sent_to_gone + sum(peer.next_seq - 1 for peer in peers)
+            return sent, sum(peer.outstanding for peer in peers)
+
+    def outstanding(self) -> int:
+        """Return how many messages are not acknowledged."""
+        return self.traffic()[1]

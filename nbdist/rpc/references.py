@@ -1,12 +1,13 @@
 """Drives the reference counting of one agent: values, handles, and the messages that `Forks` asks for.
 
-Python may collect an `RRef` in any thread and in the middle of anything, so its finaliser only notes the fact
-(`release_later`); the thread that reads acts on it.
+Python may collect an `RRef` in any thread and in the middle of anything. So its end is only noted (`hold`); the thread
+that reads acts on it.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +25,7 @@ from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
-__all__ = ["References", "creation_error"]
-
+__all__ = ["Hold", "References", "creation_error"]
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -40,6 +40,21 @@ def _gone() -> Promise[Any]:
     why = "a worker through which it came was lost, or the call that was to make it was given up"
     gone.try_settle(None, RRefError(f"the value of this RRef is gone: {why}"))
     return gone
+
+
+class Hold:
+    """What keeps a value: its reference has it, and so has each message with which that is on its way."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Note(weakref.ref[Hold]):
+    """Watches a `Hold`, and knows what its end releases."""
+
+    __slots__ = ("released",)
+
+    released: tuple[GlobalId, GlobalId | None]
+    """The ids of a value and of the fork held here; None for the fork on the owner."""
 
 
 class References:
@@ -74,8 +89,10 @@ class References:
         self._failures: dict[GlobalId, Failure] = {}
         self._watched: dict[GlobalId, list[Callable[[], None]]] = {}
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
-        self.released: deque[tuple[GlobalId, GlobalId | None]] = deque()
-        """What finalisers have noted, for `reap`."""
+        self.released: deque[_Note] = deque()
+        """The notes whose holds have gone, for `reap`."""
+        self._notes: set[_Note] = set()
+        """All notes: one that nobody keeps is told nothing."""
 
     # -- values -------------------------------------------------------------------------------
 
@@ -202,10 +219,13 @@ class References:
         self.perform(instructions)
         self._tell(fork)
 
-    def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int) -> Fork:
-        """Make a fork for another agent; ``fork`` is the one held here, or None on the owner."""
+    def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
+        """Make a fork for another agent; ``fork`` is the one held here, or None on the owner.
+
+        ``child`` is the id that it gets; where it is None, a new one.
+        """
         with self._lock:
-            return self.forks.hand_over(rref, fork, to)
+            return self.forks.hand_over(rref, fork, to, child)
 
     def take_back(self, handed: Sequence[Fork], to: int) -> None:
         """Those forks were not sent after all."""
@@ -298,17 +318,27 @@ class References:
 
     # -- letting go ---------------------------------------------------------------------------
 
-    def release_later(self, rref: GlobalId, fork: GlobalId | None) -> None:
-        """From a finaliser: note that a handle is gone, and no more; the reader, who looks up often, is not woken."""
-        self.released.append((rref, fork))
+    def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
+        """Return what holds ``fork`` (on the owner, where it is None, the value) until it goes.
+
+        Its end is added to `released`, and no more is done: the reader, who looks up often, is not woken. No function
+        in Python runs for that, because Ctrl-C would cut it short, and Python would swallow the Ctrl-C.
+        """
+        hold = Hold()
+        note = _Note(hold, self.released.append)
+        note.released = rref, fork
+        self._notes.add(note)
+        return hold
 
     def reap(self) -> None:
-        """Act on what finalisers noted."""
+        """Release what was held by holds that have gone."""
         while self.released:
             try:
-                rref, fork = self.released.popleft()
+                note = self.released.popleft()
             except IndexError:  # another thread does the same
                 return
+            self._notes.discard(note)
+            rref, fork = note.released
             with self._lock:
                 instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
             self.perform(instructions)
@@ -341,6 +371,7 @@ class References:
 
     def clear(self) -> None:
         """The agent has ended."""
+        self._notes.clear()
         with self._lock:
             values, self._values = self._values, {}
             self._failures.clear()

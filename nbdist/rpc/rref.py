@@ -21,7 +21,7 @@ from nbdist.rpc.forks import Standing
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.peeking import Peek, look
-from nbdist.rpc.references import References, creation_error
+from nbdist.rpc.references import Hold, References, creation_error
 from nbdist.wire.messages import Fork, State
 from nbdist.wire.registered import register_reference
 
@@ -67,18 +67,6 @@ def set_home_finder(finder: Callable[[], Home]) -> None:
     _find_home = finder
 
 
-class _Hold:
-    """What keeps a value: its reference has it, and so has each message with which that is on its way."""
-
-    __slots__ = ("_fork", "_id", "_references")
-
-    def __init__(self, references: References, id: GlobalId, fork: GlobalId | None) -> None:
-        self._references, self._id, self._fork = references, id, fork
-
-    def __del__(self) -> None:
-        self._references.release_later(self._id, self._fork)
-
-
 class RRef(Generic[T]):
     """A reference to a value on some worker; ``RRef(value)`` makes the calling worker its owner."""
 
@@ -93,7 +81,7 @@ class RRef(Generic[T]):
         self._fork: GlobalId | None = None
         self._owner = references.me
         self._creation: Promise[Any] | None = None
-        self._hold: _Hold | None = _Hold(references, self._id, None)
+        self._hold: Hold | None = references.hold(self._id, None)
         references.own(self._id)
         references.settle(self._id, value, None)
 
@@ -108,7 +96,7 @@ class RRef(Generic[T]):
     ) -> RRef[T]:
         self = cls.__new__(cls)
         self._home, self._id, self._fork, self._owner, self._creation = home, id, fork, owner, creation
-        self._hold = _Hold(home.references, id, fork)
+        self._hold = home.references.hold(id, fork)
         return self
 
     # -- sending and watching -----------------------------------------------------------------
@@ -148,12 +136,15 @@ class RRef(Generic[T]):
         home, hold = getattr(self, "_home", None), getattr(self, "_hold", None)
         return home is not None and hold is not None and home.references is references
 
-    def hand_over(self, to: int, references: References) -> Fork:
-        """Make a fork for a message that the agent with ``references`` sends to another one."""
+    def hand_over(self, to: int, references: References, child: GlobalId | None = None) -> Fork:
+        """Make a fork for a message that the agent with ``references`` sends to another one.
+
+        ``child`` is the id that it gets; where it is None, a new one.
+        """
         if self._home.references is not references:
             raise RRefError(f"{self!r} belongs to another agent, or to an RPC world that has ended")
         self.check_alive()
-        return references.hand_over(self._id, self._fork, to)
+        return references.hand_over(self._id, self._fork, to, child)
 
     def when_changed(self, then: Callable[[], None]) -> Callable[[], None]:
         """Call ``then`` with each news of the reference, its end included; returns a function that ends that.

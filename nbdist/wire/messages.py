@@ -371,7 +371,7 @@ class AskShutdown(Message, frozen=True, tag=15):
 
 
 class ShutdownState(Message, frozen=True, tag=16):
-    """Member to leader: reached this round, with so many calls sent, taken, and running.
+    """Member to leader: reached this round, and has sent so many messages; ``active`` things are under way here.
 
     ``look`` is the question's own: an answer to an earlier look is older than what that look saw of others.
     """
@@ -380,7 +380,6 @@ class ShutdownState(Message, frozen=True, tag=16):
 
     round: int
     sent: int
-    taken: int
     active: int
     look: int = 0
 

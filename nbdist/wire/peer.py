@@ -178,7 +178,8 @@ class Peer:
         self._limits = limits
         self._watch = watch_silence
         self._heard = now
-        self._next_seq = 1
+        self.next_seq = 1
+        """The number that the next message which must arrive will have."""
         self._first = 1  # the lowest that is kept, or the next one: a dict whose front is deleted is slow to find it
         self._kept: dict[int, Outgoing] = {}
         self._arrived = SeqSet()
@@ -205,6 +206,10 @@ class Peer:
         """Whether message ``seq`` is not known to have arrived."""
         return seq in self._kept
 
+    def keeps(self, message: Message) -> bool:
+        """Return whether a message has been sent that must arrive and is not known to have."""
+        return any(kept.message is message for kept in self._kept.values())
+
     # -- what goes out ------------------------------------------------------------------------
 
     def send(
@@ -219,19 +224,18 @@ class Peer:
 
         ``back`` are blocks that it gives back; only a message that must arrive can.
         """
-        seq = 0
-        if message.must_arrive:
-            seq = self._next_seq
-            self._next_seq = seq + 1
+        seq = self.next_seq if message.must_arrive else 0
         if back is None:
             back = []
-        deletes: list[UserDelete] = []
-        if seq and self._deletes:
-            deletes, self._deletes, self._deletes_due = self._deletes, [], math.inf
+        deletes = self._deletes if seq and self._deletes else []
         first = self._envelope(seq, message, back, deletes)
         outgoing = Outgoing(seq, message, [first, *frames], back, deletes, holds, now, self._pings)
         if seq:
+            # In this order, and last: a Ctrl-C before leaves the peer as it was, and no number without its message.
             self._kept[seq] = outgoing
+            self.next_seq = seq + 1
+            if deletes:
+                self._deletes, self._deletes_due = [], math.inf
         return outgoing
 
     def send_later(self, message: UserDelete, now: float) -> float:
@@ -244,8 +248,9 @@ class Peer:
         """Return a message that takes along all that `send_later` has queued; None if there is nothing."""
         if not self._deletes:
             return None
+        outgoing = self.send(self._deletes.pop(), (), now)  # it takes the others along
         self._deletes_due = math.inf
-        return self.send(self._deletes.pop(), (), now)
+        return outgoing
 
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
         """Write an envelope, which acknowledges what has arrived until now."""
@@ -268,7 +273,7 @@ class Peer:
         kept = self._kept.pop(seq, None)
         if kept is not None and kept.retry_at != math.inf:
             self._retrying -= 1
-        while self._first < self._next_seq and self._first not in self._kept:
+        while self._first < self.next_seq and self._first not in self._kept:
             self._first += 1
 
     def failed(self, seq: int, now: float) -> None:
@@ -314,7 +319,7 @@ class Peer:
 
     def _acknowledged(self, mark: int, more: Sequence[int]) -> None:
         """Forget the messages up to ``mark``, and those in ``more``: they have arrived."""
-        kept, first, following = self._kept, self._first, self._next_seq
+        kept, first, following = self._kept, self._first, self.next_seq
         while first < following and (first <= mark or first not in kept):
             gone = kept.pop(first, None)
             if gone is not None and gone.retry_at != math.inf:
@@ -370,9 +375,8 @@ class Peer:
             if self._kept:
                 self._ping_wait = min(self._ping_wait * 2, _PING_MOST)
             actions.append(Transmit(self.ping(now)))
-        if now >= self._deletes_due:
-            self._deletes_due = math.inf
-            actions.append(Transmit(self.send(self._deletes.pop(), (), now)))  # it takes the others along
+        if now >= self._deletes_due and (waiting := self.send_waiting(now)) is not None:
+            actions.append(Transmit(waiting))
         if now >= self.ack_due:
             actions.append(Transmit(self.send(Nothing(), (), now)))
         return actions
@@ -401,7 +405,7 @@ class Peer:
         """The peer is gone: forget what was kept for it."""
         self.standing = Standing.LOST
         self._kept.clear()
-        self._first = self._next_seq
+        self._first = self.next_seq
         self._retrying = 0
         self._deletes.clear()
         self.ack_due = self._deletes_due = math.inf

@@ -27,8 +27,8 @@ EXPECTED = {
     "empty, of __main__": (44, 36, 2),
     "empty, from a cell": (36, 34, 2),
     "small tensor": (39, 33, 2),
-    "remote().to_here()": (114, 114, 4),
-    "step": (286, 321, 7),
+    "remote().to_here()": (112, 114, 4),
+    "step": (286, 317, 7),
     "ten hops, SMART": (1459, 1388, 43),
     "ten hops, FAST": (1514, 1447, 43),
 }

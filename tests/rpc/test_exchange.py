@@ -46,7 +46,7 @@ def test_a_call_that_refers_to_nothing_is_ready_and_counted_once_answered(exchan
     assert arrival.stage is Stage.READY
     assert exchange.doing() == [arrival]
     assert exchange.answered(arrival) == []
-    assert (exchange.active, exchange.taken) == (0, {CALLER: 1})
+    assert (exchange.active, exchange.served) == (0, 1)
 
 
 def test_a_call_waits_until_all_its_forks_are_confirmed(exchange):
@@ -160,14 +160,3 @@ def test_an_answer_of_somebody_else_ends_no_call(exchange):
     assert calls.answered(asked.id, CALLER) is None
     assert calls.answered(asked.id, OTHER) is asked
     assert calls.answered(asked.id, OTHER) is None
-
-
-def test_a_call_that_could_not_be_sent_is_not_counted(exchange):
-    calls = exchange.calls
-    asked = Pending(next(calls.numbers), OTHER, "worker2", "f", Promise(), 0.0, 0.0, threading.get_ident())
-    calls.add(asked)
-    assert calls.unsent(asked)
-    calls.add(asked)
-    calls.pop(asked.id)
-    assert not calls.unsent(asked)  # somebody else has ended it
-    assert calls.issued == {OTHER: 0}

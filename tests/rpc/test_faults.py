@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import workers
@@ -81,6 +82,11 @@ def test_a_call_that_is_always_lost_fails_in_the_end():
             rpc.rpc_sync("worker1", workers.identity, args=(1,))
         with pytest.raises(nbdist.RpcTimeout, match="has not acknowledged"):
             rpc.rpc_sync("worker1", workers.identity, args=(1,), timeout=0.2)
+        world.faults.drop = {}
+        ending = threading.Thread(target=world.shutdown, daemon=True)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()  # it does not wait for the callee to take them
 
 
 def test_silence(caplog):

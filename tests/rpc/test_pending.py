@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+from typing import ClassVar
 
 import pytest
 
@@ -101,6 +102,29 @@ def test_deadlines_of_answered_calls_do_not_pile_up():
         table.pop(call(table, timeout=1e9).id)
     assert len(table._due) < 5000
     assert table.due(2e9) == ([], [kept])
+
+
+class Collecting(Pending):
+    """A call during whose looking at a finaliser of the user's runs, which makes a call."""
+
+    __slots__ = ()
+    made: ClassVar[list[Pending]] = []
+    table: ClassVar[PendingCalls]
+
+    def next_due(self) -> float:
+        if not self.made:
+            self.made.append(call(self.table, started=3.0, timeout=4.0))
+        return super().next_due()
+
+
+def test_a_call_that_a_finaliser_makes_while_deadlines_are_sorted_has_one():
+    Collecting.table = table = PendingCalls(threading.RLock())
+    table.add(Collecting(next(table.numbers), 1, "worker1", "f", Future(), 0.0, 100.0, 0))
+    table.freeze(7, 1.0)
+    table.thaw(7, 2.0)
+    assert Collecting.made
+    assert table.next_due() == 5.0
+    assert table.due(7.0) == ([], Collecting.made)
 
 
 def test_ids_are_unique_over_threads():

@@ -34,7 +34,7 @@ EVERY = [
     m.UserDelete(ID, OTHER),
     m.RRefState(ID, STATE),
     m.AskShutdown(1, True, ("worker1", "to call shutdown"), 7),
-    m.ShutdownState(1, 2, 3, 4, 5),
+    m.ShutdownState(1, 2, 3, 4),
     m.Cast("topic", b"data", PAYLOAD),
     m.Cast("another topic", b"data", LYING),
     m.Stop(1),

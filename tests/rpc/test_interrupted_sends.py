@@ -1,0 +1,118 @@
+"""Ctrl-C at any moment while a call is sent: nothing of the call is left behind, and the world ends."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import workers
+
+from nbdist import rpc
+from nbdist.testing import World
+
+TRIES = [800, pytest.param(8000, marks=pytest.mark.soak)]
+SENDS = {
+    "plain": lambda: rpc.rpc_async("worker1", max, args=(1, 2), timeout=0),
+    "tensor": lambda: rpc.rpc_async("worker1", torch.add, args=(torch.ones(3), 1), timeout=0),
+    "shared": lambda: rpc.rpc_async("worker1", torch.numel, args=(LARGE,), timeout=0),
+    "reference": lambda: rpc.rpc_async("worker1", workers.identity, args=(rpc.RRef(LARGE),), timeout=0),
+    "remote": lambda: rpc.remote("worker1", max, args=(1, 2), timeout=0),
+    "to_here": lambda: rpc.remote("worker1", max, args=(1, 2), timeout=0).rpc_async(timeout=0).bit_length(),
+}
+LARGE = torch.ones(40_000)
+
+
+class Interrupts:
+    """Real signals, each of which raises KeyboardInterrupt in the main thread a few microseconds later."""
+
+    def __init__(self) -> None:
+        self.came = 0
+        self._chance = random.Random(0)
+        self._before = signal.signal(signal.SIGALRM, self._raise)
+
+    def _raise(self, *_: object) -> None:
+        self.came += 1
+        raise KeyboardInterrupt
+
+    def during(self, send, seconds: float) -> None:
+        """Send, and be interrupted at some moment of that, or just before or after it."""
+        try:
+            signal.setitimer(signal.ITIMER_REAL, self._chance.uniform(1e-6, seconds))
+            send()
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def during_many(self, send, times: int) -> None:
+        """Be interrupted in most of ``times`` sends."""
+        for _ in range(50):
+            send()  # at first it takes longer
+        begun = time.monotonic()
+        for _ in range(50):
+            send()
+        seconds = 1.5 * (time.monotonic() - begun) / 50
+        for _ in range(times):
+            self.during(send, seconds)
+        assert self.came > times / 2
+
+    def close(self) -> None:
+        signal.signal(signal.SIGALRM, self._before)
+
+
+@pytest.fixture
+def interrupts():
+    interrupts = Interrupts()
+    gc.disable()  # hypothesis looks on at each collection; what interrupts that is kept, with all frames, by pytest
+    try:
+        yield interrupts
+    finally:
+        gc.enable()
+        interrupts.close()
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("kind", SENDS)
+def test_a_send_that_is_interrupted_leaves_nothing(kind, tries, interrupts):
+    """Over a queue in this process: of all the time most is spent in the layers that number and count."""
+    with World(2) as world, world[0].activate():
+        interrupts.during_many(SENDS[kind], tries)
+        workers.eventually_is(NOTHING, lambda: left_by(world[0].statistics()))
+        workers.eventually_is(NOTHING, lambda: left_by(world[1].statistics()))
+        ending = threading.Thread(target=world.shutdown, daemon=True)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("kind", SENDS)
+def test_a_send_to_another_process_that_is_interrupted_leaves_nothing(kind, tries, interrupts):
+    """Over the local channel, with shared memory."""
+    with workers.world(2, options={"arena_threshold": 100_000}):
+        interrupts.during_many(SENDS[kind], tries)
+        assert rpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+        workers.eventually_is(NOTHING, lambda: left_by(workers.statistics()))
+        workers.eventually_is(NOTHING, lambda: left_by(rpc.rpc_sync("worker1", workers.statistics)))
+
+
+LEFT = (
+    "pending_calls",
+    "owned_values",
+    "used_references",
+    "pending_references",
+    "unacknowledged",
+    "arena_blocks_out",
+)
+NOTHING = dict.fromkeys(LEFT, 0)
+
+
+def left_by(statistics: dict[str, int]) -> dict[str, int]:
+    gc.collect()
+    return {name: statistics[name] for name in LEFT}
