@@ -457,7 +457,7 @@ class Member:
         tables = {
             **_filled(agent.references),
             **_filled(agent.references.forks, but=("_lost", "_dropped")),
-            **_filled(agent.exchange, but=("taken",)),
+            **_filled(agent.exchange),
             "pending": [call.function for call in agent.pending.all()],
             "running": agent.executor.doing(),
             "threads": agent.stopping._threads,

@@ -13,7 +13,7 @@ import nbdist
 from nbdist import rpc
 from nbdist.rpc import ending
 from nbdist.rpc.ending import CLOSING, DRAINING, QUIET, RELEASING, RUNNING, Reminder, Survey
-from nbdist.testing import World
+from nbdist.testing import Faults, World
 from nbdist.wire.messages import ShutdownState
 
 ALL = {1, 2, 3}
@@ -233,6 +233,23 @@ def test_a_call_whose_answer_has_come_and_is_not_read_yet_ends_with_its_agent():
             future.wait(20)
         go_on.set()
         closing.join(20)
+
+
+NOTED: list[int] = []
+
+
+def note(number):
+    NOTED.append(number)
+
+
+def test_a_world_does_not_end_while_a_call_is_on_its_way_that_nobody_waits_for():
+    NOTED.clear()
+    with World(2, faults=Faults(delay={"call": 0.5})) as world, world[0].activate():
+        with pytest.raises(nbdist.RpcTimeout):
+            rpc.rpc_sync("worker1", note, args=(1,), timeout=0.05)
+        assert world[0].pending.unended == 0
+        world.shutdown()
+    assert NOTED == [1]
 
 
 class ReadSlowly:

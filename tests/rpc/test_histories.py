@@ -240,6 +240,19 @@ def test_a_creation_that_ends_unrepeated_ends_who_waits_for_its_value():
         world.check_end()
 
 
+def test_a_creation_whose_time_is_up_before_it_is_refused_ends_who_waits_for_its_value():
+    with SimulatedWorld(2) as world:
+        owner, user = world.members
+        handle = user.remote(owner, definition=user.define("make"), timeout=5.0)
+        user.fetch(handle)
+        del handle
+        world.deliver()
+        world.deliver()  # the fetch waits at the owner
+        owner.finish()
+        world.pass_time(6.0)  # no word of that goes to the owner
+        world.check_end()
+
+
 def test_a_creation_refused_after_its_creator_is_lost_ends_who_waits_for_its_value():
     with SimulatedWorld(3) as world:
         owner, creator, other = world.members

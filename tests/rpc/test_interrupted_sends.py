@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import signal
 import threading
@@ -79,7 +80,7 @@ def interrupts():
 
 @pytest.mark.parametrize("tries", TRIES)
 @pytest.mark.parametrize("kind", SENDS)
-def test_a_send_that_is_interrupted_leaves_nothing(kind, tries, interrupts):
+def test_a_send_that_is_interrupted_leaves_nothing(kind, tries, interrupts, caplog):
     """Over a queue in this process: of all the time most is spent in the layers that number and count."""
     with World(2) as world, world[0].activate():
         interrupts.during_many(SENDS[kind], tries)
@@ -89,6 +90,7 @@ def test_a_send_that_is_interrupted_leaves_nothing(kind, tries, interrupts):
         ending.start()
         ending.join(20)
         assert not ending.is_alive()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("tries", TRIES)

@@ -557,3 +557,28 @@ def test_whenever_a_tick_was_due_it_is_over():
         ends.flying.clear()
         assert ends.peers[A].next_tick() > ends.clock.now()
     assert ends.peers[A].standing is Standing.LOST
+
+
+def test_ctrl_c_while_a_message_is_written_leaves_no_number_without_a_message(monkeypatch):
+    """The clock of the peer raised at such a number, and its agent read nothing more."""
+    ends = Ends()
+    ends.peers[A].send_later(delete(1), ends.clock.now())
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("nbdist.wire.peer.encode_envelope", Interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            ends.say(A, "lost")
+    assert ends.peers[A].outstanding == 1  # the delete waits as before
+    ends.say(A, "said")
+    ends.clock.advance(10)
+    ends.peers[A].tick(ends.clock.now())
+    ends.deliver()
+    assert ends.heard[B] == ["delete 1", "said"]
+    assert ends.peers[B].receive(decode_envelope(ends.say(A, "more").frames[0]), 1, ends.clock.now())
+    assert ends.peers[A].next_seq == 3
+
+
+class Interrupt:
+    """A function that Ctrl-C cuts short."""
+
+    def __call__(self, *_):
+        raise KeyboardInterrupt
