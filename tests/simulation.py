@@ -88,7 +88,7 @@ class WireChannel:
     def connect(self, addresses):
         return WireLink(self, addresses[0])
 
-    def receive(self, timeout, guest=False):
+    def receive(self, timeout, guest=False, soon=False):
         return self.arrived.pop() if self.arrived else None
 
     def has_more(self):

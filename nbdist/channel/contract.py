@@ -60,11 +60,12 @@ class Channel(Protocol):
         """How many threads should wait in `receive`: 2 where one is woken for a message and the other sleeps on."""
         ...
 
-    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
+    def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, on `wake`, and once closed.
 
         As many threads as `readers` may wait here, and beside them one more as ``guest``: messages wake the guest
-        rather than another, and `call` the guest alone.
+        rather than another, and `call` the guest alone. ``soon`` says that no other thread of the agent has anything
+        to do, so that one which does not sleep while it waits is in nobody's way.
         """
         ...
 
@@ -74,6 +75,14 @@ class Channel(Protocol):
 
     def wake(self) -> None:
         """Make a `receive` that waits return None; from any thread."""
+        ...
+
+    def expect(self) -> None:
+        """Let messages wake no other thread until the calling one, which is about to `receive` as guest, does not."""
+        ...
+
+    def expect_no_more(self) -> None:
+        """End what `expect` began, if the calling thread has begun it and it has not ended by itself."""
         ...
 
     def call(self) -> None:

@@ -70,11 +70,17 @@ class FaultyChannel:
     def has_more(self) -> bool:
         return self.inner.has_more()
 
-    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
-        return self.inner.receive(timeout, guest)
+    def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
+        return self.inner.receive(timeout, guest, soon)
 
     def wake(self) -> None:
         self.inner.wake()
+
+    def expect(self) -> None:
+        self.inner.expect()
+
+    def expect_no_more(self) -> None:
+        self.inner.expect_no_more()
 
     def call(self) -> None:
         self.inner.call()

@@ -68,13 +68,19 @@ class InProcessChannel:
     def has_more(self) -> bool:
         return False
 
-    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
+    def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         if self._closed:
             return None
         try:
             return self._queue.get(timeout=None if timeout is None else max(timeout, 0))
         except queue.Empty:
             return None
+
+    def expect(self) -> None:
+        pass
+
+    def expect_no_more(self) -> None:
+        pass
 
     def call(self) -> None:
         self.wake()

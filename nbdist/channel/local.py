@@ -28,7 +28,9 @@ from typing import NamedTuple
 from nbdist.channel import memory
 from nbdist.channel.contract import ChannelError, Link, TooManyFiles
 from nbdist.channel.framing import Cutter, Large
+from nbdist.channel.gate import Gate
 from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
+from nbdist.channel.spinning import MOST, Spinning
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.errors import ProtocolError
 
@@ -83,6 +85,8 @@ class LocalChannel:
         self._most_incoming = max(_FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._ready: set[int] = set()
         self._try_again_at = math.inf
+        self._may_look = len(os.sched_getaffinity(0)) > 1  # or who is to send something would have no core
+        self._spinning = Spinning(), Spinning()  # of other threads, and of guests
         path = str(beside.directory / "un")
         self._address = _SCHEME + path
         with contextlib.ExitStack() as undo:
@@ -93,7 +97,8 @@ class LocalChannel:
             except OSError as error:
                 raise ChannelError(f"cannot listen at {path}: {error}") from error
             self._listener.listen(1024)
-            self._epoll = undo.enter_context(select.epoll())
+            self._gate = Gate()
+            undo.callback(self._gate.close)
             self._guests = undo.enter_context(select.epoll())
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake)
@@ -136,21 +141,23 @@ class LocalChannel:
         So the readers sleep while a guest reads what it waits for, and none of them is woken by `call`.
         """
         self._guests.register(file, _NEWS)
-        self._epoll.register(file, _NEWS)
+        self._gate.news.register(file, _NEWS)
 
     @property
     def readers(self) -> int:
         return 2
 
-    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
+    def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         end = None
-        epoll = self._guests if guest else self._epoll
         if self._try_again_at != math.inf:
             self._try_to_accept()
         while True:
             # As it is now: by the time of the turn, another thread may have taken all of it.
             has_some = bool(self._arrived or self._ready or self._more_beside)
-            events = () if self._arrived else self._wait(epoll, 0 if has_some else timeout)
+            if has_some:
+                events = () if self._arrived else self._wait(self._guests if guest else self._gate.news, 0)
+            else:
+                events = self._watch(timeout, guest, soon)
             with self._turn:
                 woken = False
                 for number, what in events:
@@ -164,6 +171,8 @@ class LocalChannel:
                 if not self._arrived:
                     self._gather()
                 message = self._arrived.popleft() if self._arrived else None
+            if soon:
+                self._gate.open(threading.get_ident())
             if message is not None:
                 frames = message if isinstance(message, list) else self._cut(message)
                 if frames is not None:
@@ -176,12 +185,44 @@ class LocalChannel:
                 if timeout < 0:
                     return None
 
-    def _wait(self, epoll: select.epoll, timeout: float | None) -> Sequence[tuple[int, int]]:
-        """The files that have news. Of all threads that wait here, the kernel wakes one for each, and says it once."""
+    def _watch(self, timeout: float | None, guest: bool, soon: bool) -> Sequence[tuple[int, int]]:
+        """Return the files that have news, after a look without sleep where that is worth while."""
+        me, begun, spinning = threading.get_ident(), time.monotonic(), self._spinning[guest]
+        looks = (guest and self._gate.is_shut_by(me)) or (
+            (guest or soon) and self._may_look and spinning.is_worth_while and self._gate.shut()
+        )
+        events: Sequence[tuple[int, int]] = ()
+        if looks:
+            events = self._wait(self._guests if guest else self._gate.news, timeout, begun + MOST)
+            if not events:
+                self._gate.open(me)
+        if not events:
+            events = self._wait(self._guests if guest else None, timeout)
+        if guest or soon:
+            spinning.waited(time.monotonic() - begun, looks)
+        return events
+
+    def _wait(
+        self, epoll: select.epoll | None, timeout: float | None, look_until: float = 0.0
+    ) -> Sequence[tuple[int, int]]:
+        """Return the files that have news, of those in ``epoll``, or behind the gate where that is None.
+
+        Of all threads that sleep, the kernel wakes one for each news, and says it once. Until ``look_until``, if that
+        is given, this thread asks again and again and does not sleep.
+        """
         me = threading.get_ident()
+        events: Sequence[tuple[int, int]] = ()
         try:
             self._waiting.add(me)
-            events = () if self._closed else epoll.poll(timeout, _EVENTS)
+            if look_until and epoll is not None:
+                while not events and not self._closed and time.monotonic() < look_until:
+                    events = epoll.poll(0, _EVENTS)
+            elif self._closed:
+                pass
+            elif epoll is not None:
+                events = epoll.poll(timeout, _EVENTS)
+            elif self._gate.wait(timeout):
+                events = self._gate.news.poll(0, _EVENTS)
             self._waiting.discard(me)
             return events
         except BaseException:  # Ctrl-C, in a main thread that reads
@@ -281,10 +322,17 @@ class LocalChannel:
             _log.warning("a connection is given up: %s", error)
         # Also by name where the number is not closed for good: a forked process may hold the same socket.
         self._guests.unregister(number)
-        self._epoll.unregister(number)
+        self._gate.news.unregister(number)
         del self._incoming[number]
         self._ready.discard(number)
         incoming.socket.close()
+
+    def expect(self) -> None:
+        if self._may_look and self._spinning[True].is_worth_while:
+            self._gate.shut()
+
+    def expect_no_more(self) -> None:
+        self._gate.open(threading.get_ident())
 
     def call(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed

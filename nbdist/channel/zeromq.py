@@ -251,7 +251,7 @@ class ZmqChannel:
     def has_more(self) -> bool:
         return False
 
-    def receive(self, timeout: float | None, guest: bool = False) -> list[bytes] | None:
+    def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         with self._receiving:
             return self._receive(timeout)
 
@@ -292,6 +292,12 @@ class ZmqChannel:
 
     def _has_message(self) -> bool:
         return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def expect(self) -> None:
+        pass
+
+    def expect_no_more(self) -> None:
+        pass
 
     def call(self) -> None:
         self.wake()

@@ -200,6 +200,7 @@ class Agent:
         self.find, self.timeout_of = self.caller.find, self.caller.timeout_of
         if channel.readers > 1:
             self.caller.read_as_guest = Guest(channel, self.links, self._read_as_guest, self.submit).read
+            self.caller.expect, self.caller.expect_no_more = channel.expect, channel.expect_no_more
         self.stopping = self.executor.stopping = Stopping(
             me,
             self.exchange,
@@ -331,10 +332,11 @@ class Agent:
         """The calling thread is one of the pool's."""
         here.agent = self
 
-    def read(self, timeout: float | None, guest: bool = False) -> Job | None:
-        """Wait for a message and deal with it, and with what is due; a job if there is something to run.
+    def read(self, timeout: float | None, soon: bool = False, guest: bool = False) -> Job | None:
+        """Wait for a message and deal with it, and with what is due; return a job if there is something to run.
 
-        ``guest`` is for a thread that reads beside those of the pool, one at a time.
+        ``guest`` is for a thread that reads beside those of the pool, one at a time; ``soon`` is as in
+        `Channel.receive`.
         """
         now = time.monotonic()
         links, sharing = self.links, self.sharing
@@ -346,7 +348,7 @@ class Agent:
         if now >= links.due:
             with self._turn:
                 self._run_due(now)
-        frames = self.channel.receive(links.nap(now, timeout), guest)
+        frames = self.channel.receive(links.nap(now, timeout), guest, soon)
         if not frames:
             return None
         with self._turn:

@@ -67,6 +67,9 @@ class Caller:
         """Seconds that a call has which names no limit; 0 for none."""
         self.read_as_guest: Callable[[Latch], None] | None = None
         """Reads messages in a thread that waits for an answer; None if the channel has no place for such a reader."""
+        self.expect: Callable[[], None] | None = None
+        """Called right before a call goes out whose answer the thread reads itself; `expect_no_more` ends it."""
+        self.expect_no_more: Callable[[], None] = _nothing
         self._device_maps = options.device_maps
         self._membership = membership
         self._me = membership.me.incarnation
@@ -91,6 +94,7 @@ class Caller:
     ) -> Any:
         """Call and wait."""
         outcome = Latch()
+        outcome.on_send = self.expect
         self._call(to, function, args, kwargs, timeout, outcome)
         return outcome.wait(self.read_as_guest)
 
@@ -138,12 +142,14 @@ class Caller:
             return self._references.local_value(rref._id, self.timeout_of(timeout))
         owner = self._owner(rref)
         outcome = Latch()
+        outcome.on_send = self.expect
         self._send(owner, Mode.FETCH, "to_here", None, timeout, outcome, target=rref)
         return outcome.wait(self.read_as_guest)
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a referenced value and wait."""
         outcome = Latch()
+        outcome.on_send = self.expect
         self._method(rref, name, timeout, args, kwargs, outcome)
         return outcome.wait(self.read_as_guest)
 
@@ -303,9 +309,12 @@ class Caller:
                 again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
                 self._prepare_repeat(call, to, again)
             self._pending.add(call)
+            if type(outcome) is Latch and outcome.on_send is not None:
+                outcome.on_send()
             self._post(call, first)
         except BaseException:
             self._pending.pop(call.id)
+            self.expect_no_more()
             if first is not None:
                 first.forker.take_back()
             call.drop_repeat()
@@ -321,9 +330,13 @@ class Caller:
         message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
         try:
             self._pending.add(call)
+            outcome = call.outcome
+            if type(outcome) is Latch and outcome.on_send is not None:
+                outcome.on_send()
             call.seq = self._links.post(call.to, message, frames)
         except BaseException:
             self._pending.pop(call.id)
+            self.expect_no_more()
             raise
         self._on_sent(call)
 
@@ -437,6 +450,10 @@ class Caller:
 
 
 _NO_PAYLOAD = Payload()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _failed(error: BaseException) -> Future[Any]:

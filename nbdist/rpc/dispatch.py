@@ -37,7 +37,8 @@ _log = logging.getLogger("nbdist.rpc")
 class Pool:
     """An elastic pool of threads, of which one or two read.
 
-    ``read(timeout)`` is called by up to ``readers`` threads at a time, and returns a job, or None. One must return
+    ``read(timeout, soon)`` is called by up to ``readers`` threads at a time, and returns a job, or None. ``soon`` says
+    that the thread has just done what came last, and no other has anything to do. One must return
     when ``wake()`` is called; that is done where ``has_more()`` says that those who wait will not be woken otherwise.
     Each thread calls ``begin()`` first.
     """
@@ -45,7 +46,7 @@ class Pool:
     def __init__(
         self,
         size: int,
-        read: Callable[[float | None], Job | None],
+        read: Callable[[float | None, bool], Job | None],
         wake: Callable[[], None],
         name: str,
         *,
@@ -192,11 +193,14 @@ class Pool:
 
     def _lead(self) -> Job | None:
         """Read until there is a job for this thread; somebody else reads on."""
+        is_first = True
         while True:
             self._leave_to_the_other()
             timeout = STUCK_AFTER if self._queue else None
+            soon = is_first and not self._running and not self._queue
+            is_first = False
             try:
-                job = self._read(timeout)
+                job = self._read(timeout, soon)
             except BaseException:
                 _log.exception("reading failed")
                 job = None

@@ -99,7 +99,7 @@ def _interrupted(outcome: object, error: BaseException) -> None:
 class Latch:
     """An outcome that one thread waits for: what is left of a future that nobody else will see."""
 
-    __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_settle")
+    __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_send", "on_settle")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,6 +108,8 @@ class Latch:
         self.is_settled = False
         self.on_settle: Callable[[], None] | None = None
         """What to call when it is settled."""
+        self.on_send: Callable[[], None] | None = None
+        """What to call before the call goes out whose outcome it is, if its caller waits at once."""
         self.on_interrupt: Callable[[], object] | None = None
         """What to do first when Ctrl-C ends the wait."""
         self._outcome: Any = None

@@ -22,7 +22,7 @@ class Inbox:
         self.readers = 0
         self.most_readers = 0
 
-    def read(self, timeout):
+    def read(self, timeout, soon):
         self.readers += 1
         self.most_readers = max(self.most_readers, self.readers)
         try:
@@ -187,7 +187,7 @@ def test_two_jobs_for_one_sleeping_thread_both_start():
     """The first one waits for the second, while reading sees nothing: its wake-up must not get lost."""
     asleep, done = threading.Event(), threading.Event()
 
-    def read(timeout):  # nothing comes, ever
+    def read(timeout, soon):  # nothing comes, ever
         asleep.set()
         done.wait(10 * SOON)
         return None
@@ -293,7 +293,7 @@ class Pile(Inbox):
         super().__init__()
         self.news = threading.Semaphore(0)
 
-    def read(self, timeout):
+    def read(self, timeout, soon):
         self.readers += 1
         self.most_readers = max(self.most_readers, self.readers)
         try:

@@ -295,3 +295,84 @@ def test_who_calls_a_guest_that_is_leaving_calls_nobody(pair, monkeypatch):
     time.sleep(0.3)
     assert time.process_time() - before < 0.2
     assert not guest._is_called
+
+
+# --- the gate, which keeps what comes from waking others --------------------------------------------
+
+
+OWNERS = []
+
+
+def note_owner():
+    OWNERS.append(WORLD[0][0].channel._gate._owner)
+
+
+WORLD = []
+
+
+@pytest.fixture
+def brisk(pair):
+    """A world whose last calls were so quick that who waits looks without sleeping."""
+    WORLD[:] = [pair]
+    OWNERS.clear()
+    for _ in range(20):
+        pair[0].channel._spinning[True].is_worth_while = True
+        rpc.rpc_sync("worker1", workers.identity, args=(1,))
+    pair[0].channel._may_look = pair[0].channel._spinning[True].is_worth_while = True
+    yield pair
+    workers.eventually(lambda: pair[0].channel._gate._owner == 0)
+    WORLD.clear()
+
+
+def test_the_gate_is_shut_while_the_caller_looks_and_open_afterwards(brisk):
+    rpc.rpc_sync("worker1", note_owner)
+    assert brisk[0].channel._gate._owner == 0
+    assert OWNERS == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("kind", ["rests", "in a mode", "taken"])
+def test_a_caller_that_does_not_read_leaves_the_gate_open(brisk, kind):
+    guest = brisk[0].read_as_guest.__self__
+    if kind == "rests":
+        guest._rest = 1
+    if kind == "taken":
+        guest._free.acquire()
+    with torch.inference_mode(kind == "in a mode"):
+        rpc.rpc_sync("worker1", workers.sleep, args=(0.05,))
+        rpc.rpc_sync("worker1", note_later)
+    if kind == "taken":
+        guest._free.release()
+    assert OWNERS[-1] == 0 or kind == "rests"
+
+
+def note_later():
+    time.sleep(0.1)
+    note_owner()
+
+
+def test_a_caller_whose_answer_takes_long_sleeps_with_the_gate_open(brisk):
+    rpc.rpc_sync("worker1", note_later)
+    assert OWNERS == [0]
+
+
+def test_a_call_that_is_not_sent_leaves_the_gate_open(brisk):
+    class Unsendable:
+        def __reduce__(self):
+            raise ValueError("not this one")
+
+    with pytest.raises(ValueError, match="not this one"):
+        rpc.rpc_sync("worker1", workers.identity, args=(Unsendable(),))
+    assert brisk[0].channel._gate._owner == 0
+    brisk[1].close("is gone")
+    with pytest.raises(WorkerLost):
+        rpc.rpc_sync("worker1", workers.identity, args=(1,))
+    assert brisk[0].channel._gate._owner == 0
+
+
+def test_a_gate_left_shut_does_not_keep_messages_for_long(brisk):
+    """As after a Ctrl-C between the send and the wait."""
+    shut = threading.Thread(target=brisk[0].channel._gate.shut)
+    shut.start()
+    shut.join()
+    with brisk[1].activate():
+        assert rpc.rpc_sync("worker0", workers.identity, args=(1,), timeout=20) == 1

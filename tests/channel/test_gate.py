@@ -1,0 +1,132 @@
+"""Who is woken by news, and who is not while the gate is shut."""
+
+import os
+import select
+import threading
+import time
+
+import pytest
+
+from nbdist.channel.gate import OVERDUE, Gate
+
+
+@pytest.fixture
+def file():
+    number = os.eventfd(0, os.EFD_NONBLOCK)
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def gate(file):
+    gate = Gate()
+    gate.news.register(file, select.EPOLLIN | select.EPOLLET)
+    yield gate
+    gate.close()
+
+
+def me():
+    return threading.get_ident()
+
+
+def elsewhere(function):
+    """Return what a function returns in another thread."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_news_wake(gate, file):
+    assert not gate.wait(0)
+    os.eventfd_write(file, 1)
+    assert gate.wait(5)
+    assert gate.news.poll(0) == [(file, select.EPOLLIN)]
+    assert not gate.wait(0)
+
+
+def test_while_it_is_shut_only_its_owner_hears_of_news(gate, file):
+    assert gate.shut()
+    os.eventfd_write(file, 1)
+    assert not gate.wait(0)
+    assert gate.news.poll(0) == [(file, select.EPOLLIN)]
+    gate.open(me())
+    os.eventfd_write(file, 1)
+    assert gate.wait(5)
+
+
+def test_news_that_the_owner_leaves_wake_when_it_opens(gate, file):
+    gate.shut()
+    os.eventfd_write(file, 1)
+    gate.open(me())
+    assert gate.wait(5)
+
+
+def test_news_that_the_owner_takes_wake_nobody(gate, file):
+    gate.shut()
+    os.eventfd_write(file, 1)
+    os.eventfd_read(file)
+    gate.open(me())
+    assert not gate.wait(0.05)
+
+
+def test_it_has_one_owner_who_alone_opens_it(gate):
+    assert gate.shut()
+    assert not gate.shut()
+    assert not elsewhere(gate.shut)
+    elsewhere(lambda: gate.open(me()))
+    assert gate.is_shut_by(me())
+    gate.open(me())
+    assert not gate.is_shut_by(me())
+    gate.open(me())
+    assert elsewhere(gate.shut)
+
+
+def test_who_sleeps_opens_a_gate_that_its_owner_has_left_shut(gate, file):
+    elsewhere(gate.shut)
+    os.eventfd_write(file, 1)
+    time.sleep(2 * OVERDUE)
+    assert not gate.wait(0)
+    assert gate.wait(5)
+
+
+def test_a_gate_that_has_just_been_shut_is_left_shut(gate):
+    gate.shut()
+    gate.wait(0)
+    assert gate.is_shut_by(me())
+
+
+@pytest.mark.parametrize("method", ["unregister", "register"])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_ctrl_c_while_it_moves_does_not_jam_it(gate, file, method, is_done):
+    inner = gate._gate
+
+    class Interrupted:
+        """The epoll, whose method Ctrl-C cuts short before or after the fact."""
+
+        def __getattr__(self, name):
+            def interrupt(*arguments):
+                if is_done:
+                    getattr(inner, name)(*arguments)
+                raise KeyboardInterrupt
+
+            return interrupt if name == method else getattr(inner, name)
+
+    if method == "register":
+        gate.shut()
+    gate._gate = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        gate.shut() if method == "unregister" else gate.open(me())
+    gate._gate = inner
+    gate.open(me())
+    os.eventfd_write(file, 1)
+    assert gate.wait(5)
+    assert gate.shut()
+    assert not gate.wait(0)
+
+
+def test_opening_after_the_end_does_nothing(gate):
+    gate.shut()
+    gate.close()
+    gate.open(me())
