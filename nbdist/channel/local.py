@@ -155,9 +155,11 @@ class LocalChannel:
             # As it is now: by the time of the turn, another thread may have taken all of it.
             has_some = bool(self._arrived or self._ready or self._more_beside)
             if has_some:
-                events = () if self._arrived else self._wait(self._guests if guest else self._gate.news, 0)
+                events = () if self._arrived else self._wait(self._guests if guest else self._gate.news, 0) or ()
+            elif (watched := self._watch(timeout, guest, soon)) is not None:
+                events = watched
             else:
-                events = self._watch(timeout, guest, soon)
+                events, has_some = (), True  # it sleeps on
             with self._turn:
                 woken = False
                 for number, what in events:
@@ -185,13 +187,16 @@ class LocalChannel:
                 if timeout < 0:
                     return None
 
-    def _watch(self, timeout: float | None, guest: bool, soon: bool) -> Sequence[tuple[int, int]]:
-        """Return the files that have news, after a look without sleep where that is worth while."""
+    def _watch(self, timeout: float | None, guest: bool, soon: bool) -> Sequence[tuple[int, int]] | None:
+        """Return the files that have news, after a look without sleep where that is worth while.
+
+        Returns nothing after ``timeout`` seconds, and None where this thread was woken and another has taken the news.
+        """
         me, begun, spinning = threading.get_ident(), time.monotonic(), self._spinning[guest]
         looks = (guest and self._gate.is_shut_by(me)) or (
             (guest or soon) and self._may_look and spinning.is_worth_while and self._gate.shut()
         )
-        events: Sequence[tuple[int, int]] = ()
+        events: Sequence[tuple[int, int]] | None = ()
         if looks:
             events = self._wait(self._guests if guest else self._gate.news, timeout, begun + MOST)
             if not events:
@@ -204,14 +209,14 @@ class LocalChannel:
 
     def _wait(
         self, epoll: select.epoll | None, timeout: float | None, look_until: float = 0.0
-    ) -> Sequence[tuple[int, int]]:
-        """Return the files that have news, of those in ``epoll``, or behind the gate where that is None.
+    ) -> Sequence[tuple[int, int]] | None:
+        """Return the files that have news, of those in ``epoll``, or behind the gate where that is None, as `_watch`.
 
         Of all threads that sleep, the kernel wakes one for each news, and says it once. Until ``look_until``, if that
         is given, this thread asks again and again and does not sleep.
         """
         me = threading.get_ident()
-        events: Sequence[tuple[int, int]] = ()
+        events: Sequence[tuple[int, int]] | None = ()
         try:
             self._waiting.add(me)
             if look_until and epoll is not None:
@@ -222,7 +227,7 @@ class LocalChannel:
             elif epoll is not None:
                 events = epoll.poll(timeout, _EVENTS)
             elif self._gate.wait(timeout):
-                events = self._gate.news.poll(0, _EVENTS)
+                events = self._gate.news.poll(0, _EVENTS) or None
             self._waiting.discard(me)
             return events
         except BaseException:  # Ctrl-C, in a main thread that reads

@@ -1,10 +1,10 @@
 """Decides whether a thread that waits for a message looks for it again and again at first, instead of sleeping at once.
 
 To wake a thread that sleeps takes 5 to 50 µs, the most in virtual machines, and costs the side that wakes it time as
-well. Where messages follow each other as quickly as a call and its answer, it is cheaper not to sleep, also in CPU time.
-So a wait begins with a look of `MOST` seconds if the one before was short. Where that look is in vain several times in a
-row, because the other side has no core of its own, a few waits go by without one. A long wait costs one look at most.
-Pure.
+well. Where messages follow each other as quickly as a call and its answer, it is cheaper not to sleep, also in CPU
+time. So a wait begins with a look of `MOST` seconds if the one before was short. Where that look is in vain several
+times in a row, because the other side has no core of its own, a few waits go by without one. A long wait costs one look
+at most. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST = 150e-6
 """Seconds for which a thread looks before it sleeps: more than most calls of a quick function take."""
 
 _SHORT = 4 * MOST
-"""Seconds that a wait takes at most after which a look is worth while; two threads that sleep need longer than `MOST`."""
+"""A look is worth while after a wait of so many seconds at most: two threads that sleep take longer than `MOST`."""
 
 _TOLERATED = 2
 """So many looks in a row may be in vain before waits go by without one."""

@@ -141,8 +141,8 @@ def test_reading_goes_on_while_all_threads_are_busy():
     inbox = Inbox()
     acted, read = threading.Event(), inbox.read
 
-    def acting(timeout):
-        message = read(timeout)
+    def acting(timeout, soon):
+        message = read(timeout, soon)
         if message == "reply":
             acted.set()
             return None
@@ -171,8 +171,8 @@ def test_a_job_is_run_by_the_thread_that_read_it():
     inbox = Inbox()
     read_by, read = [], inbox.read
 
-    def remembering(timeout):
-        job = read(timeout)
+    def remembering(timeout, soon):
+        job = read(timeout, soon)
         if job is not None:
             read_by.append(threading.get_ident())
         return job
@@ -233,10 +233,10 @@ def test_no_exception_in_reading_ends_a_thread(caplog):
     inbox = Inbox()
     read, failures = inbox.read, iter(range(5))
 
-    def failing(timeout):
+    def failing(timeout, soon):
         if next(failures, None) is not None:
             raise KeyError("on purpose")
-        return read(timeout)
+        return read(timeout, soon)
 
     inbox.read = failing
     with pool_of(1, inbox):
