@@ -11,8 +11,9 @@ layer  modules                      what is there
        signals                      what must not be cut short by Ctrl-C
        torch_private                the private names of torch that are used, in one table
 1      wire                         messages, the codec, the protocol of one peer: all pure
-2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty;
-                                    memory that agents of one host share: blocks, arena, leases
+2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty; who is
+                                    woken for them: gate, spinning; memory that agents of one host share: blocks,
+                                    arena, leases
 3      rpc                          agents, calls, remote references, membership
 4      autograd optim nn            backward passes over workers; optimizers, modules, pipelines elsewhere;
        swarm                        language models served by workers that may die

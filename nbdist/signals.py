@@ -54,7 +54,7 @@ class Deferral:
 
     def put_back(self) -> None:
         """Have the handlers that were there, without those that wait."""
-        for number, before in self._before.items():
+        for number, before in reversed(self._before.items()):  # that of Ctrl-C last: it may raise at once
             signals.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -66,9 +66,9 @@ class Deferral:
 
     def __exit__(self, *exception: object) -> None:
         global _deferral
-        self.put_back()
         if _deferral is self:
             _deferral = self._outer
+        self.put_back()
         for number, frame in self._came:
             self._before[number](number, frame)
 

@@ -74,8 +74,9 @@ class Slot:
 
     def send(self) -> None:
         """It is the receiver's from now on."""
-        self._is_sent = True
-        self._arena.send(self._block, self._receiver)
+        with Deferral():  # or a Ctrl-C in between would leave it nobody's
+            self._is_sent = True
+            self._arena.send(self._block, self._receiver)
 
     def take_back(self) -> None:
         """It certainly has not gone out."""

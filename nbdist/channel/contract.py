@@ -78,7 +78,7 @@ class Channel(Protocol):
         ...
 
     def expect(self) -> None:
-        """Let messages wake no other thread until the calling one, which is about to `receive` as guest, does not."""
+        """Let messages wake no other thread: the calling one is about to `receive` as guest, and may do so awake."""
         ...
 
     def expect_no_more(self) -> None:

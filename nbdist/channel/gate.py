@@ -1,18 +1,18 @@
 """Tells the threads of the pool that some file has news, unless another thread has shut the gate.
 
-The kernel wakes one of the threads that sleep here for each news. A thread that looks for a message without sleeping
-would not keep the kernel from that, and the woken one would get in its way. So it shuts the gate first::
+For each news the kernel wakes one of the threads that sleep here, and now and then a second one, which finds nothing.
+A thread that looks for a message without sleeping would not keep the kernel from that, and the woken one would get in
+its way. So it shuts the gate first::
 
     file --- news --> `news` (an epoll of all files) -----> the gate (an epoll of that one) ---> who sleeps in `wait`
                         |                             ^
-                        +--> who has shut it          `shut` takes it out, `open` puts it back
+                        +--> who has shut it          `shut` and `open` work here
 
 News that came in between wake somebody when the gate is opened, if they are still news.
 """
 
 from __future__ import annotations
 
-import contextlib
 import select
 import threading
 import time
@@ -20,7 +20,10 @@ import time
 __all__ = ["Gate"]
 
 OVERDUE = 0.01
-"""Seconds after which whoever sleeps here opens a gate that is still shut: Ctrl-C may have kept its owner from it."""
+"""Seconds after which a gate that is still shut is opened by whoever ends a sleep here without news.
+
+Its owner may have been kept from it by Ctrl-C. An agent's threads sleep for 0.2 s at most.
+"""
 
 
 class Gate:
@@ -31,7 +34,7 @@ class Gate:
         """The files; whoever has shut the gate asks this."""
         self._gate = select.epoll()
         self._gate.register(self.news, select.EPOLLIN)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a user's ``__del__``, which may run anywhere, may come here again
         self._owner = 0
         """The ident of the thread that has shut it; 0 while it is open."""
         self._since = 0.0
@@ -51,8 +54,8 @@ class Gate:
             if self._owner:
                 return False
             # First: after Ctrl-C `open` finds the owner, whether or not the rest has been done.
-            self._owner, self._since = threading.get_ident(), time.monotonic()
-            self._gate.unregister(self.news)
+            self._since, self._owner = time.monotonic(), threading.get_ident()
+            self._let_through(0)
             return True
 
     def is_shut_by(self, thread: int) -> bool:
@@ -65,9 +68,19 @@ class Gate:
             return
         with self._lock:
             if self._owner == owner:
-                with contextlib.suppress(OSError, ValueError):  # it was not shut to the end, or all is closed
-                    self._gate.register(self.news, select.EPOLLIN)
+                self._let_through(select.EPOLLIN)
                 self._owner = 0
+
+    def _let_through(self, events: int) -> None:
+        try:
+            self._gate.modify(self.news, events)
+        except (OSError, ValueError):  # it is closed
+            return
+
+    def forked(self) -> None:
+        """In a child process: whoever holds the lock or has shut the gate may not be here."""
+        self._lock = threading.RLock()
+        self._owner = 0
 
     def close(self) -> None:
         """Close both."""

@@ -3,7 +3,10 @@
 ZeroMQ hands every message to a thread of its own and back, on either side; that is most of what a small call costs
 with it. Here the thread that sends writes to the socket, and the thread that reads is woken by the kernel. The
 agent stays reachable by ZeroMQ, for members on other hosts and those that have no unix sockets; both ways end in one
-`receive`, which waits for all of them at once.
+`receive`, which waits for all of them at once. Who waits in it, and for what the kernel wakes whom::
+
+    file --- news --> guests   (an epoll of all files): the guest sleeps or looks here, and is asked first
+                 +--> the gate (`nbdist.channel.gate`): the threads of the pool sleep here, if there is no guest
 
 Only processes of this user get in: the socket is in the agent's own directory (0700), and the kernel says who is at
 the other end (G6).
@@ -212,8 +215,8 @@ class LocalChannel:
     ) -> Sequence[tuple[int, int]] | None:
         """Return the files that have news, of those in ``epoll``, or behind the gate where that is None, as `_watch`.
 
-        Of all threads that sleep, the kernel wakes one for each news, and says it once. Until ``look_until``, if that
-        is given, this thread asks again and again and does not sleep.
+        Of all threads that sleep, the kernel wakes one or two for each news, and says it once. Until ``look_until``, if
+        that is given, this thread asks again and again and does not sleep.
         """
         me = threading.get_ident()
         events: Sequence[tuple[int, int]] | None = ()
@@ -358,6 +361,7 @@ class LocalChannel:
             if self._closed:
                 return
             self._closed = True
+        self._may_look = False
         self._outbox.close(_LINGER)
         while self._waiting:  # what they wait for must not be closed under them
             self.wake()
@@ -383,6 +387,8 @@ class LocalChannel:
         if self._closed:
             return
         self._closed = True
+        self._may_look = False
+        self._gate.forked()
         for link in list(self._links):
             link.forked()
         self._outbox.release()

@@ -137,12 +137,16 @@ class LocalLink:
             if self._backlog:
                 self._backlog.extend(map(memoryview, pieces))
                 return
-            sent = self._try(self._socket, pieces[:_AT_ONCE])
-            if self._socket is not None and (len(pieces) > 1 or sent < len(pieces[0])):
-                self._backlog.extend(map(memoryview, pieces))
-                self._advance(sent)
-                if self._backlog:
-                    self._outbox.watch(self, self._socket.fileno())
+            try:
+                sent = self._try(self._socket, pieces[:_AT_ONCE])
+                if self._socket is not None and (len(pieces) > 1 or sent < len(pieces[0])):
+                    self._backlog.extend(map(memoryview, pieces))
+                    self._advance(sent)
+                    if self._backlog:
+                        self._outbox.watch(self, self._socket.fileno())
+            except BaseException:  # Ctrl-C: nobody knows how much of the message has gone
+                self._shut()
+                raise
 
     def flush(self) -> None:
         """Send on, once, what could not be sent before."""

@@ -29,6 +29,7 @@ from nbdist.channel import memory
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.resources import require_files
 from nbdist.channel.security import Secret, runtime_directory
+from nbdist.signals import Deferral
 
 __all__ = ["ZmqChannel", "host_identity", "sweep"]
 
@@ -346,7 +347,7 @@ class ZmqLink:
             # One part: each further one costs a system call's worth, and a chance to lose the GIL half way.
             frames = [b"".join((struct.pack(f"<B{len(sizes)}I", len(sizes), *sizes), *frames))]
         last = len(frames) - 1
-        with self._lock:
+        with Deferral(), self._lock:  # a message that breaks off would take the next one's frames
             try:
                 for index, frame in enumerate(frames):
                     more = zmq.SNDMORE if index < last else 0

@@ -6,9 +6,10 @@ close. `Survey` decides; `Ending` asks and answers. A member that is lost on the
 
 Members answer at different moments, so the leader looks twice. A look is an answer of every member, and the questions
 of the second go out after the last answer of the first has come. The round is over where in both looks no member had
-anything under way, and none has sent a message between its two answers. "Under way" are calls that run or are
-awaited, and messages that are not acknowledged. So when the last answer of the first look came nothing ran, and
-nothing was on its way: what a member had sent before its first answer had arrived, and after that it sent nothing.
+anything under way, and none has sent a message that must arrive between its two answers. "Under way" are calls that run
+or are awaited, such messages that are not acknowledged, and in round 2 forks that are not confirmed. So when the last
+answer of the first look came nothing ran, and nothing was on its way: what a member had sent before its first answer
+had arrived, and after that it sent nothing.
 """
 
 from __future__ import annotations

@@ -361,8 +361,8 @@ class Forks:
             return Fork(rref, child, self._me, self._me, owned.state)
         user = self._users[fork]
         if to != user.owner:
+            self._children[child] = (fork, to)  # first: `take_back` looks here, also after Ctrl-C
             user.children.add(child)
-            self._children[child] = (fork, to)
         return Fork(rref, child, user.owner, self._me, user.state)
 
     def take_back(self, handed: Fork, to: int) -> list[Instruction]:
@@ -420,7 +420,7 @@ class Forks:
                     instructions.append(Send(user.parent, ChildAccept(fork)))  # it need not wait for us
                 user.standing = Standing.DEAD
                 for child in user.children:  # they will never be confirmed
-                    del self._children[child]
+                    self._children.pop(child, None)
                 user.children.clear()
                 instructions += self._delete_if_free(fork, user)
         return instructions

@@ -23,6 +23,7 @@ from nbdist.errors import NbdistError, WorkerLost
 from nbdist.rpc.calls import PendingCalls
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.sharing import Sharing
+from nbdist.signals import Deferral
 from nbdist.wire.messages import (
     Call,
     Envelope,
@@ -174,8 +175,11 @@ class Links:
         """
         now = time.monotonic()
         sharing = self._sharing
-        back = sharing.owed(to) if (sharing.ended or sharing.owing) and message.gives_back else None
+        back: list[tuple[int, int]] | None = None
         try:
+            if (sharing.ended or sharing.owing) and message.gives_back:
+                with Deferral():
+                    back = sharing.owed(to)
             with self._lock:
                 connection = self.connections.get(to)
                 if connection is None or self.closed:
@@ -224,7 +228,7 @@ class Links:
             holds.take_back()
         for slot in slots:
             slot.take_back()
-        if back:
+        if back and to in self.connections and not self.closed:  # who is gone has no use for them
             self._sharing.owe(to, back)
 
     def post_later(self, to: int, message: UserDelete) -> None:

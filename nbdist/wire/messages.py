@@ -59,7 +59,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 7
+VERSION = 8
 """Raised with every change of what goes over the wire."""
 
 

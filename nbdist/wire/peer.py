@@ -247,8 +247,14 @@ class Peer:
     def send_waiting(self, now: float) -> Outgoing | None:
         """Return a message that takes along all that `send_later` has queued; None if there is nothing."""
         if not self._deletes:
+            self._deletes_due = math.inf
             return None
-        outgoing = self.send(self._deletes.pop(), (), now)  # it takes the others along
+        last = self._deletes.pop()
+        try:
+            outgoing = self.send(last, (), now)  # it takes the others along
+        except BaseException:  # Ctrl-C
+            self._deletes.append(last)
+            raise
         self._deletes_due = math.inf
         return outgoing
 

@@ -97,7 +97,7 @@ def test_a_gate_that_has_just_been_shut_is_left_shut(gate):
     assert gate.is_shut_by(me())
 
 
-@pytest.mark.parametrize("method", ["unregister", "register"])
+@pytest.mark.parametrize("method", ["shut", "open"])
 @pytest.mark.parametrize("is_done", [False, True])
 def test_ctrl_c_while_it_moves_does_not_jam_it(gate, file, method, is_done):
     inner = gate._gate
@@ -111,13 +111,13 @@ def test_ctrl_c_while_it_moves_does_not_jam_it(gate, file, method, is_done):
                     getattr(inner, name)(*arguments)
                 raise KeyboardInterrupt
 
-            return interrupt if name == method else getattr(inner, name)
+            return interrupt
 
-    if method == "register":
+    if method == "open":
         gate.shut()
     gate._gate = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        gate.shut() if method == "unregister" else gate.open(me())
+        gate.shut() if method == "shut" else gate.open(me())
     gate._gate = inner
     gate.open(me())
     os.eventfd_write(file, 1)
@@ -130,3 +130,17 @@ def test_opening_after_the_end_does_nothing(gate):
     gate.shut()
     gate.close()
     gate.open(me())
+    gate.shut()
+
+
+def test_in_a_child_process_nobody_is_waited_for(gate):
+    elsewhere(gate._lock.acquire)
+    elsewhere(lambda: setattr(gate, "_owner", me()))
+    child = os.fork()
+    if not child:
+        try:
+            gate.forked()
+            os._exit(0 if gate.shut() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -11,6 +11,7 @@ import workers
 import nbdist
 from nbdist import rpc
 from nbdist.testing import Faults, World
+from nbdist.wire.messages import GiveBack
 
 BAD = Faults(drop={"*": 0.1}, duplicate={"*": 0.2}, reorder={"*": 0.3}, seed=7)
 
@@ -131,3 +132,15 @@ def test_an_orderly_end_waits_for_calls_that_calls_have_made():
     world.shutdown()
     assert len(workers._kept) == 10
     workers.unkeep()
+
+
+def test_blocks_of_an_agent_that_is_gone_are_owed_to_nobody():
+    """They were put back after each message that could not go out, so the reader tried again for ever."""
+    with World(2) as world:
+        gone = world[1].me.incarnation
+        world[1].close("is gone")
+        workers.eventually(lambda: gone not in world[0].links.connections)
+        world[0].sharing.owe(gone, [(1, 0)])
+        with pytest.raises(nbdist.WorkerLost):
+            world[0].post(gone, GiveBack([(1, 0)]))
+        assert not world[0].sharing.owing
