@@ -88,7 +88,7 @@ class LocalChannel:
         self._most_incoming = max(_FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._ready: set[int] = set()
         self._try_again_at = math.inf
-        self._may_look = len(os.sched_getaffinity(0)) > 1  # or who is to send something would have no core
+        self._may_look = (os.cpu_count() or 1) > 1  # or who is to send something would have no core
         self._spinning = Spinning(), Spinning()  # of other threads, and of guests
         path = str(beside.directory / "un")
         self._address = _SCHEME + path
