@@ -22,7 +22,7 @@ _DEFERRED = tuple(
 class Deferral:
     """The time in which the main thread runs no signal's handler; in another thread, which runs none, it does nothing.
 
-    A handler whose signal came meanwhile runs at the end. It costs about 5 us. One may begin within another.
+    A handler whose signal came meanwhile runs at the end. It costs about 5 µs. One may begin within another.
     """
 
     __slots__ = ("_before", "_came", "_outer", "_sleeps", "is_due")

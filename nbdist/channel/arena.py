@@ -150,8 +150,8 @@ class Arena:
         return block
 
     def send(self, block: Block, receiver: int) -> None:
-        """A block is with its receiver."""
-        with Deferral(), self._lock:
+        """Note that a block is with its receiver. A `Deferral` must be around it (`Slot.send`)."""
+        with self._lock:
             self._blocks.send(block, receiver)
 
     # -- and back -----------------------------------------------------------------------------

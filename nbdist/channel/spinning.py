@@ -18,18 +18,18 @@ _SHORT = 4 * MOST
 """A look is worth while after a wait of so many seconds at most: two threads that sleep take longer than `MOST`."""
 
 _TOLERATED = 2
-"""So many looks in a row may be in vain before waits go by without one."""
+"""The number of looks in vain in a row after which a thread still looks: the machine may have been busy for once."""
 
 _REST_MOST = 8
-"""So many waits go by without a look at most."""
+"""The number of waits that begin with sleep, at most, before a look is tried again."""
 
 
 class Spinning:
-    """What is known of the waits of one kind."""
+    """Decides, from how long earlier waits took, whether the next one begins with a look."""
 
     def __init__(self) -> None:
         self.is_worth_while = False
-        """Whether the next wait begins with a look of `MOST` seconds."""
+        """Whether the thread that waits next should look for `MOST` seconds before it sleeps."""
         self._in_vain = 0
         self._rest = 0
 

@@ -93,8 +93,7 @@ class Caller:
         timeout: float,
     ) -> Any:
         """Call and wait."""
-        outcome = Latch()
-        outcome.on_send = self.expect
+        outcome = Latch(self.expect)
         self._call(to, function, args, kwargs, timeout, outcome)
         return outcome.wait(self.read_as_guest)
 
@@ -141,15 +140,13 @@ class Caller:
         if rref._fork is None:
             return self._references.local_value(rref._id, self.timeout_of(timeout))
         owner = self._owner(rref)
-        outcome = Latch()
-        outcome.on_send = self.expect
+        outcome = Latch(self.expect)
         self._send(owner, Mode.FETCH, "to_here", None, timeout, outcome, target=rref)
         return outcome.wait(self.read_as_guest)
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a referenced value and wait."""
-        outcome = Latch()
-        outcome.on_send = self.expect
+        outcome = Latch(self.expect)
         self._method(rref, name, timeout, args, kwargs, outcome)
         return outcome.wait(self.read_as_guest)
 

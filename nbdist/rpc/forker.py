@@ -18,10 +18,10 @@ class MessageForker:
         self._references = references
         self._to = to
         self.is_sent = False
-        """Whether the message may go out, so that the forks are the receiver's."""
+        """Whether the message may reach its receiver, to whom the forks then belong: `take_back` leaves them alone."""
         self.handed: list[Fork] = []
         self.kept: list[object] = []
-        """What keeps the values, until the message has arrived."""
+        """Holds on the values that the message refers to. They live as long as this object, so until it has arrived."""
 
     def fork(self, reference: RRef[Any]) -> Fork:
         """Describe a new fork of ``reference``."""

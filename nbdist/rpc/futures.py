@@ -101,15 +101,19 @@ class Latch:
 
     __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_send", "on_settle")
 
-    def __init__(self) -> None:
+    def __init__(self, on_send: Callable[[], None] | None = None) -> None:
+        """Wait for nothing yet.
+
+        ``on_send`` is called right before the call goes out whose outcome this is. It is for a thread that calls
+        `wait` directly after that.
+        """
         self._lock = threading.Lock()
         self._lock.acquire()
         self._setting = threading.Lock()
         self.is_settled = False
         self.on_settle: Callable[[], None] | None = None
         """What to call when it is settled."""
-        self.on_send: Callable[[], None] | None = None
-        """What to call before the call goes out whose outcome it is, if its caller waits at once."""
+        self.on_send = on_send
         self.on_interrupt: Callable[[], object] | None = None
         """What to do first when Ctrl-C ends the wait."""
         self._outcome: Any = None

@@ -56,16 +56,17 @@ class Guest:
 
     def read(self, outcome: Latch) -> None:
         """Read, for as long as it pays, until ``outcome`` is there."""
-        if self._rest:
-            self._rest -= 1
+        try:
+            if self._rest:
+                self._rest -= 1
+            elif not (self._free.locked() or is_in_a_mode()):
+                self._read_until(outcome)
+        finally:  # also where it has read nothing: another thread has to
             self._channel.expect_no_more()
-            return
-        if self._free.locked() or is_in_a_mode():
-            self._channel.expect_no_more()
-            return
+
+    def _read_until(self, outcome: Latch) -> None:
         with Deferral(SLEEPS) as deferral:
             if not self._free.acquire(blocking=False):
-                self._channel.expect_no_more()
                 return
             self._thread = threading.get_ident()
             try:
@@ -74,7 +75,6 @@ class Guest:
                     self._read_one()
             finally:
                 outcome.on_settle = None
-                self._channel.expect_no_more()
                 with self._calling:  # or who is about to call would call nobody, and all that read
                     self._thread = 0
                 if self._is_called:

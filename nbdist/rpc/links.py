@@ -50,10 +50,10 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class Held(Protocol):
-    """What a message refers to, which lives until it has arrived."""
+    """An object that a message keeps alive until it has arrived, such as the references in its arguments."""
 
     is_sent: bool
-    """Whether the message may go out."""
+    """Whether the message may reach its receiver. `Links.post` sets it before it sends."""
 
     def take_back(self) -> None:
         """Undo what was done for the message, unless it may go out."""
@@ -94,7 +94,7 @@ class Links:
         self.due = math.inf
         self._asleep_until = 0.0
         self._sent_to_gone = 0
-        """How many messages that must arrive have been sent to agents that are gone."""
+        """The number of messages that had to arrive and were sent to agents which are gone now."""
         self._channel = channel
         self._limits = limits
         self._membership = membership
@@ -214,7 +214,7 @@ class Links:
         return outgoing.seq
 
     def _keeps(self, to: int, message: Message) -> bool:
-        """Whether a message may have gone out, or will, because the peer waits for it to be acknowledged."""
+        """Return whether the peer of agent ``to`` keeps a message: it has gone out, or will be sent again."""
         with self._lock:
             connection = self.connections.get(to)
             return connection is not None and connection.peer.keeps(message)
