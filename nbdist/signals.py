@@ -25,7 +25,7 @@ class Deferral:
     A handler whose signal came meanwhile runs at the end. It costs about 5 µs. One may begin within another.
     """
 
-    __slots__ = ("_before", "_came", "_outer", "_sleeps", "is_due")
+    __slots__ = ("_before", "_came", "_is_over", "_outer", "_sleeps", "is_due")
 
     def __init__(self, sleeps: CodeType | None = None) -> None:
         """Begin with ``with``; handlers may run all the same while the thread is in ``sleeps``, a function's code."""
@@ -35,6 +35,7 @@ class Deferral:
         self._outer: Deferral | None = None
         self._before: dict[int, Any] = {}
         self._came: list[tuple[int, FrameType | None]] = []
+        self._is_over = False
 
     def __enter__(self) -> Deferral:
         global _deferral
@@ -47,30 +48,47 @@ class Deferral:
                         self._before[number] = before
                         signals.signal(number, self._note)
             except BaseException:  # from a handler that is not deferred yet
-                self.put_back()
-                _deferral = self._outer
+                self.__exit__()
                 raise
         return self
-
-    def put_back(self) -> None:
-        """Have the handlers that were there, without those that wait."""
-        for number, before in reversed(self._before.items()):  # that of Ctrl-C last: it may raise at once
-            signals.signal(number, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code is self._sleeps:
-            self._before[number](number, frame)
-        else:
-            self._came.append((number, frame))
-            self.is_due = True
 
     def __exit__(self, *exception: object) -> None:
         global _deferral
         if _deferral is self:
             _deferral = self._outer
-        self.put_back()
-        for number, frame in self._came:
+        try:
+            self.put_back()
+        finally:
+            self._run_what_came()
+
+    def put_back(self) -> None:
+        """Have all handlers that were there, without those that wait; what one of them raises meanwhile comes last."""
+        raised: BaseException | None = None
+        self._is_over = True
+        while True:
+            try:
+                for number, before in self._before.items():
+                    signals.signal(number, before)
+                break
+            except BaseException as error:  # from a handler that is there again: the others are still to come
+                raised = error
+        if raised is not None:
+            raise raised
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over or (frame is not None and frame.f_code is self._sleeps):
             self._before[number](number, frame)
+        else:
+            self._came.append((number, frame))
+            self.is_due = True
+
+    def _run_what_came(self) -> None:
+        while self._came:
+            number, frame = self._came.pop(0)
+            try:
+                self._before[number](number, frame)
+            finally:
+                self._run_what_came()  # also when this one raises
 
 
 _deferral: Deferral | None = None

@@ -25,6 +25,15 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_runtime, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_does_what_it_did_before():
+    """Fail the test that leaves another handler of Ctrl-C behind, and not a later one that needs it."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.signal(signal.SIGINT, before)
+    assert after is before
+
+
 @pytest.fixture
 def tmp_path():
     """A folder of one test, with a shorter name than pytest's: the sockets in it may have 107 bytes in theirs."""

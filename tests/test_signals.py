@@ -1,6 +1,7 @@
 """When handlers of signals run that come in the midst of something."""
 
 import os
+import random
 import signal
 import threading
 
@@ -68,6 +69,49 @@ def test_while_the_thread_sleeps_a_handler_runs_at_once(came):
             sleep()
         assert not deferral.is_due
     assert came == [signal.SIGUSR1]
+
+
+def test_two_that_came_run_both_though_the_first_raises(came):
+    seen = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: seen.append("second"))
+
+    def act():
+        with Deferral():
+            strike()
+            signal.raise_signal(signal.SIGUSR2)
+
+    try:
+        with pytest.raises(Struck):
+            act()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert came == [signal.SIGUSR1]
+    assert seen == ["second"]
+
+
+def test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were(came):
+    """As a user's timeout with `signal.setitimer` does: for a time Ctrl-C was deaf for good after some of them."""
+    note = signal.getsignal(signal.SIGUSR1)
+    before = signal.signal(signal.SIGALRM, note)
+    chance = random.Random(0)
+    try:
+        for _ in range(3000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 4e-5))
+                for _ in range(4):
+                    with Deferral():
+                        pass
+                while True:
+                    pass
+            except Struck:
+                pass
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert signal.getsignal(signal.SIGUSR1) is note
+            assert signal.getsignal(signal.SIGALRM) is note
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(came) == 3000
 
 
 def test_in_another_thread_nothing_is_deferred():
