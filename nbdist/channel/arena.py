@@ -63,28 +63,34 @@ os.register_at_fork(after_in_child=_after_fork)
 class Slot:
     """A block with something in it for one receiver; unless it is sent, it goes back."""
 
-    __slots__ = ("_arena", "_block", "_is_sent", "_receiver", "place")
+    __slots__ = ("__weakref__", "_arena", "_block", "_receiver", "place")
 
     def __init__(self, arena: Arena, block: Block, receiver: int, place: Place) -> None:
         self.place = place
         self._arena = arena
         self._block = block
         self._receiver = receiver
-        self._is_sent = False
 
     def send(self) -> None:
         """It is the receiver's from now on."""
         with Deferral():  # or a Ctrl-C in between would leave it nobody's
-            self._is_sent = True
             self._arena.send(self._block, self._receiver)
 
     def take_back(self) -> None:
         """It certainly has not gone out."""
         self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
 
-    def __del__(self) -> None:
-        if not self._is_sent:
-            self._arena.unsent.append(self._block)  # anybody may run this, with any lock held
+
+class _Unsent(weakref.ref[Slot]):
+    """Watches a slot that is not sent yet.
+
+    The slot's end is noted without any Python code: that may come in any thread, with any lock held, and a Ctrl-C that
+    came in a ``__del__`` would be lost, and the block with it.
+    """
+
+    __slots__ = ("block",)
+
+    block: Block
 
 
 class Space:
@@ -105,7 +111,9 @@ class Arena:
 
     def __init__(self, incarnation: int, bound: int, threshold: int) -> None:
         self.threshold = threshold
-        self.unsent: deque[Block] = deque()
+        self._unsent: dict[tuple[int, int], _Unsent] = {}
+        self._dropped: deque[_Unsent] = deque()
+        """Those whose slot was dropped, and which nobody has looked at."""
         self.falls_back = 0
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -135,6 +143,8 @@ class Arena:
             file, mapping = self._files[segment.number], self._mappings[segment.number]
             place = Place(segment.number, file, segment.size, block.offset, length)
             slot = Slot(self, block, receiver, place)
+            unsent = self._unsent[segment.number, block.offset] = _Unsent(slot, self._dropped.append)
+            unsent.block = block
         ctypes.memmove(mapping.address + block.offset, pointer, length)
         return slot
 
@@ -152,6 +162,7 @@ class Arena:
     def send(self, block: Block, receiver: int) -> None:
         """Note that a block is with its receiver. A `Deferral` must be around it (`Slot.send`)."""
         with self._lock:
+            del self._unsent[block.segment.number, block.offset]
             self._blocks.send(block, receiver)
 
     # -- and back -----------------------------------------------------------------------------
@@ -180,8 +191,10 @@ class Arena:
             self._do(self._blocks.trim())
 
     def _collect(self) -> None:
-        while self.unsent:
-            self._do(self._blocks.put_back(self.unsent.popleft()))
+        while self._dropped:
+            block = self._dropped.popleft().block
+            del self._unsent[block.segment.number, block.offset]
+            self._do(self._blocks.put_back(block))
 
     def _do(self, instructions: Sequence[Instruction]) -> None:
         if self._is_closed:

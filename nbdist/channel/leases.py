@@ -7,10 +7,10 @@ here, for the agent to tell the block's owner.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -48,20 +48,25 @@ class Ended(NamedTuple):
     """Whether a forked process may still read the block."""
 
 
-class _Lease:
-    """Ends when it dies."""
+class _Hold:
+    """What the memory of a leased block holds on to, and dies with."""
 
-    __slots__ = ("_ended", "_forks", "_mapping", "_what")
+    __slots__ = ("__weakref__", "mapping")
 
-    def __init__(self, ended: deque[Ended], what: Ended, mapping: Mapping) -> None:
-        self._ended = ended
-        self._what = what
-        self._forks = _forks
-        self._mapping = mapping
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
 
-    def __del__(self) -> None:
-        what = self._what
-        self._ended.append(what if self._forks == _forks else what._replace(is_shared=True))
+
+class _Lease(weakref.ref[_Hold]):
+    """Watches the memory of a block, and knows what its end gives back.
+
+    The end is noted without any Python code: a Ctrl-C that came in a ``__del__`` would be lost, and the block with it.
+    """
+
+    __slots__ = ("forks", "what")
+
+    forks: int
+    what: Ended
 
 
 class _Segment:
@@ -76,9 +81,11 @@ class Leases:
     """An agent's leases."""
 
     def __init__(self) -> None:
-        self.ended: deque[Ended] = deque()
+        self.ended: deque[_Lease | Ended] = deque()
+        """What has ended and was not taken; others only look whether there is any."""
         self.begun = 0
         self.over = 0
+        self._leases: set[_Lease] = set()
         self._segments: dict[tuple[int, int], _Segment] = {}
         self._lock = threading.Lock()
 
@@ -112,7 +119,10 @@ class Leases:
             self.ended.append(what)
             return Unreadable(str(error))
         block = (ctypes.c_char * place.length).from_address(mapping.address + place.offset)
-        block.lease = _Lease(self.ended, what, mapping)  # type: ignore[attr-defined]
+        hold = block.hold = _Hold(mapping)  # type: ignore[attr-defined]
+        lease = _Lease(hold, self.ended.append)
+        lease.what, lease.forks = what, _forks
+        self._leases.add(lease)
         return memoryview(block).cast("B")
 
     def _segment(self, owner: Record, place: Place, now: float) -> Mapping:
@@ -126,11 +136,17 @@ class Leases:
             return segment.mapping
 
     def take_ended(self) -> list[Ended]:
-        """The leases that have ended since this was last asked."""
+        """Return the leases that have ended since this was last asked."""
         taken: list[Ended] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self.ended.popleft())
+        while self.ended:
+            try:
+                ended = self.ended.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if isinstance(ended, _Lease):
+                self._leases.discard(ended)
+                ended = ended.what if ended.forks == _forks else ended.what._replace(is_shared=True)
+            taken.append(ended)
         self.over += len(taken)
         return taken
 

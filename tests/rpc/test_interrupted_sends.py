@@ -23,6 +23,8 @@ SENDS = {
     "shared": lambda: rpc.rpc_async("worker1", torch.numel, args=(LARGE,), timeout=0),
     "reference": lambda: rpc.rpc_async("worker1", workers.identity, args=(rpc.RRef(LARGE),), timeout=0),
     "remote": lambda: rpc.remote("worker1", max, args=(1, 2), timeout=0),
+    "sync": lambda: rpc.rpc_sync("worker1", max, args=(1, 2), timeout=0),
+    "result": lambda: rpc.rpc_sync("worker1", torch.ones, args=(40_000,), timeout=0),
     "to_here": lambda: rpc.remote("worker1", max, args=(1, 2), timeout=0).rpc_async(timeout=0).bit_length(),
 }
 LARGE = torch.ones(40_000)
