@@ -6,6 +6,7 @@ import threading
 from itertools import count
 
 import pytest
+from interrupts import Interrupts
 
 from nbdist.channel.contract import Channel, ChannelError
 from nbdist.channel.local import LocalChannel
@@ -87,6 +88,42 @@ def in_thread(function):
         return outcome[0]
 
     return result
+
+
+def test_a_send_that_is_interrupted_spoils_no_other(open_channel):
+    """Ctrl-C at any moment of one: it may arrive or not, but whole, and the next ones do."""
+    here, there = open_channel(), open_channel()
+    link = here.connect(there.addresses)
+    numbers, seen, spoilt = count(), [], []
+
+    def send():
+        number = next(numbers)
+        frames = [b"%d" % number, bytes([number % 251]) * (number * 7919 % 300_000), b"end"]
+        link.send(frames, "test")
+
+    def read():
+        while (frames := receive(there)) != [b"last"]:
+            number = int(frames[0])
+            seen.append(number)
+            if frames[1:] != [bytes([number % 251]) * (number * 7919 % 300_000), b"end"]:
+                spoilt.append(number)
+        return True
+
+    read_all = in_thread(read)
+    interrupts = Interrupts()
+    try:
+        interrupts.during_many(send, 1000)
+    finally:
+        interrupts.close()
+    for _ in range(10):
+        send()
+    link.send([b"last"], "test")
+    assert read_all()
+    assert spoilt == []
+    assert len(set(seen)) == len(seen)
+    assert len(seen) > 100
+    last = next(numbers)
+    assert [number in seen for number in range(last - 10, last)] == [True] * 10
 
 
 def test_it_is_a_channel(open_channel):
