@@ -200,14 +200,16 @@ class LocalChannel:
             (guest or soon) and self._may_look and spinning.is_worth_while and self._gate.shut()
         )
         events: Sequence[tuple[int, int]] | None = ()
+        looked = 0.0
         if looks:
             events = self._wait(self._guests if guest else self._gate.news, timeout, begun + MOST)
+            looked = time.monotonic() - begun
             if not events:
                 self._gate.open(me)
         if not events:
             events = self._wait(self._guests if guest else None, timeout)
         if guest or soon:
-            spinning.waited(time.monotonic() - begun, looks)
+            spinning.waited(time.monotonic() - begun, looked)
         return events
 
     def _wait(
@@ -216,7 +218,7 @@ class LocalChannel:
         """Return the files that have news, of those in ``epoll``, or behind the gate where that is None, as `_watch`.
 
         Of all threads that sleep, the kernel wakes one or two for each news, and says it once. Until ``look_until``, if
-        that is given, this thread asks again and again and does not sleep.
+        that is given, this thread asks again and again and does not sleep; others may have its core in between.
         """
         me = threading.get_ident()
         events: Sequence[tuple[int, int]] | None = ()
@@ -225,6 +227,8 @@ class LocalChannel:
             if look_until and epoll is not None:
                 while not events and not self._closed and time.monotonic() < look_until:
                     events = epoll.poll(0, _EVENTS)
+                    if not events:
+                        os.sched_yield()
             elif self._closed:
                 pass
             elif epoll is not None:
