@@ -25,11 +25,11 @@ layer  modules                      what is there
 ====== ============================ ====================================================================
 
 What a call or reference waits for, and what comes next: `rpc.exchange` decides, and draws it.
-The way of a call: `rpc.api` → `rpc.caller` (encodes with `wire.codec`, awaits in `rpc.calls`) → `rpc.links.post`
-→ `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `read` → `rpc.executor`, and back to
-`rpc.outcomes`; who waits for the answer reads it itself where that pays: `rpc.guest`. Large tensors for an agent of
-the same host go beside it, through shared memory: `rpc.sharing`. What is recorded of it for a backward pass:
-`rpc.recording` asks `autograd.recorder`.
+The way of a call: `rpc.api` → `rpc.caller` → `rpc.sender` (encodes with `wire.codec`, awaits in `rpc.calls`) →
+`rpc.links.post` → `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `read` → `rpc.executor` →
+`rpc.answers`, and back to `rpc.outcomes`; who waits for the answer reads it itself where that pays: `rpc.guest`. Large
+tensors for an agent of the same host go beside it, through shared memory: `rpc.sharing`. What is recorded of it for a
+backward pass: `rpc.recording` asks `autograd.recorder`.
 """
 
 from __future__ import annotations

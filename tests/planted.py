@@ -128,7 +128,7 @@ FAULTS = {
         "rpc/test_peer.py::test_ctrl_c_while_a_message_is_written_leaves_no_number_without_a_message",
     ),
     "Ctrl-C leaves forks that no message has": Fault(
-        "rpc/caller.py",
+        "rpc/sender.py",
         "            if first is not None:\n                first.forker.take_back()\n",
         "",
         "rpc/test_interrupted_sends.py",
@@ -213,9 +213,27 @@ FAULTS = {
     ),
     "a block that a forked process reads goes back to its arena": Fault(
         "channel/leases.py",
-        "self._ended.append(what if self._forks == _forks else what._replace(is_shared=True))",
-        "self._ended.append(what)",
+        "ended = ended.what if ended.forks == _forks else ended.what._replace(is_shared=True)",
+        "ended = ended.what",
         "channel/test_arena.py::test_a_forked_process_keeps_what_it_reads",
+    ),
+    "a handler that raises leaves the other signals deferred": Fault(
+        "signals.py",
+        "                raised = error\n",
+        "                raise\n",
+        "test_signals.py::test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were",
+    ),
+    "a look that another thread stalls is followed by the next": Fault(
+        "channel/spinning.py",
+        "looked > _STALLED",
+        "looked > 1000 * _STALLED",
+        "channel/test_spinning.py",
+    ),
+    "a caller that does not read keeps the gate shut": Fault(
+        "rpc/guest.py",
+        "            self._channel.expect_no_more()\n",
+        "            pass\n",
+        "rpc/test_guest.py::test_a_caller_that_does_not_read_leaves_the_gate_open",
     ),
     "a process that had ended before it was watched is not reported": Fault(
         "channel/liveness.py",

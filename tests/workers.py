@@ -492,20 +492,20 @@ def count_short(call: Callable[[int], Any]) -> int:
     """Return how many of CALLS calls this process sends in the short way."""
     from nbdist.rpc.api import current_agent
 
-    caller: Any = current_agent().caller
+    sender: Any = current_agent().sender
     sent: list[int] = []
-    original = caller._send_usual
+    original = sender._send_usual
 
     def counting(*arguments: Any) -> None:
         sent.append(1)
         original(*arguments)
 
-    caller._send_usual = counting
+    sender._send_usual = counting
     try:
         for number in range(CALLS):
             call(number)
     finally:
-        del caller._send_usual
+        del sender._send_usual
     return len(sent)
 
 

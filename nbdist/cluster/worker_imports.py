@@ -23,6 +23,7 @@ MODULES = (
     "nbdist.rpc.executor",
     "nbdist.rpc.handshake",
     "nbdist.rpc.outcomes",
+    "nbdist.rpc.sender",
     "nbdist.rpc.stopping",
     "nbdist.rpc.world",
     "ipykernel.debugger",

@@ -40,6 +40,7 @@ from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
 from nbdist.errors import NbdistError
 from nbdist.ids import GlobalId, IdSource
+from nbdist.rpc.answers import Answers
 from nbdist.rpc.caller import Caller, To
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.dispatch import Job, Pool
@@ -56,7 +57,9 @@ from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.outcomes import Outcomes
 from nbdist.rpc.recording import Recorder
 from nbdist.rpc.references import References
+from nbdist.rpc.repeats import Repeats
 from nbdist.rpc.rref import Home, RRef
+from nbdist.rpc.sender import Sender
 from nbdist.rpc.sharing import Sharing
 from nbdist.rpc.stopping import Stopping
 from nbdist.wire.messages import (
@@ -177,30 +180,27 @@ class Agent:
             self.membership,
             self.links,
             self.references,
-            self.sharing,
             self.recorder,
-            submit=self.submit,
-            activate=self.activate,
+            Answers(me.name, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
         )
         self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
-        self.caller = Caller(
+        self.sender = Sender(
             options,
-            self.membership,
-            self.ids,
             self.pending,
             self.links,
             self.references,
             self.sharing,
             self.recorder,
-            self.outcomes,
+            Repeats(self.pending, self.links, self.outcomes),
         )
+        self.caller = Caller(self.membership, self.ids, self.references, self.outcomes, self.sender)
         self.home = Home(self.references, self.caller, self.recorder.backward)
         """The agent, as far as references know it."""
         self.references.refer = partial(RRef._refer, self.home)
-        self.find, self.timeout_of = self.caller.find, self.caller.timeout_of
+        self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
         if channel.readers > 1:
             self.caller.read_as_guest = Guest(channel, self.links, self._read_as_guest, self.submit).read
-            self.caller.expect, self.caller.expect_no_more = channel.expect, channel.expect_no_more
+            self.caller.expect, self.sender.expect_no_more = channel.expect, channel.expect_no_more
         self.stopping = self.executor.stopping = Stopping(
             me,
             self.exchange,
@@ -246,11 +246,11 @@ class Agent:
     @property
     def rpc_timeout(self) -> float:
         """Seconds that a call has which names no limit; 0 for none."""
-        return self.caller.rpc_timeout
+        return self.sender.rpc_timeout
 
     @rpc_timeout.setter
     def rpc_timeout(self, seconds: float) -> None:
-        self.caller.rpc_timeout = seconds
+        self.sender.rpc_timeout = seconds
 
     @property
     def read_as_guest(self) -> Callable[[Latch], None] | None:
@@ -267,7 +267,7 @@ class Agent:
         ``origin()`` names the cell for which the calling thread works; it travels with every call. ``around(origin)``
         is entered around a function that runs here for a call with such an origin.
         """
-        self.caller.origin = origin
+        self.sender.origin = origin
         self.executor.around = around
 
     @property

@@ -1,4 +1,4 @@
-"""Runs what others ask for, and answers.
+"""Runs what others ask for; `nbdist.rpc.answers` answers.
 
 `nbdist.rpc.exchange.Exchange` first takes hold of what a call refers to (in the reading thread, so that no later
 message can overtake it). The call waits without a thread for references that are not confirmed and for a value that
@@ -12,29 +12,22 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 
 from nbdist import trace
-from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError, WorkerLost
-from nbdist.rpc.arrivals import Arrival
+from nbdist.errors import MissingDefinition, NbdistError, WorkerLost
+from nbdist.rpc.answers import Answers, Asked
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.exchange import Exchange
-from nbdist.rpc.failures import describe
-from nbdist.rpc.forker import MessageForker
-from nbdist.rpc.futures import Promise, outcome_of
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.recording import Attach, Served
 from nbdist.rpc.references import References
 from nbdist.rpc.rref import RRef
-from nbdist.rpc.sharing import Sharing
-from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec, definitions, names
-from nbdist.wire.messages import Call, Mode, Payload, Recording, Reply, State
-from nbdist.wire.tensors import Slot
+from nbdist.wire.messages import Call, Mode
 
 __all__ = ["ASYNC_MARK", "Executor", "Request"]
 
@@ -61,13 +54,9 @@ class Executor:
         membership: Membership,
         links: Links,
         references: References,
-        sharing: Sharing,
         recorder: Served,
-        *,
-        submit: Callable[[Job], None],
-        activate: Callable[[], AbstractContextManager[Any]],
+        answers: Answers,
     ) -> None:
-        """Run nothing yet; ``activate()`` is entered by a thread that answers for the agent and is none of its own."""
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
         """What to enter around a function that runs for a call from a cell; takes the call's origin."""
         self.stopping: Stoppable
@@ -78,10 +67,8 @@ class Executor:
         self.membership = membership
         self.links = links
         self.references = references
-        self.spaces = sharing.spaces
         self.recorder = recorder
-        self.submit = submit
-        self.activate = activate
+        self.answers = answers
 
     def doing(self) -> str:
         """Say what runs here, the longest first, in a few words."""
@@ -116,7 +103,7 @@ class Executor:
         return request.run if is_ready else None
 
 
-class Request(Arrival):
+class Request(Asked):
     """One call on its way through this worker."""
 
     def __init__(self, executor: Executor, call: Call, sender: int, frames: list[bytes]) -> None:
@@ -124,15 +111,12 @@ class Request(Arrival):
         self._executor = executor
         self._frames = frames
         self._references: list[RRef[Any]] = executor.references.accept(call.payload.forks) if call.payload.forks else []
-        self._target: Promise[Any] | None = None
-        """The value that it works on, once it runs."""
         self.decoded: Any = codec.NOT_DECODED
         """The function and its arguments, where they could be decoded early."""
         self._began = False
         """Whether the function has been called, which is done once (G2)."""
-        self._context: Any = None
         if call.recording is not None:
-            self._context = executor.recorder.enter(call.recording, sender)
+            self.context = executor.recorder.enter(call.recording, sender)
 
     # -- in the reading thread ----------------------------------------------------------------
 
@@ -141,7 +125,7 @@ class Request(Arrival):
 
         Making tensors lets go of the GIL, which the woken thread would take: a hand-over in the midst of a call.
         """
-        if self._context is None:
+        if self.context is None:
             self.decoded = codec.decode_early(self.call.payload, self._frames, self._references)
         elif codec.decodes_quickly(self.call.payload, self._frames):
             with contextlib.suppress(NbdistError):  # `run` meets the error again, and answers with it
@@ -149,9 +133,9 @@ class Request(Arrival):
 
     def _attach(self) -> Attach | None:
         recording = self.call.recording
-        if self._context is None or recording is None:
+        if self.context is None or recording is None:
             return None
-        return self._executor.recorder.incoming(self._context, recording, self.sender, self.call.function)
+        return self._executor.recorder.incoming(self.context, recording, self.sender, self.call.function)
 
     # -- in a thread of the pool --------------------------------------------------------------
 
@@ -161,11 +145,12 @@ class Request(Arrival):
         If the call was to make a value to which others refer, they get the error.
         """
         caller = self._executor.membership.name_of(self.sender)
-        self._fail(WorkerLost(f"{caller} was lost before {self.call.function}, which it called here, could begin"))
+        error = WorkerLost(f"{caller} was lost before {self.call.function}, which it called here, could begin")
+        self._executor.answers.fail(self, error)
 
     def run(self) -> None:
         """Run the function and answer; in a thread for which the agent is the active one."""
-        around = self._executor.around
+        around, answers = self._executor.around, self._executor.answers
         try:
             if around is None:
                 result, is_async = self.invoke()
@@ -174,27 +159,27 @@ class Request(Arrival):
                     result, is_async = self.invoke()
         except BaseException as error:
             if isinstance(error, MissingDefinition) and not self._began:
-                self._answer_missing(error)
+                answers.refuse(self, error)
                 return
             if os.getpid() != self._executor.pid:
                 _leave_fork(error)
-            self._fail(error)
+            answers.fail(self, error)
         else:
             if os.getpid() != self._executor.pid:
                 _leave_fork(None)
             if is_async:
-                self._answer_later(result)
+                answers.give_later(self, result)
             else:
-                self._answer(result)
+                answers.give(self, result)
             del result  # the frames of an error in it may have this one
 
     def invoke(self) -> tuple[Any, bool]:
         """Run it; what it returned, and whether that is a future for the result."""
         call = self.call
         if call.target is not None:
-            self._target = self._executor.references.target(call.target)
+            self.value = self._executor.references.target(call.target)
             if call.mode == Mode.FETCH:
-                return self._target.value(), False
+                return self.value.value(), False
         if self.decoded is codec.NOT_DECODED:
             self.decoded = codec.decode(call.payload, self._frames, self._references, self._attach())
         function, args, kwargs = self.decoded
@@ -206,8 +191,8 @@ class Request(Arrival):
             if peer is not None:
                 for _, digest in call.payload.definitions:
                     peer.definitions.add(digest)
-        if self._target is not None:
-            value = self._target.value()
+        if self.value is not None:
+            value = self.value.value()
             is_async = hasattr(getattr(type(value), function, None), ASYNC_MARK)
             function = getattr(value, function)
         else:
@@ -221,140 +206,14 @@ class Request(Arrival):
         self._began = True
         try:
             executor.stopping.begin(key)
-            if self._context is None or call.recording is None:
+            if self.context is None or call.recording is None:
                 return function(*args, **kwargs), is_async
-            with executor.recorder.running(self._context, call.recording):
+            with executor.recorder.running(self.context, call.recording):
                 return function(*args, **kwargs), is_async
         finally:
             executor.stopping.end(key)
             if trace.listeners:
                 trace.emit("call.ran", agent=executor.name, function=call.function, id=call.id)
-
-    def _answer_later(self, future: Any) -> None:
-        if not is_torch_future(future):
-            self._fail(
-                UsageError(
-                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-                    f"but got {type(future).__name__}"
-                )
-            )
-            return
-
-        def finish(done: Any) -> None:
-            with self._executor.activate():
-                result, failed = outcome_of(done)
-                if failed is None:
-                    self._answer(result)
-                else:
-                    self._fail(failed)
-
-        future.add_done_callback(finish)
-
-    def _answer(self, result: Any) -> None:
-        if self.call.result is not None:
-            # The reply goes first: who then asks for the value finds the reference confirmed.
-            state = self._executor.references.announce(self.call.result.rref, result, None)
-            self._reply(True, Payload(), [], state)
-            self._executor.references.fulfil(self.call.result.rref, result, None)
-            self._finish()
-            return
-        usual = codec.encode_usual_result(result, self._executor.spaces.get(self.sender))
-        if usual is not None:
-            self._reply(True, *usual)
-            self._finish()
-            return
-        forker = MessageForker(self._executor.references, self.sender)
-        try:
-            encoded = self._encode(result, forker)
-        except BaseException as error:
-            forker.take_back()
-            what = names.display_name(type(result))
-            self._fail(EncodeError(f"the result of {self.call.function} (a {what}) {error}") if _ours(error) else error)
-            return
-        recording = self._record(encoded) if encoded.recorded else None
-        self._reply(True, encoded.payload, encoded.frames, holds=forker, recording=recording, slots=encoded.slots)
-        self._finish()
-
-    def _record(self, encoded: codec.Encoded) -> Recording:
-        return self._executor.recorder.outgoing(self._context, self.sender, encoded.recorded, self.call.function)
-
-    def _encode(self, result: Any, forker: MessageForker) -> codec.Encoded:
-        executor, recording = self._executor, self.call.recording
-        connection = executor.links.connections.get(self.sender)
-        if connection is None:  # the caller is gone
-            name, device_map, known = "", None, set[str]()
-        else:
-            name, known = connection.record.name, connection.peer.definitions
-            device_map = connection.record.device_maps.get(executor.name)
-        encode = partial(
-            codec.encode,
-            forker=forker,
-            devices={theirs: ours for ours, theirs in device_map.items()} if device_map else None,
-            receiver=name,
-            record=self._context is not None and recording is not None and recording.grad,
-            space=executor.spaces.get(self.sender),
-        )
-        try:
-            return encode(result, by_value=True, known=known)
-        except EncodeError:
-            # A definition of `__main__` that cannot travel by value may still be known by name.
-            forker.take_back()
-            return encode(result)
-
-    def _fail(self, error: BaseException) -> None:
-        executor, call = self._executor, self.call
-        failure, target = None, self._target
-        if call.target is not None and target is not None and target.done() and target.exception() is error:
-            # The error arose earlier, where the value should have been made, and was described there.
-            failure = executor.references.failure(call.target)
-        failure = failure or describe(error, executor.name, call.function)
-        state = None
-        if call.result is not None:
-            error.__traceback__ = None  # its frames would keep the arguments, for as long as the reference lives
-            state = executor.references.announce(call.result.rref, None, error, failure)
-        trace.emit("call.failed", agent=executor.name, function=call.function, error=error, note=failure[2])
-        encoded = codec.encode(failure, by_value=True)
-        self._reply(False, encoded.payload, encoded.frames, state)
-        if call.result is not None:
-            executor.references.fulfil(call.result.rref, None, error)
-        self._finish()
-
-    def _answer_missing(self, error: MissingDefinition) -> None:
-        """The caller may repeat the call with the definitions in it; nothing has run."""
-        missing = self.call.payload.definitions
-        if not missing:
-            self._fail(error)
-            return
-        self._target = None
-        self._executor.references.refuse(self)
-        self._reply(False, Payload(), [], missing=missing)
-
-    def _reply(
-        self,
-        ok: bool,
-        payload: Payload,
-        frames: Any,
-        state: State | None = None,
-        holds: Any = None,
-        missing: list[tuple[str, str]] | None = None,
-        recording: Recording | None = None,
-        slots: Sequence[Slot] = (),
-    ) -> None:
-        call = self.call
-        reply = Reply(call.id, ok, payload, state, missing or [], recording)
-        try:
-            self._executor.links.post(self.sender, reply, frames, holds, slots)
-        except NbdistError:  # the caller is gone
-            return
-
-    def _finish(self) -> None:
-        """Let go of what was held for the call."""
-        self._target = None
-        executor = self._executor
-        with executor.exchange.lock:
-            instructions = executor.exchange.answered(self)
-        if instructions:
-            executor.references.perform(instructions)
 
 
 def _leave_fork(error: BaseException | None) -> None:
@@ -372,7 +231,3 @@ def _leave_fork(error: BaseException | None) -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
-
-
-def _ours(error: BaseException) -> bool:
-    return isinstance(error, EncodeError)

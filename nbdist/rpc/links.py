@@ -20,7 +20,7 @@ from typing import Protocol
 from nbdist import trace
 from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
-from nbdist.rpc.calls import PendingCalls
+from nbdist.rpc.calls import Pending, PendingCalls
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.sharing import Sharing
 from nbdist.signals import Deferral
@@ -212,6 +212,13 @@ class Links:
             if now + PING_FIRST < self.due:
                 self.hurry(now + PING_FIRST)
         return outgoing.seq
+
+    def note_call(self, call: Pending) -> None:
+        """Note that a call has gone out: have the clock looked at when half of its time is over."""
+        if call.timeout > 0 and call.started + call.timeout * 0.5 < self.due:
+            self.hurry(call.started + call.timeout * 0.5)
+        if trace.listeners:
+            trace.emit("call.sent", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
 
     def _keeps(self, to: int, message: Message) -> bool:
         """Return whether the peer of agent ``to`` keeps a message: it has gone out, or will be sent again."""

@@ -19,7 +19,7 @@ from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import rebuild
 from nbdist.rpc.futures import Latch, Promise, without_first_frame
 from nbdist.rpc.links import Links
-from nbdist.rpc.recording import Answers, Attach
+from nbdist.rpc.recording import Attach, Replied
 from nbdist.rpc.references import References, creation_error
 from nbdist.rpc.rref import RRef
 from nbdist.wire import codec
@@ -37,7 +37,7 @@ class Outcomes:
         pending: PendingCalls,
         references: References,
         links: Links,
-        recorder: Answers,
+        recorder: Replied,
         submit: Callable[[Job], None],
     ) -> None:
         self._me = me

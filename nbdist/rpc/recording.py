@@ -15,13 +15,13 @@ import torch
 
 from nbdist.wire.messages import Recording
 
-__all__ = ["Answers", "Attach", "Calling", "Recorder", "Served"]
+__all__ = ["Replied", "Attach", "Calling", "Recorder", "Served"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Makes the tensors that a message brought part of the graph here."""
 
 
-class Answers(Protocol):
+class Replied(Protocol):
     """The methods of a recorder that `nbdist.rpc.outcomes` calls where an answer comes."""
 
     def enter(self, recording: Recording, sender: int) -> Any:
@@ -31,7 +31,7 @@ class Answers(Protocol):
         """Return what makes the tensors of a message that has come part of the graph here."""
 
 
-class Served(Answers, Protocol):
+class Served(Replied, Protocol):
     """The methods of a recorder that `nbdist.rpc.executor` calls where it runs a function for another agent."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:

@@ -28,9 +28,9 @@ EXPECTED = {
     "empty, from a cell": (36, 34, 2),
     "small tensor": (39, 33, 2),
     "remote().to_here()": (112, 114, 4),
-    "step": (286, 317, 7),
-    "ten hops, SMART": (1459, 1388, 43),
-    "ten hops, FAST": (1514, 1447, 43),
+    "step": (286, 316, 7),
+    "ten hops, SMART": (1459, 1378, 43),
+    "ten hops, FAST": (1514, 1437, 43),
 }
 
 

@@ -43,7 +43,7 @@ def test_calls_of_a_cell():
         from nbdist import rpc
         from nbdist.rpc.api import current_agent
 
-        assert current_agent().caller.origin is not None
+        assert current_agent().sender.origin is not None
         found = count_short(lambda number: rpc.rpc_sync("worker0", mine, args=(number,)))
         assert found >= 0.99 * CALLS, found
         '''

@@ -1,0 +1,213 @@
+"""Sends calls: encodes what is called and its arguments, has the answer awaited, and posts the message."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nbdist import durations
+from nbdist.channel.contract import Buffer
+from nbdist.errors import EncodeError
+from nbdist.rpc.calls import Pending, PendingCalls
+from nbdist.rpc.forker import MessageForker
+from nbdist.rpc.futures import Latch, Promise
+from nbdist.rpc.links import Links
+from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
+from nbdist.rpc.recording import Calling
+from nbdist.rpc.references import References
+from nbdist.rpc.repeats import Draft, Repeats
+from nbdist.rpc.rref import RRef
+from nbdist.rpc.sharing import Sharing
+from nbdist.wire import codec, culprit
+from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
+
+__all__ = ["Sender"]
+
+
+class Sender:
+    """Sends one agent's calls."""
+
+    def __init__(
+        self,
+        options: RpcBackendOptions,
+        pending: PendingCalls,
+        links: Links,
+        references: References,
+        sharing: Sharing,
+        recorder: Calling,
+        repeats: Repeats,
+    ) -> None:
+        self.origin: Callable[[], str] | None = None
+        """For whose cell the calling thread works; it travels with every call."""
+        self.rpc_timeout = time_limit(options.rpc_timeout)
+        """Seconds that a call has which names no limit; 0 for none."""
+        self.expect_no_more: Callable[[], None] = _nothing
+        """Called where a call does not go out whose answer the thread was to read itself (`Latch.on_send`)."""
+        self._device_maps = options.device_maps
+        self._pending = pending
+        self._links = links
+        self._references = references
+        self._spaces = sharing.spaces
+        self._recorder = recorder
+        self._repeats = repeats
+
+    def timeout_of(self, timeout: float) -> float:
+        """Return a call's time limit in seconds: the default where ``timeout`` is negative; 0 for none."""
+        if timeout == UNSET_RPC_TIMEOUT:  # as in almost every call
+            return self.rpc_timeout
+        seconds = durations.limit(timeout)
+        return self.rpc_timeout if seconds < 0 else seconds
+
+    def send(
+        self,
+        to: Record,
+        mode: Mode,
+        label: str,
+        body: Any,
+        timeout: float,
+        outcome: Promise[Any] | Latch,
+        *,
+        builtin: bool = False,
+        target: RRef[Any] | None = None,
+        result: Fork | None = None,
+    ) -> Pending:
+        """Send a call of ``body``, and have its end settle ``outcome``; return what is known of it meanwhile.
+
+        ``body`` is a function (or its name), a tuple and a dict; None for a fetch, which only has a ``target``, the
+        reference whose value the call works on. ``result`` is the fork that the caller has of a value which the call
+        makes. ``timeout`` is as in `timeout_of`. Raises what keeps the call from being sent.
+        """
+        call = Pending(
+            id=next(self._pending.numbers),
+            to=to.incarnation,
+            worker=to.name,
+            function=label,
+            outcome=outcome,
+            started=time.monotonic(),
+            timeout=self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.timeout_of(timeout),
+            thread=threading.get_ident(),
+            result=result,
+            target=target._id if target is not None else None,
+        )
+        if target is not None:
+            # Until it is answered, though the reference be let go of: it may be repeated, or wait there for others.
+            call.hold = target.keep()
+        context = self._recorder.current()
+        if context is None and target is None:
+            function, args, kwargs = body
+            peer = self._links.peer(to.incarnation) if type(function) is not str else None
+            known, lacking = (peer.definitions, peer.lacking) if peer is not None else ((), ())
+            space = self._spaces.get(to.incarnation)
+            usual = codec.encode_usual_call(function, args, kwargs, space, known, lacking)
+            if usual is not None:
+                if usual[0].definitions and type(outcome) is Latch:  # the caller cannot touch its arguments meanwhile
+                    again = partial(self._encode, call, to, mode, builtin, body, None, None, by_value=True)
+                    call.again = partial(self._repeats.send, call, again)
+                self._send_usual(call, mode, builtin, *usual)
+                return call
+        first: Draft | None = None
+        try:
+            first = self._encode(call, to, mode, builtin, body, target, context)
+            if call.definitions:
+                again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
+                self._repeats.prepare(call, again)
+            self._pending.add(call)
+            if type(outcome) is Latch and outcome.on_send is not None:
+                outcome.on_send()
+            self._repeats.post(call, first)
+        except BaseException:
+            self._pending.pop(call.id)
+            self.expect_no_more()
+            if first is not None:
+                first.forker.take_back()
+            call.drop_repeat()
+            if call.recording is not None:
+                self._recorder.withdraw(call.recording)
+            raise
+        return call
+
+    def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
+        """Send a call in which there is nothing that references, recordings or definitions must hear of."""
+        origin = self.origin() if self.origin is not None else ""
+        message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
+        try:
+            self._pending.add(call)
+            outcome = call.outcome
+            if type(outcome) is Latch and outcome.on_send is not None:
+                outcome.on_send()
+            call.seq = self._links.post(call.to, message, frames)
+        except BaseException:
+            self._pending.pop(call.id)
+            self.expect_no_more()
+            raise
+        self._links.note_call(call)
+
+    def _encode(
+        self,
+        call: Pending,
+        to: Record,
+        mode: Mode,
+        builtin: bool,
+        body: Any,
+        target: RRef[Any] | None,
+        context: Any,
+        *,
+        by_value: bool = False,
+    ) -> Draft:
+        forker = MessageForker(self._references, to.incarnation)
+        peer = self._links.peer(to.incarnation)
+        device_map = self._device_maps.get(to.name)
+        # A call that is encoded once more is so by another thread.
+        grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
+        try:
+            if body is None:
+                encoded = codec.Encoded(_NO_PAYLOAD, [])
+            else:
+                encoded = codec.encode(
+                    body,
+                    by_value=by_value,
+                    lacking=peer.lacking if peer is not None else (),
+                    known=peer.definitions if peer is not None and not by_value else (),
+                    forker=forker,
+                    devices={str(ours): str(theirs) for ours, theirs in device_map.items()} if device_map else None,
+                    receiver=to.name,
+                    record=context is not None and grad,
+                    space=self._spaces.get(to.incarnation),
+                )
+            call.definitions = encoded.named
+            if context is not None and call.recording is None:  # once, also for a call that is encoded twice
+                call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
+            elif encoded.requires_grad and context is None and grad and not by_value:
+                self._recorder.warn(call.function, to.name)
+            message = Call(
+                call.id,
+                mode,
+                call.function,
+                encoded.payload,
+                builtin,
+                call.result,
+                target._id if target is not None else None,
+                self.origin() if self.origin is not None else "",
+                call.recording,
+            )
+            forker.kept.append(call.hold)
+            return Draft(message, encoded.frames, forker, encoded.slots)
+        except BaseException as error:
+            forker.take_back()
+            if isinstance(error, EncodeError):
+                found = culprit.of_call(body) if error.__cause__ is not None and isinstance(body, tuple) else ""
+                which = f"{found}, which" if found else f"an argument of {call.function} (or the function)"
+                raise EncodeError(f"{which} {error}") from (error.__cause__ or error)
+            raise
+
+
+_NO_PAYLOAD = Payload()
+
+
+def _nothing() -> None:
+    pass
