@@ -56,10 +56,11 @@ class Deferral:
         global _deferral
         if _deferral is self:
             _deferral = self._outer
-        try:
-            self.put_back()
-        finally:
-            self._run_what_came()
+        if self._before:  # it is the main thread
+            try:
+                self.put_back()
+            finally:
+                self._run_what_came()
 
     def put_back(self) -> None:
         """Have all handlers that were there, without those that wait; what one of them raises meanwhile comes last."""

@@ -658,7 +658,7 @@ class SimulatedWorld:
                 self.deliver()
             elif any(member.jobs.waiting for member in self.members):
                 self.finish_all()
-            elif busy := [member for member in self.members if member.agent.references.released]:
+            elif busy := [member for member in self.members if member.agent.references.holds.ended]:
                 busy[0].read()
             else:
                 due = min((member.agent.links.due for member in self.members), default=math.inf)

@@ -100,7 +100,7 @@ class SteppedWorld(World):
         if agent.pool.waiting:
             job = agent.pool.waiting.popleft()
         elif agent.channel._queue.empty():
-            if not agent.references.released:
+            if not agent.references.holds.ended:
                 return False
             agent.references.reap()
             return True

@@ -1,11 +1,12 @@
 """When handlers of signals run that come in the midst of something."""
 
+import gc
 import os
-import random
 import signal
 import threading
 
 import pytest
+from interrupts import Interrupts
 
 from nbdist.signals import Deferral
 
@@ -89,29 +90,27 @@ def test_two_that_came_run_both_though_the_first_raises(came):
     assert seen == ["second"]
 
 
-def test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were(came):
+def test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were():
     """As a user's timeout with `signal.setitimer` does: for a time Ctrl-C was deaf for good after some of them."""
-    note = signal.getsignal(signal.SIGUSR1)
-    before = signal.signal(signal.SIGALRM, note)
-    chance = random.Random(0)
+
+    def act():
+        for _ in range(4):
+            with Deferral():
+                pass
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    interrupts = Interrupts()
+    raises = signal.getsignal(signal.SIGALRM)
+    gc.disable()  # Python swallows what is raised while hypothesis looks on at a collection
     try:
         for _ in range(3000):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 4e-5))
-                for _ in range(4):
-                    with Deferral():
-                        pass
-                while True:
-                    pass
-            except Struck:
-                pass
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            assert signal.getsignal(signal.SIGUSR1) is note
-            assert signal.getsignal(signal.SIGALRM) is note
+            interrupts.during(act, 4e-5)
+            assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+            assert signal.getsignal(signal.SIGALRM) is raises
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert len(came) == 3000
+        gc.enable()
+        interrupts.close()
+    assert interrupts.came > 1500
 
 
 def test_in_another_thread_nothing_is_deferred():

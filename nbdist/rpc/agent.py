@@ -340,9 +340,9 @@ class Agent:
         """
         now = time.monotonic()
         links, sharing = self.links, self.sharing
-        if self.references.released:
+        if self.references.holds.ended:
             with self._turn:
-                self.references.reap()
+                self.references.release_ended()
         if sharing.ended or sharing.owing or now >= sharing.trim_at:
             self._give_back(now)
         if now >= links.due:

@@ -1,14 +1,11 @@
 """Drives the reference counting of one agent: values, handles, and the messages that `Forks` asks for.
 
-Python may collect an `RRef` in any thread and in the middle of anything. So its end is only noted (`hold`); the thread
-that reads acts on it.
+Python may collect an `RRef` in any thread and in the middle of anything. So its end is only noted (`nbdist.rpc.holds`),
+and the thread that reads acts on it.
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +18,14 @@ from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.failures import Failure
 from nbdist.rpc.forks import Drop, Instruction, Send
 from nbdist.rpc.futures import Promise
+from nbdist.rpc.holds import Holds
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
+from nbdist.rpc.news import News
+from nbdist.signals import Deferral
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
-__all__ = ["Hold", "References", "creation_error"]
-
-_log = logging.getLogger("nbdist.rpc")
+__all__ = ["References", "creation_error"]
 
 
 def creation_error(why: object) -> RRefError:
@@ -40,21 +38,6 @@ def _gone() -> Promise[Any]:
     why = "a worker through which it came was lost, or the call that was to make it was given up"
     gone.try_settle(None, RRefError(f"the value of this RRef is gone: {why}"))
     return gone
-
-
-class Hold:
-    """What keeps a value: its reference has it, and so has each message with which that is on its way."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Note(weakref.ref[Hold]):
-    """Watches a `Hold`, and knows what its end releases."""
-
-    __slots__ = ("released",)
-
-    released: tuple[GlobalId, GlobalId | None]
-    """The ids of a value and of the fork held here; None for the fork on the owner."""
 
 
 class References:
@@ -87,12 +70,12 @@ class References:
         self._lock = exchange.lock
         self._values: dict[GlobalId, Promise[Any]] = {}
         self._failures: dict[GlobalId, Failure] = {}
-        self._watched: dict[GlobalId, list[Callable[[], None]]] = {}
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
-        self.released: deque[_Note] = deque()
-        """The notes whose holds have gone, for `reap`."""
-        self._notes: set[_Note] = set()
-        """All notes: one that nobody keeps is told nothing."""
+        self.holds = Holds()
+        """What holds values and forks here; `reap` releases what was held by those that have gone."""
+        self.hold = self.holds.hold
+        news = News(self._lock)
+        self.when_changed, self._tell = news.when_changed, news.tell
 
     # -- values -------------------------------------------------------------------------------
 
@@ -282,63 +265,16 @@ class References:
             self.forks.on_state(message)
         self._tell(message.rref)
 
-    # -- for whoever shows them ---------------------------------------------------------------
-
-    def when_changed(self, ids: Sequence[GlobalId], then: Callable[[], None]) -> Callable[[], None]:
-        """Call ``then`` with each news of a value or fork among ``ids``; returns a function that ends that.
-
-        It is called by whatever thread has the news, and must not block.
-        """
-        with self._lock:
-            for id in ids:
-                self._watched.setdefault(id, []).append(then)
-
-        def end() -> None:
-            with self._lock:
-                for id in ids:
-                    left = [other for other in self._watched.pop(id, ()) if other is not then]
-                    if left:
-                        self._watched[id] = left
-
-        return end
-
-    def _tell(self, id: GlobalId | None = None) -> None:
-        """There is news of this one, or of all."""
-        if not self._watched:
-            return
-        with self._lock:
-            found = (
-                [*self._watched.get(id, ())] if id is not None else [t for all in self._watched.values() for t in all]
-            )
-        for then in found:
-            try:
-                then()
-            except Exception:  # what shows a reference must not keep the news from those who use it
-                _log.exception("a reference could not be shown")
-
     # -- letting go ---------------------------------------------------------------------------
 
-    def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
-        """Return what holds ``fork`` (on the owner, where it is None, the value) until it goes.
-
-        Its end is added to `released`, and no more is done: the reader, who looks up often, is not woken. No function
-        in Python runs for that, because Ctrl-C would cut it short, and Python would swallow the Ctrl-C.
-        """
-        hold = Hold()
-        note = _Note(hold, self.released.append)
-        note.released = rref, fork
-        self._notes.add(note)
-        return hold
-
     def reap(self) -> None:
-        """Release what was held by holds that have gone."""
-        while self.released:
-            try:
-                note = self.released.popleft()
-            except IndexError:  # another thread does the same
-                return
-            self._notes.discard(note)
-            rref, fork = note.released
+        """Release what was held by holds that have gone, in a thread in which Ctrl-C may come."""
+        with Deferral():  # or some of it would stay held
+            self.release_ended()
+
+    def release_ended(self) -> None:
+        """Do as `reap`, in a thread in which Ctrl-C does not come."""
+        for rref, fork in self.holds.take_ended():
             with self._lock:
                 instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
             self.perform(instructions)
@@ -371,7 +307,7 @@ class References:
 
     def clear(self) -> None:
         """The agent has ended."""
-        self._notes.clear()
+        self.holds.clear()
         with self._lock:
             values, self._values = self._values, {}
             self._failures.clear()

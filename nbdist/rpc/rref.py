@@ -19,9 +19,10 @@ from nbdist.ids import GlobalId
 from nbdist.rpc.describing import error_line
 from nbdist.rpc.forks import Standing
 from nbdist.rpc.futures import Promise
+from nbdist.rpc.holds import Hold
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.peeking import Peek, look
-from nbdist.rpc.references import Hold, References, creation_error
+from nbdist.rpc.references import References, creation_error
 from nbdist.wire.messages import Fork, State
 from nbdist.wire.registered import register_reference
 
@@ -151,7 +152,8 @@ class RRef(Generic[T]):
 
         It is called by whatever thread has the news, and must not block.
         """
-        return self._home.references.when_changed([self._id, *([self._fork] if self._fork is not None else [])], then)
+        ids = [self._id] if self._fork is None else [self._id, self._fork]
+        return self._home.references.when_changed(ids, then)
 
     def forks_out(self) -> int | None:
         """Return how many forks of the value other workers hold; None where it is not owned here."""

@@ -117,7 +117,7 @@ def test_a_thousand_strangers(over_tcp):
                 sock.close(0)
     assert rpc.rpc_sync("worker1", workers.call_there, args=("worker0", workers.name)) == "worker0"
     assert not os.path.exists(MARK)
-    assert agent.exchange.served == served_before + 1  # worker1's
+    workers.eventually_is(served_before + 1, lambda: agent.exchange.served)  # worker1's
     context.destroy(0)
 
 
