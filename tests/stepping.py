@@ -102,7 +102,7 @@ class SteppedWorld(World):
         elif agent.channel._queue.empty():
             if not agent.references.holds.ended:
                 return False
-            agent.references.reap()
+            agent.references.release_ended()
             return True
         else:
             job = agent.read(0)
