@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _signal as signals  # type: ignore[import-not-found]  # `signal` itself makes enums, twice a call
+import contextlib
 import os
 import signal
 import threading
@@ -13,16 +14,26 @@ __all__ = ["Deferral"]
 
 _DEFERRED = tuple(
     getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGQUIT")
+    for name in (
+        *("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGQUIT"),
+        *("SIGXCPU", "SIGIO", "SIGPIPE", "SIGWINCH", "SIGTSTP", "SIGCONT", "SIGTTIN", "SIGTTOU", "SIGURG"),
+    )
     if hasattr(signal, name)
 )
-"""The signals whose handlers may raise."""
+"""The signals that another process, the user or a clock may send, and whose handlers may raise.
+
+That of SIGCHLD does where torch's DataLoader has workers.
+"""
+
+
+_TRIES = 1000
+"""How many handlers may raise while others are put back or run."""
 
 
 class Deferral:
-    """The time in which the main thread runs no signal's handler; in another thread, which runs none, it does nothing.
+    """While it is entered, the main thread runs no handlers of signals; in another thread, which runs none, no change.
 
-    A handler whose signal came meanwhile runs at the end. It costs about 5 µs. One may begin within another.
+    A handler whose signal came meanwhile runs at the end. It costs about 2 µs. One may begin within another.
     """
 
     __slots__ = ("_before", "_came", "_is_over", "_outer", "_sleeps", "is_due")
@@ -56,25 +67,29 @@ class Deferral:
         global _deferral
         if _deferral is self:
             _deferral = self._outer
-        if self._before:  # it is the main thread
+        if not self._before:  # it is not the main thread
+            return
+        raised: BaseException | None = None
+        for _ in range(_TRIES):
             try:
                 self.put_back()
-            finally:
-                self._run_what_came()
-
-    def put_back(self) -> None:
-        """Have all handlers that were there, without those that wait; what one of them raises meanwhile comes last."""
-        raised: BaseException | None = None
-        self._is_over = True
-        while True:
-            try:
-                for number, before in self._before.items():
-                    signals.signal(number, before)
+                if self._came:
+                    self._run_what_came()
                 break
-            except BaseException as error:  # from a handler that is there again: the others are still to come
+            except BaseException as error:  # from a handler: the others are still to be put back, or to run
                 raised = error
         if raised is not None:
-            raise raised
+            try:
+                raise raised
+            finally:
+                del raised  # or the error, its traceback and this frame would keep each other
+
+    def put_back(self) -> None:
+        """Have the handlers that were there, without those that wait, and but for those that were changed meanwhile."""
+        for number, before in self._before.items():
+            if signals.getsignal(number) == self._note:
+                signals.signal(number, before)
+        self._is_over = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._is_over or (frame is not None and frame.f_code is self._sleeps):
@@ -85,11 +100,11 @@ class Deferral:
 
     def _run_what_came(self) -> None:
         while self._came:
-            number, frame = self._came.pop(0)
+            number, frame = self._came[0]
             try:
                 self._before[number](number, frame)
             finally:
-                self._run_what_came()  # also when this one raises
+                del self._came[0]  # not before: a handler that another one keeps from running runs later
 
 
 _deferral: Deferral | None = None
@@ -103,8 +118,9 @@ def _after_fork() -> None:
     global _deferral, _main_thread
     _main_thread = threading.get_ident()
     while _deferral is not None:  # another thread has forked, and is the child's main one
-        _deferral.put_back()
-        _deferral = _deferral._outer
+        ended, _deferral = _deferral, _deferral._outer
+        with contextlib.suppress(BaseException):  # from a handler: the outer ones are still to be put back
+            ended.put_back()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,9 +1,11 @@
 """When handlers of signals run that come in the midst of something."""
 
+import contextlib
 import gc
 import os
 import signal
 import threading
+import weakref
 
 import pytest
 from interrupts import Interrupts
@@ -101,7 +103,7 @@ def test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     interrupts = Interrupts()
     raises = signal.getsignal(signal.SIGALRM)
-    gc.disable()  # Python swallows what is raised while hypothesis looks on at a collection
+    gc.disable()  # Python swallows what is raised inside hypothesis's callback of the collector
     try:
         for _ in range(3000):
             interrupts.during(act, 4e-5)
@@ -111,6 +113,64 @@ def test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were():
         gc.enable()
         interrupts.close()
     assert interrupts.came > 1500
+
+
+@pytest.mark.parametrize("name", ["SIGCHLD", "SIGXCPU", "SIGWINCH"])
+def test_signals_of_all_kinds_are_deferred(name):
+    """Torch's DataLoader has a handler of SIGCHLD that raises."""
+    number, came = getattr(signal, name), []
+    before = signal.signal(number, lambda *_: came.append(number))
+    try:
+        with Deferral():
+            signal.raise_signal(number)
+            assert came == []
+        assert came == [number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_very_many_may_come():
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: came.append(1))
+    try:
+        with Deferral():
+            for _ in range(2000):
+                strike()
+        assert len(came) == 2000
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_a_handler_sets_stays():
+    """Such as one for the first Ctrl-C, after which a second one is to kill."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    try:
+        with Deferral():
+            strike()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_error_at_the_end_keeps_nothing_alive(came):
+    class Local:
+        """What a function has while it is cut short."""
+
+    kept = []
+
+    def act():
+        local = Local()
+        kept.append(weakref.ref(local))
+        with Deferral():
+            strike()
+
+    gc.disable()
+    try:
+        with contextlib.suppress(Struck):
+            act()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_in_another_thread_nothing_is_deferred():

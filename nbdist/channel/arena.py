@@ -84,8 +84,8 @@ class Slot:
 class _Unsent(weakref.ref[Slot]):
     """Watches a slot that is not sent yet.
 
-    The slot's end is noted without any Python code: that may come in any thread, with any lock held, and a Ctrl-C that
-    came in a ``__del__`` would be lost, and the block with it.
+    A slot may die in any thread, with any lock held. So only a function in C runs then (`deque.append`): a Ctrl-C that
+    came in a ``__del__`` would be swallowed, and the block would never be free again.
     """
 
     __slots__ = ("block",)
@@ -113,7 +113,7 @@ class Arena:
         self.threshold = threshold
         self._unsent: dict[tuple[int, int], _Unsent] = {}
         self._dropped: deque[_Unsent] = deque()
-        """Those whose slot was dropped, and which nobody has looked at."""
+        """Those whose slots have died; `_collect` frees their blocks."""
         self.falls_back = 0
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

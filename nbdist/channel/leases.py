@@ -49,7 +49,7 @@ class Ended(NamedTuple):
 
 
 class _Hold:
-    """What the memory of a leased block holds on to, and dies with."""
+    """An attribute of the leased memory, which dies with it; that is what `_Lease` notices."""
 
     __slots__ = ("__weakref__", "mapping")
 
@@ -82,7 +82,7 @@ class Leases:
 
     def __init__(self) -> None:
         self.ended: deque[_Lease | Ended] = deque()
-        """What has ended and was not taken; others only look whether there is any."""
+        """What has ended and was not taken; others only test whether it is empty."""
         self.begun = 0
         self.over = 0
         self._leases: set[_Lease] = set()
@@ -136,7 +136,10 @@ class Leases:
             return segment.mapping
 
     def take_ended(self) -> list[Ended]:
-        """Return the leases that have ended since this was last asked."""
+        """Return the leases that have ended since this was last asked.
+
+        One that ended before a fork and is taken after it counts as shared, too, which is on the safe side.
+        """
         taken: list[Ended] = []
         while self.ended:
             try:

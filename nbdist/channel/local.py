@@ -202,7 +202,8 @@ class LocalChannel:
         events: Sequence[tuple[int, int]] | None = ()
         looked = 0.0
         if looks:
-            events = self._wait(self._guests if guest else self._gate.news, timeout, begun + MOST)
+            look_until = begun + (MOST if timeout is None else min(MOST, timeout))
+            events = self._wait(self._guests if guest else self._gate.news, timeout, look_until)
             looked = time.monotonic() - begun
             if not events:
                 self._gate.open(me)
@@ -218,7 +219,7 @@ class LocalChannel:
         """Return the files that have news, of those in ``epoll``, or behind the gate where that is None, as `_watch`.
 
         Of all threads that sleep, the kernel wakes one or two for each news, and says it once. Until ``look_until``, if
-        that is given, this thread asks again and again and does not sleep; others may have its core in between.
+        that is given, this thread asks again and again and does not sleep. In between others may run on its core.
         """
         me = threading.get_ident()
         events: Sequence[tuple[int, int]] | None = ()

@@ -1,15 +1,15 @@
 """Decides whether a thread that waits for a message looks for it again and again at first, instead of sleeping at once.
 
 To wake a thread that sleeps takes 5 to 50 µs, the most in virtual machines, and costs the side that wakes it time as
-well. A core that has slept is slower for a while, too. Where messages follow each other as quickly as calls and their
+well. A core that was idle runs slower at first, too. Where messages follow each other as quickly as calls and their
 answers, it is cheaper not to sleep, also in CPU time. So a wait begins with a look of `MOST` seconds if the one before
 was short. Between two looks the thread lets others have its core (``sched_yield``).
 
 Where that look is in vain several times in a row, a few waits go by without one. A long wait costs one look at most.
 
 A look that takes much longer than `MOST` had to share its core with a thread that computes. There it is better to
-sleep: the kernel lets a thread that wakes up go first, and one that gives its core away last. So many waits go by
-without a look. Pure.
+sleep: the kernel lets a thread that wakes up go first, and one that yields go last. So the next `_REST_STALLED` waits
+begin with sleep. Pure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST = 1e-3
 """Seconds for which a thread looks before it sleeps: more than a quick function or a small backward pass takes."""
 
 _SHORT = 2 * MOST
-"""A look is worth while after a wait of so many seconds at most: two threads that sleep take longer than `MOST`."""
+"""A look is worth while after a wait of so many seconds at most: the next may be shorter, the more so without sleep."""
 
 _STALLED = 2 * MOST
 """A look that took more seconds shared its core with a thread that computes."""

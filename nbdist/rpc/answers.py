@@ -27,7 +27,7 @@ __all__ = ["Answers", "Asked"]
 
 
 class Asked(Arrival):
-    """One call, as far as its answer depends on it."""
+    """The part of a call that has come which is needed to answer it."""
 
     context: Any = None
     """The autograd context for which it was recorded; None where it was not."""

@@ -214,7 +214,7 @@ class Links:
         return outgoing.seq
 
     def note_call(self, call: Pending) -> None:
-        """Note that a call has gone out: have the clock looked at when half of its time is over."""
+        """Note that a call has gone out: its callee is to be asked for news when half of its time is over."""
         if call.timeout > 0 and call.started + call.timeout * 0.5 < self.due:
             self.hurry(call.started + call.timeout * 0.5)
         if trace.listeners:

@@ -15,7 +15,7 @@ import torch
 
 from nbdist.wire.messages import Recording
 
-__all__ = ["Replied", "Attach", "Calling", "Recorder", "Served"]
+__all__ = ["Attach", "Calling", "Recorder", "Replied", "Served"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Makes the tensors that a message brought part of the graph here."""
@@ -32,7 +32,7 @@ class Replied(Protocol):
 
 
 class Served(Replied, Protocol):
-    """The methods of a recorder that `nbdist.rpc.executor` calls where it runs a function for another agent."""
+    """The methods of a recorder that `nbdist.rpc.executor` and `nbdist.rpc.answers` call to run a function."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent, as part of a call of a function or of its answer."""
@@ -42,7 +42,7 @@ class Served(Replied, Protocol):
 
 
 class Calling(Protocol):
-    """The methods of a recorder that `nbdist.rpc.caller` calls where a call is sent."""
+    """The methods of a recorder that `nbdist.rpc.sender` calls where a call is sent."""
 
     def current(self) -> Any:
         """Return the context in which the calling thread is; None if in none."""

@@ -72,7 +72,7 @@ class References:
         self._failures: dict[GlobalId, Failure] = {}
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
         self.holds = Holds()
-        """What holds values and forks here; `reap` releases what was held by those that have gone."""
+        """What holds values and forks here; `release_ended` releases what was held by those that have gone."""
         self.hold = self.holds.hold
         news = News(self._lock)
         self.when_changed, self._tell = news.when_changed, news.tell

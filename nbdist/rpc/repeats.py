@@ -1,7 +1,7 @@
 """Sends calls once more, with definitions in them that the callee turned out to lack.
 
 A call that names functions or classes of our ``__main__`` goes out without their definitions where the callee may have
-them. If it has not, it runs nothing and says so, and `nbdist.rpc.outcomes` calls what was prepared here.
+them. If it has not, it runs nothing and says so, and `nbdist.rpc.outcomes` calls `Pending.again`, which sends it anew.
 """
 
 from __future__ import annotations
@@ -61,18 +61,16 @@ class Repeats:
         call.definitions = names_only
 
     def send(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Send a call once more, and have its answer awaited again."""
+        """Send a call once more, and have its answer awaited again; where that cannot be done, the call fails."""
         call.again = call.unsent = None
         try:
             self._pending.add(call)
-            self.post(call, encode())
+            message, frames, forker, slots = encode()
+            call.seq = self._links.post(call.to, message, frames, forker, slots)
         except BaseException as error:
             if self._pending.pop(call.id) is not None:
                 self._outcomes.unrepeated(call, error)
-
-    def post(self, call: Pending, draft: Draft) -> None:
-        """Send a call whose answer is awaited."""
-        call.seq = self._links.post(call.to, draft.message, draft.frames, draft.forker, draft.slots)
+            return
         self._links.note_call(call)
 
     def _give_up(self, call: Pending, error: NbdistError) -> None:

@@ -47,7 +47,7 @@ class Sender:
         self.rpc_timeout = time_limit(options.rpc_timeout)
         """Seconds that a call has which names no limit; 0 for none."""
         self.expect_no_more: Callable[[], None] = _nothing
-        """Called where a call does not go out whose answer the thread was to read itself (`Latch.on_send`)."""
+        """Called where a call could not be sent, to undo what `Latch.on_send` did."""
         self._device_maps = options.device_maps
         self._pending = pending
         self._links = links
@@ -119,7 +119,7 @@ class Sender:
             self._pending.add(call)
             if type(outcome) is Latch and outcome.on_send is not None:
                 outcome.on_send()
-            self._repeats.post(call, first)
+            call.seq = self._links.post(call.to, first.message, first.frames, first.forker, first.slots)
         except BaseException:
             self._pending.pop(call.id)
             self.expect_no_more()
@@ -129,6 +129,7 @@ class Sender:
             if call.recording is not None:
                 self._recorder.withdraw(call.recording)
             raise
+        self._links.note_call(call)
         return call
 
     def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
