@@ -27,13 +27,14 @@ That of SIGCHLD does where torch's DataLoader has workers.
 
 
 _TRIES = 1000
-"""How many handlers may raise while others are put back or run."""
+"""The number of handlers that may raise while the others are put back, or run."""
 
 
 class Deferral:
-    """While it is entered, the main thread runs no handlers of signals; in another thread, which runs none, no change.
+    """While it is entered, the main thread runs no handlers of signals.
 
-    A handler whose signal came meanwhile runs at the end. It costs about 2 µs. One may begin within another.
+    In other threads, which run none, it does nothing. A handler whose signal came meanwhile runs at the end. It costs
+    about 2 µs. One may begin within another.
     """
 
     __slots__ = ("_before", "_came", "_is_over", "_outer", "_sleeps", "is_due")
@@ -85,7 +86,7 @@ class Deferral:
                 del raised  # or the error, its traceback and this frame would keep each other
 
     def put_back(self) -> None:
-        """Have the handlers that were there, without those that wait, and but for those that were changed meanwhile."""
+        """Put the handlers back that were there before, except where somebody has set another one meanwhile."""
         for number, before in self._before.items():
             if signals.getsignal(number) == self._note:
                 signals.signal(number, before)

@@ -213,8 +213,8 @@ FAULTS = {
     ),
     "a block that a forked process reads goes back to its arena": Fault(
         "channel/leases.py",
-        "ended = ended.what if ended.forks == _forks else ended.what._replace(is_shared=True)",
-        "ended = ended.what",
+        "what if forks == _forks else what._replace(is_shared=True)",
+        "what",
         "channel/test_arena.py::test_a_forked_process_keeps_what_it_reads",
     ),
     "a handler that raises leaves the other signals deferred": Fault(

@@ -13,12 +13,12 @@ import os
 import resource
 import threading
 import weakref
-from collections import deque
 from collections.abc import Sequence
 
 from nbdist.channel import memory
 from nbdist.channel.blocks import Block, Blocks, Close, Empty, Instruction, Open
 from nbdist.channel.memory import Mapping, MemoryFailure
+from nbdist.holds import Hold, Holds
 from nbdist.signals import Deferral
 from nbdist.wire.messages import Place
 
@@ -63,34 +63,24 @@ os.register_at_fork(after_in_child=_after_fork)
 class Slot:
     """A block with something in it for one receiver; unless it is sent, it goes back."""
 
-    __slots__ = ("__weakref__", "_arena", "_block", "_receiver", "place")
+    __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
 
-    def __init__(self, arena: Arena, block: Block, receiver: int, place: Place) -> None:
+    def __init__(self, arena: Arena, block: Block, hold: Hold, receiver: int, place: Place) -> None:
+        """``hold`` is of the block; its end, with that of the slot, gives the block back."""
         self.place = place
         self._arena = arena
         self._block = block
+        self._hold = hold
         self._receiver = receiver
 
     def send(self) -> None:
         """It is the receiver's from now on."""
         with Deferral():  # or a Ctrl-C in between would leave it nobody's
-            self._arena.send(self._block, self._receiver)
+            self._arena.send(self._block, self._hold, self._receiver)
 
     def take_back(self) -> None:
         """It certainly has not gone out."""
         self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
-
-
-class _Unsent(weakref.ref[Slot]):
-    """Watches a slot that is not sent yet.
-
-    A slot may die in any thread, with any lock held. So only a function in C runs then (`deque.append`): a Ctrl-C that
-    came in a ``__del__`` would be swallowed, and the block would never be free again.
-    """
-
-    __slots__ = ("block",)
-
-    block: Block
 
 
 class Space:
@@ -111,9 +101,8 @@ class Arena:
 
     def __init__(self, incarnation: int, bound: int, threshold: int) -> None:
         self.threshold = threshold
-        self._unsent: dict[tuple[int, int], _Unsent] = {}
-        self._dropped: deque[_Unsent] = deque()
-        """Those whose slots have died; `_collect` frees their blocks."""
+        self._unsent: Holds[Block] = Holds()
+        """Of the blocks of slots that are not sent."""
         self.falls_back = 0
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -142,9 +131,7 @@ class Arena:
             # The mapping is held here, too: the arena may be closed while this thread copies.
             file, mapping = self._files[segment.number], self._mappings[segment.number]
             place = Place(segment.number, file, segment.size, block.offset, length)
-            slot = Slot(self, block, receiver, place)
-            unsent = self._unsent[segment.number, block.offset] = _Unsent(slot, self._dropped.append)
-            unsent.block = block
+            slot = Slot(self, block, self._unsent.hold(block), receiver, place)
         ctypes.memmove(mapping.address + block.offset, pointer, length)
         return slot
 
@@ -159,10 +146,10 @@ class Arena:
             return None
         return block
 
-    def send(self, block: Block, receiver: int) -> None:
+    def send(self, block: Block, hold: Hold, receiver: int) -> None:
         """Note that a block is with its receiver. A `Deferral` must be around it (`Slot.send`)."""
         with self._lock:
-            del self._unsent[block.segment.number, block.offset]
+            self._unsent.forget(hold)
             self._blocks.send(block, receiver)
 
     # -- and back -----------------------------------------------------------------------------
@@ -191,9 +178,7 @@ class Arena:
             self._do(self._blocks.trim())
 
     def _collect(self) -> None:
-        while self._dropped:
-            block = self._dropped.popleft().block
-            del self._unsent[block.segment.number, block.offset]
+        for block in self._unsent.take_ended():
             self._do(self._blocks.put_back(block))
 
     def _do(self, instructions: Sequence[Instruction]) -> None:

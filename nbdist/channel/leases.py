@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import weakref
-from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from nbdist.channel.arena import PROBE, PROBE_SIZE, file_name
 from nbdist.channel.memory import Mapping, MemoryFailure, open_of
+from nbdist.holds import Holds
 from nbdist.wire.messages import Place, Record
 from nbdist.wire.tensors import Buffer, Unreadable
 
@@ -48,27 +47,6 @@ class Ended(NamedTuple):
     """Whether a forked process may still read the block."""
 
 
-class _Hold:
-    """An attribute of the leased memory, which dies with it; that is what `_Lease` notices."""
-
-    __slots__ = ("__weakref__", "mapping")
-
-    def __init__(self, mapping: Mapping) -> None:
-        self.mapping = mapping
-
-
-class _Lease(weakref.ref[_Hold]):
-    """Watches the memory of a block, and knows what its end gives back.
-
-    The end is noted without any Python code: a Ctrl-C that came in a ``__del__`` would be lost, and the block with it.
-    """
-
-    __slots__ = ("forks", "what")
-
-    forks: int
-    what: Ended
-
-
 class _Segment:
     """Another agent's segment, mapped here."""
 
@@ -81,11 +59,12 @@ class Leases:
     """An agent's leases."""
 
     def __init__(self) -> None:
-        self.ended: deque[_Lease | Ended] = deque()
-        """What has ended and was not taken; others only test whether it is empty."""
+        self._holds: Holds[tuple[Ended, int]] = Holds()
+        """Of the memory of each lease: what its end gives back, and the number of forks until it began."""
+        self.ended = self._holds.ended
+        """Not empty while leases have ended that nobody has taken."""
         self.begun = 0
         self.over = 0
-        self._leases: set[_Lease] = set()
         self._segments: dict[tuple[int, int], _Segment] = {}
         self._lock = threading.Lock()
 
@@ -109,20 +88,16 @@ class Leases:
 
     def _begin(self, owner: Record, place: Place, now: float) -> Buffer:
         what = Ended(owner.incarnation, place.segment, place.offset, place.length, False)
+        hold = self._holds.hold((what, _forks))  # where this returns without the memory, the lease ends at once
         self.begun += 1
         if not 0 <= place.offset <= place.offset + place.length <= place.size:
-            self.ended.append(what)
             return Unreadable("the place is not in the sender's shared memory")
         try:
             mapping = self._segment(owner, place, now)
         except MemoryFailure as error:
-            self.ended.append(what)
             return Unreadable(str(error))
         block = (ctypes.c_char * place.length).from_address(mapping.address + place.offset)
-        hold = block.hold = _Hold(mapping)  # type: ignore[attr-defined]
-        lease = _Lease(hold, self.ended.append)
-        lease.what, lease.forks = what, _forks
-        self._leases.add(lease)
+        block.lease = hold, mapping  # type: ignore[attr-defined]
         return memoryview(block).cast("B")
 
     def _segment(self, owner: Record, place: Place, now: float) -> Mapping:
@@ -140,16 +115,7 @@ class Leases:
 
         One that ended before a fork and is taken after it counts as shared, too, which is on the safe side.
         """
-        taken: list[Ended] = []
-        while self.ended:
-            try:
-                ended = self.ended.popleft()
-            except IndexError:  # another thread was faster
-                break
-            if isinstance(ended, _Lease):
-                self._leases.discard(ended)
-                ended = ended.what if ended.forks == _forks else ended.what._replace(is_shared=True)
-            taken.append(ended)
+        taken = [what if forks == _forks else what._replace(is_shared=True) for what, forks in self._holds.take_ended()]
         self.over += len(taken)
         return taken
 

@@ -32,7 +32,7 @@ _REST_MOST = 8
 """The number of waits that begin with sleep, at most, before a look is tried again."""
 
 _REST_STALLED = 64
-"""The same after a look that was stalled."""
+"""The number of waits that begin with sleep after a look that was stalled."""
 
 
 class Spinning:

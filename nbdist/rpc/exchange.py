@@ -31,7 +31,7 @@ Threads: whoever sends an event here holds `Exchange.lock`, and lets go of it be
 anything. It is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks.
 These need no lock, because each is one operation on a dict: `Exchange.came_alone`, and `answered`, `pop`, `get` and
 `all` of `PendingCalls`. A finaliser may run at any moment in any thread, also while that thread holds the lock. So
-nbdist has no finalisers of its own that send events: the end of a reference is only noted (`nbdist.rpc.holds`).
+nbdist has no finalisers of its own that send events: the end of a reference is only noted (`nbdist.holds`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class News:
-    """Who wants to know what becomes of the values and forks of one agent."""
+    """Tells listeners what becomes of the values and forks of one agent."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock

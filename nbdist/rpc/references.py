@@ -1,6 +1,6 @@
 """Drives the reference counting of one agent: values, handles, and the messages that `Forks` asks for.
 
-Python may collect an `RRef` in any thread and in the middle of anything. So its end is only noted (`nbdist.rpc.holds`),
+Python may collect an `RRef` in any thread and in the middle of anything. So its end is only noted (`nbdist.holds`),
 and the thread that reads acts on it.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.errors import NbdistError, RRefError
+from nbdist.holds import Hold, Holds
 from nbdist.ids import GlobalId, IdSource
 from nbdist.rpc.arrivals import Arrival
 from nbdist.rpc.describing import describe_error, describe_value
@@ -18,7 +19,6 @@ from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.failures import Failure
 from nbdist.rpc.forks import Drop, Instruction, Send
 from nbdist.rpc.futures import Promise
-from nbdist.rpc.holds import Holds
 from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.news import News
@@ -71,9 +71,8 @@ class References:
         self._values: dict[GlobalId, Promise[Any]] = {}
         self._failures: dict[GlobalId, Failure] = {}
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
-        self.holds = Holds()
-        """What holds values and forks here; `release_ended` releases what was held by those that have gone."""
-        self.hold = self.holds.hold
+        self.holds: Holds[tuple[GlobalId, GlobalId | None]] = Holds()
+        """The holds of references here: each of a value, by its id, and of the fork, None on the owner."""
         news = News(self._lock)
         self.when_changed, self._tell = news.when_changed, news.tell
 
@@ -266,6 +265,13 @@ class References:
         self._tell(message.rref)
 
     # -- letting go ---------------------------------------------------------------------------
+
+    def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
+        """Return what keeps ``fork`` (on the owner, where it is None, the value) until nothing refers to it.
+
+        A reference has it, and so has each message with which the reference is on its way.
+        """
+        return self.holds.hold((rref, fork))
 
     def reap(self) -> None:
         """Release what was held by holds that have gone, in a thread in which Ctrl-C may come."""

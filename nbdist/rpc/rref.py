@@ -15,11 +15,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from nbdist.errors import RRefError, UsageError, WorkerLost
+from nbdist.holds import Hold
 from nbdist.ids import GlobalId
 from nbdist.rpc.describing import error_line
 from nbdist.rpc.forks import Standing
 from nbdist.rpc.futures import Promise
-from nbdist.rpc.holds import Hold
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.peeking import Peek, look
 from nbdist.rpc.references import References, creation_error
