@@ -183,7 +183,7 @@ def test_a_cell_that_is_run_again_while_its_old_run_goes_on(notebook, tmp_path):
     begun = notebook.run("pass")
     code = f"%%remote 1 -a\nprint('begun')\nopen({str(path)!r}).close()\nprint('over')"
     old = send(code)
-    notebook.until(lambda: "begun" in old.stdout)
+    notebook.until(lambda: "begun\n" in old.stdout)  # all of it: what comes later shows at the new run
     assert old.stderr == ""
     new = send(code.replace("open", "str").replace(".close()", ""))
     notebook.until(lambda: new.idle and new.stderr)
