@@ -554,6 +554,7 @@ class Small(int):
     pass
 
 
+@pytest.mark.usefixtures("usual_way")
 @pytest.mark.parametrize("call", made("usual"))
 def test_the_usual_call_is_encoded_as_by_the_general_way(call):
     value = made("usual")[call]
@@ -566,6 +567,7 @@ def test_any_other_call_is_left_to_the_general_way(call):
     assert codec.encode_usual_call(*made("other")[call], None) is None
 
 
+@pytest.mark.usefixtures("usual_way")
 @pytest.mark.parametrize("result", [None, 1, "two", torch.ones(2), torch.arange(3)], ids=str)
 def test_the_usual_result_is_encoded_as_by_the_general_way(result):
     general = codec.encode(result, by_value=True)
@@ -577,6 +579,7 @@ def test_any_other_result_is_left_to_the_general_way(result):
     assert codec.encode_usual_result(result, None) is None
 
 
+@pytest.mark.usefixtures("usual_way")
 def test_what_cannot_be_decoded_early_is_left_to_whoever_runs_it():
     encoded = codec.encode(torch.ones(2))
     assert torch.equal(codec.decode_early(encoded.payload, encoded.frames), torch.ones(2))

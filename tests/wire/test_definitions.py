@@ -306,6 +306,7 @@ def same():
     return Main(FUNCTIONS), Main(FUNCTIONS)
 
 
+@pytest.mark.usefixtures("usual_way")
 def test_the_usual_call_of_a_function_names_it_beside_the_body(same):
     sender, receiver = same
     payload, frames = own_call(sender, "plain", {sender.digest("plain")})
@@ -342,6 +343,7 @@ def test_only_functions_at_the_top_level_take_the_usual_way(same, expression):
         assert codec.encode_usual_call(function, (0,), {}, None, everything) is None
 
 
+@pytest.mark.usefixtures("usual_way")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_function_that_changes_is_not_taken_for_what_it_was(same, change):
     (name, source), (sender, receiver) = CHANGES[change], same
@@ -359,6 +361,7 @@ def test_a_function_that_changes_is_not_taken_for_what_it_was(same, change):
     assert found(receiver, payload) is getattr(receiver, name)
 
 
+@pytest.mark.usefixtures("usual_way")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_receiver_that_changes_a_function_has_it_no_more(same, change):
     (name, source), (sender, receiver) = CHANGES[change], same
@@ -407,6 +410,7 @@ def test_a_class_that_changes_deep_inside_is_not_taken_for_what_it_was(change):
     assert received is not receiver.Thing
 
 
+@pytest.mark.usefixtures("usual_way")
 def test_what_a_function_assigns_around_itself_is_its_state():
     """A decorator that counts, or computes something once, makes no other function of what it decorates."""
     source = """

@@ -1,0 +1,11 @@
+"""What the tests of encoding share."""
+
+import pytest
+
+from nbdist.wire import usual
+
+
+@pytest.fixture
+def usual_way(monkeypatch):
+    """Have usual messages encoded and decoded in the short way, though NBDIST_USUAL=0 has all others take the long."""
+    monkeypatch.setattr(usual, "IS_ON", True)
