@@ -1,4 +1,8 @@
-"""Ctrl-C for waits that Python cannot end.
+"""Ctrl-C for waits that Python cannot end, and for a main thread that the kernel does not tell of it.
+
+The kernel tells one thread, any one, of a signal that is sent to a process. Python runs the handler in the main thread,
+which knows nothing of it if it sleeps and another thread was told. So who sees Ctrl-C arrive wakes the main thread,
+with a signal that is for nothing else (`_WAKING`).
 
 A wait for a future of torch's own sleeps in C++, where no Python signal handler runs until it returns. Such a future
 may be one that a callback of ours completes. (A list with a future of ours in it is waited for in Python, see
@@ -17,16 +21,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 __all__ = ["InterruptWatch"]
 
 _LOOK_EVERY = 0.02
 _LOOK_FOR = 1.0
+_WAKING = signal.SIGURG
+"""A signal for the main thread alone, so that it runs the handlers of others."""
+
 _TORCH_FUTURES = os.path.join("torch", "futures", "__init__.py")
 
 
 class InterruptWatch:
-    """Calls ``give_up`` when Ctrl-C finds the main thread inside torch's own waits."""
+    """Wakes the main thread at Ctrl-C, and calls ``give_up`` where it is inside torch's own waits then."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self._give_up = give_up
@@ -34,6 +42,9 @@ class InterruptWatch:
         self._closed = False
         # The wakeup file belongs to the main thread; one that is there already gets what we read.
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._wakes = signal.getsignal(_WAKING) in (signal.SIG_DFL, signal.SIG_IGN, _nothing)
+        if self._wakes:  # else it is somebody's, and not to be sent for nothing
+            signal.signal(_WAKING, _nothing)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
 
@@ -54,7 +65,13 @@ class InterruptWatch:
                 if self._before >= 0:
                     os.write(self._before, numbers)
                 if signal.SIGINT in numbers:
+                    self._wake()
                     self._look()
+
+    def _wake(self) -> None:
+        """Have the main thread run what handlers are due; one that has done so already does nothing."""
+        if self._wakes and signal.getsignal(_WAKING) is _nothing:
+            signal.pthread_kill(threading.main_thread().ident or 0, _WAKING)
 
     def _look(self) -> None:
         deadline = time.monotonic() + _LOOK_FOR
@@ -76,8 +93,14 @@ class InterruptWatch:
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can take the file back from `signal`: it must stay open
         _put_back(self._before)
+        if self._wakes and signal.getsignal(_WAKING) is _nothing:
+            signal.signal(_WAKING, signal.SIG_DFL)
         os.close(self._read)
         os.close(self._write)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that was only to wake the main thread."""
 
 
 def _put_back(wakeup_file: int) -> None:

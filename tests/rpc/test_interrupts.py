@@ -1,4 +1,4 @@
-"""The watch for Ctrl-C leaves the process's wakeup file as it found it, whoever closes what, and when."""
+"""The watch for Ctrl-C wakes the main thread, and leaves the process as it found it, whoever closes what, and when."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import pytest
 
@@ -85,3 +86,44 @@ def test_only_the_main_thread_can_watch():
     thread.start()
     thread.join()
     assert found == [None]
+
+
+def test_a_main_thread_that_the_kernel_does_not_tell_is_woken():
+    """Here it may not tell it, because that one blocks the signal; on a busy machine it now and then chose another."""
+    opened = watch()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    begun = time.monotonic()
+    try:
+        other = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        ready = threading.Thread(target=_listen, daemon=True)
+        ready.start()
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(20)
+        assert time.monotonic() - begun < 15
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+        opened.close()
+    assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
+
+
+def _listen() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    time.sleep(5)
+
+
+def test_a_handler_of_the_users_is_neither_replaced_nor_called():
+    called: list[int] = []
+    before = signal.signal(signal.SIGURG, lambda number, frame: called.append(number))
+    opened = watch()
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(5)
+        opened.close()
+        assert signal.getsignal(signal.SIGURG) is not signal.SIG_DFL
+        assert not called
+    finally:
+        signal.signal(signal.SIGURG, before)
