@@ -9,6 +9,7 @@ layer  modules                      what is there
 0      errors ids trace pictures    words that all layers share; drawings as images
        durations registry           lengths of time that users give, checked; what higher layers make
        signals holds                what must not be cut short by Ctrl-C; what has died
+       finalisers                   calls that are made where Python collects garbage in the midst of the package
        torch_private                the private names of torch that are used, in one table
 1      wire                         messages, the codec, the protocol of one peer: all pure
 2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty; who is
@@ -96,6 +97,7 @@ __version__ = "0.1.0"
 LAYERS: dict[str, int] = {
     "durations": 0,
     "errors": 0,
+    "finalisers": 0,
     "holds": 0,
     "ids": 0,
     "pictures": 0,

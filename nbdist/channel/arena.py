@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from nbdist.channel import memory
 from nbdist.channel.blocks import Block, Blocks, Close, Empty, Instruction, Open
 from nbdist.channel.memory import Mapping, MemoryFailure
+from nbdist.finalisers import this_thread
 from nbdist.holds import Hold, Holds
 from nbdist.signals import Deferral
 from nbdist.wire.messages import Place
@@ -122,16 +123,21 @@ class Arena:
 
     def put(self, pointer: int, length: int, receiver: int) -> Slot | None:
         """Copy what is there into a block for ``receiver``; None where there is no room."""
-        with Deferral(), self._lock:
-            block = None if self._is_closed else self._take(length)
-            if block is None:
-                self.falls_back += 1
-                return None
-            segment = block.segment
-            # The mapping is held here, too: the arena may be closed while this thread copies.
-            file, mapping = self._files[segment.number], self._mappings[segment.number]
-            place = Place(segment.number, file, segment.size, block.offset, length)
-            slot = Slot(self, block, self._unsent.hold(block), receiver, place)
+        was_closed = this_thread.is_closed
+        try:
+            this_thread.is_closed = True
+            with Deferral(), self._lock:
+                block = None if self._is_closed else self._take(length)
+                if block is None:
+                    self.falls_back += 1
+                    return None
+                segment = block.segment
+                # The mapping is held here, too: the arena may be closed while this thread copies.
+                file, mapping = self._files[segment.number], self._mappings[segment.number]
+                place = Place(segment.number, file, segment.size, block.offset, length)
+                slot = Slot(self, block, self._unsent.hold(block), receiver, place)
+        finally:
+            this_thread.is_closed = was_closed
         ctypes.memmove(mapping.address + block.offset, pointer, length)
         return slot
 

@@ -39,6 +39,7 @@ from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
 from nbdist.errors import NbdistError
+from nbdist.finalisers import this_thread
 from nbdist.ids import GlobalId, IdSource
 from nbdist.rpc.answers import Answers
 from nbdist.rpc.caller import Caller, To
@@ -192,6 +193,8 @@ class Agent:
             self.sharing,
             self.recorder,
             Repeats(self.pending, self.links, self.outcomes),
+            self.exchange.is_deciding,
+            self.outcomes.unsent,
         )
         self.caller = Caller(self.membership, self.ids, self.references, self.outcomes, self.sender)
         self.home = Home(self.references, self.caller, self.recorder.backward)
@@ -357,9 +360,12 @@ class Agent:
     def _read_as_guest(self, timeout: float | None) -> Job | None:
         """As `read`, in a thread that is none of the agent's."""
         before, here.agent = here.agent, self
+        was_closed = this_thread.is_closed
         try:
+            this_thread.is_closed = True
             return self.read(timeout, guest=True)
         finally:
+            this_thread.is_closed = was_closed
             here.agent = before
 
     def _give_back(self, now: float) -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 from nbdist.channel.contract import ChannelError
 from nbdist.errors import NbdistError, UnknownWorker, UsageError, WorkerLost
 from nbdist.ids import IdSource
-from nbdist.rpc.calls import Pending
 from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.membership import Membership, WorkerInfo
 from nbdist.rpc.outcomes import Outcomes
@@ -77,10 +76,12 @@ class Caller:
         timeout: float,
     ) -> Future[Any]:
         """Call, and have a Future; it fails where the worker is gone."""
+        future: Future[Any] = Future()
         try:
-            return self._call(to, function, args, kwargs, timeout, Future()).future
+            self._call(to, function, args, kwargs, timeout, future)
         except WorkerLost as error:
-            return _failed(error.with_traceback(None))  # whose frames have the arguments
+            return _failed(error.with_traceback(None))  # whose frames have the arguments, and the other future
+        return future
 
     def remote(
         self,
@@ -114,7 +115,9 @@ class Caller:
 
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of a referenced value, and have a Future."""
-        return self._method(rref, name, timeout, args, kwargs, Future()).future
+        future: Future[Any] = Future()
+        self._method(rref, name, timeout, args, kwargs, future)
+        return future
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Call a method of a referenced value, and have an RRef to the outcome."""
@@ -155,22 +158,22 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
         outcome: Promise[Any] | Latch,
-    ) -> Pending:
+    ) -> None:
         if not callable(function) or type(args) not in _ARGS or type(kwargs) not in _KWARGS:
             _check(function, args, kwargs)
         callee = (self._membership.names.get(to) if type(to) is str else None) or self.find(to)
         named = names.describe(function)
         body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
-        return self._send(callee, Mode.CALL, named.label, body, timeout, outcome, builtin=named.builtin)
+        self._send(callee, Mode.CALL, named.label, body, timeout, outcome, builtin=named.builtin)
 
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
-    ) -> Pending:
+    ) -> None:
         rref.check_alive()
         state = rref.state
         label = f"{state.qualname}.{name}" if state is not None else name
         body = (name, args, kwargs)
-        return self._send(self._owner(rref), Mode.METHOD, label, body, timeout, outcome, target=rref)
+        self._send(self._owner(rref), Mode.METHOD, label, body, timeout, outcome, target=rref)
 
     def _owner(self, rref: RRef[Any]) -> Record:
         record = self._membership.get(rref._owner)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.ids import GlobalId
-from nbdist.rpc.futures import Future, Latch, Promise
+from nbdist.rpc.futures import Latch, Promise
 from nbdist.wire.messages import Fork, Recording
 
 __all__ = ["Pending", "PendingCalls"]
@@ -42,12 +42,6 @@ class Pending:
     recording: Recording | None = None
     definitions: Sequence[tuple[str, str]] = ()
     """Those that the callee has to have."""
-
-    @property
-    def future(self) -> Future[Any]:
-        """The outcome, where it was promised to somebody as a future."""
-        assert isinstance(self.outcome, Future)
-        return self.outcome
 
     @property
     def is_waited_for(self) -> bool:
@@ -98,11 +92,12 @@ class PendingCalls:
 
     def add(self, call: Pending) -> None:
         """Await the answer to a call that is about to be sent, perhaps once more."""
-        half = call.started + call.timeout * 0.5  # first: what cannot be computed must not be awaited
+        # First: what cannot be computed must not be awaited, and a new object may have Python collect garbage.
+        half = call.started + call.timeout * 0.5, call.id
         with self._lock:
             self._calls[call.id] = call
             if call.timeout > 0:
-                heapq.heappush(self._due, (half, call.id))
+                heapq.heappush(self._due, half)
                 if len(self._due) > 2 * len(self._calls) + 1024:
                     self._sort()
 

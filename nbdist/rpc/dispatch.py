@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from nbdist.finalisers import this_thread
 from nbdist.rpc.futures import set_blocking_hook
 
 __all__ = ["Job", "Pool"]
@@ -99,9 +100,14 @@ class Pool:
 
     def submit(self, job: Job) -> None:
         """Run ``job`` on a thread of the pool."""
-        with self._condition:
-            self._queue.append(job)
-            self._provide()
+        was_closed = this_thread.is_closed
+        try:
+            this_thread.is_closed = True
+            with self._condition:
+                self._queue.append(job)
+                self._provide()
+        finally:
+            this_thread.is_closed = was_closed
 
     def close(self, timeout: float) -> bool:
         """End all threads that are not in user code; whether that was all of them."""
@@ -136,16 +142,19 @@ class Pool:
 
     def _run(self) -> None:
         set_blocking_hook(self._blocking)
+        this_thread.is_closed = True  # but while it runs a job
         self._begin()
         thread = threading.current_thread()
         try:
             while (job := self._next()) is not None:
                 started = time.monotonic()
+                this_thread.is_closed = False
                 try:
                     job()
                 except BaseException:
                     _log.exception("a job of the pool failed")
                 del job
+                this_thread.is_closed = True
                 with self._condition:
                     self._running -= 1
                     self._finished_at = time.monotonic()
@@ -248,6 +257,7 @@ class Pool:
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
+        this_thread.is_closed = True  # this is a thread of the pool, and the next line cannot be cut short by Ctrl-C
         with self._condition:
             self._blocked += 1
             self._brisk = False
@@ -255,6 +265,7 @@ class Pool:
                 self._needed.set()
             if self._queue:
                 self._provide()
+        this_thread.is_closed = False
         try:
             yield
         finally:

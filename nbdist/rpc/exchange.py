@@ -40,6 +40,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 
+from nbdist.finalisers import guard
 from nbdist.ids import GlobalId, IdSource
 from nbdist.rpc.arrivals import Arrival, Stage
 from nbdist.rpc.calls import PendingCalls
@@ -54,6 +55,8 @@ class Exchange:
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self.lock = threading.RLock()
+        self.is_deciding = guard(self.lock)
+        """Returns whether the calling thread holds the lock; so it does where Python has run a finaliser meanwhile."""
         """Guards the calls, references, values and running threads of the agent.
 
         Reentrant, because a user's ``__del__`` may run in a thread that holds it, and make a call.

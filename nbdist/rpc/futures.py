@@ -32,7 +32,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from nbdist import durations
-from nbdist.errors import RpcTimeout
+from nbdist.errors import RpcTimeout, UsageError
+from nbdist.finalisers import may_wait
 
 __all__ = [
     "Future",
@@ -250,6 +251,11 @@ class Promise(Generic[T]):
         if timeout is not None:
             timeout = durations.patience(timeout)
         if not self._done:
+            if not may_wait():
+                raise UsageError(
+                    "a finaliser (a __del__, or what a weak reference calls) waited for a future where Python had run "
+                    "it in a thread that sends or reads messages; what it waits for might never come. Do not wait there"
+                )
             try:
                 with blocking_wait():
                     if self._latch.acquire(timeout=-1 if timeout is None else timeout):

@@ -20,6 +20,7 @@ from typing import Protocol
 from nbdist import trace
 from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
+from nbdist.finalisers import this_thread
 from nbdist.rpc.calls import Pending, PendingCalls
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.sharing import Sharing
@@ -173,45 +174,50 @@ class Links:
         refuses raises ChannelError; anything else that must arrive is tried again. Wherever this raises and the
         message certainly does not go out, ``holds`` and ``slots`` are taken back. After Ctrl-C it may yet go out.
         """
-        now = time.monotonic()
-        sharing = self._sharing
-        back: list[tuple[int, int]] | None = None
+        was_closed = this_thread.is_closed
         try:
-            if (sharing.ended or sharing.owing) and message.gives_back:
-                with Deferral():
-                    back = sharing.owed(to)
-            with self._lock:
-                connection = self.connections.get(to)
-                if connection is None or self.closed:
-                    raise self._no_connection(to)
-                if holds is not None:
-                    holds.is_sent = True
-                for slot in slots:
-                    slot.send()  # before it can be seen, and before the receiver can be given up
-                    connection.sent += slot.place.length
-                outgoing = connection.peer.send(message, frames, now, holds, back)
-                connection.sent += sum(map(len, outgoing.frames))
-        except BaseException:  # the receiver is gone, or Ctrl-C
-            if not self._keeps(to, message):
-                self._take_back(to, holds, slots, back)
-            raise
-        try:
-            connection.link.send(outgoing.frames, message.kind)
-        except ChannelError:
-            if isinstance(message, Call):
+            this_thread.is_closed = True
+            now = time.monotonic()
+            sharing = self._sharing
+            back: list[tuple[int, int]] | None = None
+            try:
+                if (sharing.ended or sharing.owing) and message.gives_back:
+                    with Deferral():
+                        back = sharing.owed(to)
                 with self._lock:
-                    connection.peer.refused(outgoing, now)
-                    due = connection.peer.next_tick()
-                self.hurry(due)
-                self._take_back(to, holds, slots, back)
-                if self.closed or self.connections.get(to) is None:
-                    raise self._no_connection(to) from None  # it was lost in between
+                    connection = self.connections.get(to)
+                    if connection is None or self.closed:
+                        raise self._no_connection(to)
+                    if holds is not None:
+                        holds.is_sent = True
+                    for slot in slots:
+                        slot.send()  # before it can be seen, and before the receiver can be given up
+                        connection.sent += slot.place.length
+                    outgoing = connection.peer.send(message, frames, now, holds, back)
+                    connection.sent += sum(map(len, outgoing.frames))
+            except BaseException:  # the receiver is gone, or Ctrl-C
+                if not self._keeps(to, message):
+                    self._take_back(to, holds, slots, back)
                 raise
-            self.hurry(self._postpone(connection, outgoing))
-        finally:  # also after Ctrl-C: the peer keeps the message, and will see that it has not arrived
-            if now + PING_FIRST < self.due:
-                self.hurry(now + PING_FIRST)
-        return outgoing.seq
+            try:
+                connection.link.send(outgoing.frames, message.kind)
+            except ChannelError:
+                if isinstance(message, Call):
+                    with self._lock:
+                        connection.peer.refused(outgoing, now)
+                        due = connection.peer.next_tick()
+                    self.hurry(due)
+                    self._take_back(to, holds, slots, back)
+                    if self.closed or self.connections.get(to) is None:
+                        raise self._no_connection(to) from None  # it was lost in between
+                    raise
+                self.hurry(self._postpone(connection, outgoing))
+            finally:  # also after Ctrl-C: the peer keeps the message, and will see that it has not arrived
+                if now + PING_FIRST < self.due:
+                    self.hurry(now + PING_FIRST)
+            return outgoing.seq
+        finally:
+            this_thread.is_closed = was_closed
 
     def note_call(self, call: Pending) -> None:
         """Note that a call has gone out: its callee is to be asked for news when half of its time is over."""
@@ -401,8 +407,7 @@ class Links:
 
     def peers(self) -> list[Peer]:
         """The protocol state with each agent."""
-        with self._lock:
-            return [connection.peer for connection in self.connections.values()]
+        return [connection.peer for connection in list(self.connections.values())]
 
     def connected(self, incarnation: int) -> Record | None:
         """The record of an agent that this one talks to, member or not yet."""
@@ -411,8 +416,7 @@ class Links:
 
     def sent(self) -> dict[str, int]:
         """How many bytes have been sent to whom."""
-        with self._lock:
-            return {each.record.name: each.sent for each in self.connections.values()}
+        return {each.record.name: each.sent for each in list(self.connections.values())}
 
     def traffic(self) -> tuple[int, int]:
         """Return how many messages that must arrive have been sent so far, and how many are not acknowledged.

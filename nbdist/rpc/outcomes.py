@@ -163,6 +163,12 @@ class Outcomes:
         else:
             self._references.fail(result.fork, may_exist=may_exist)
 
+    def unsent(self, result: Fork | None, outcome: Promise[Any], error: BaseException) -> None:
+        """End a call that could not be sent by another thread than the one that made it."""
+        if result is not None:
+            self.creation_failed(result, error, may_exist=False)
+        outcome.try_settle(None, error)
+
     def run_due(self, now: float) -> None:
         """End the calls whose time is up; ask after those whose time is half over."""
         half, over = self._pending.due(now)

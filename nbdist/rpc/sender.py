@@ -12,7 +12,8 @@ import torch
 
 from nbdist import durations
 from nbdist.channel.contract import Buffer
-from nbdist.errors import EncodeError
+from nbdist.errors import EncodeError, UsageError
+from nbdist.finalisers import hand_over, this_thread
 from nbdist.rpc.calls import Pending, PendingCalls
 from nbdist.rpc.forker import MessageForker
 from nbdist.rpc.futures import Latch, Promise
@@ -41,7 +42,14 @@ class Sender:
         sharing: Sharing,
         recorder: Calling,
         repeats: Repeats,
+        is_deciding: Callable[[], bool],
+        on_unsent: Callable[[Fork | None, Promise[Any], BaseException], None],
     ) -> None:
+        """Make the sender.
+
+        ``is_deciding()`` returns whether the calling thread holds the lock without which nothing is answered.
+        ``on_unsent`` is to end what a finaliser has called and what could not be sent.
+        """
         self.origin: Callable[[], str] | None = None
         """For whose cell the calling thread works; it travels with every call."""
         self.rpc_timeout = time_limit(options.rpc_timeout)
@@ -55,6 +63,8 @@ class Sender:
         self._spaces = sharing.spaces
         self._recorder = recorder
         self._repeats = repeats
+        self._is_deciding = is_deciding
+        self._on_unsent = on_unsent
 
     def timeout_of(self, timeout: float) -> float:
         """Return a call's time limit in seconds: the default where ``timeout`` is negative; 0 for none."""
@@ -75,13 +85,17 @@ class Sender:
         builtin: bool = False,
         target: RRef[Any] | None = None,
         result: Fork | None = None,
-    ) -> Pending:
-        """Send a call of ``body``, and have its end settle ``outcome``; return what is known of it meanwhile.
+    ) -> None:
+        """Send a call of ``body``, and have its end settle ``outcome``.
 
         ``body`` is a function (or its name), a tuple and a dict; None for a fetch, which only has a ``target``, the
         reference whose value the call works on. ``result`` is the fork that the caller has of a value which the call
-        makes. ``timeout`` is as in `timeout_of`. Raises what keeps the call from being sent.
+        makes. ``timeout`` is as in `timeout_of`. Raises what keeps the call from being sent. What a finaliser calls in
+        the midst of the package is sent by another thread; then this raises UsageError where ``outcome`` is waited for.
         """
+        if this_thread.is_closed or (type(outcome) is Latch and self._is_deciding()):
+            self._hand_over(to, mode, label, body, timeout, outcome, builtin, target, result)
+            return
         call = Pending(
             id=next(self._pending.numbers),
             to=to.incarnation,
@@ -109,7 +123,7 @@ class Sender:
                     again = partial(self._encode, call, to, mode, builtin, body, None, None, by_value=True)
                     call.again = partial(self._repeats.send, call, again)
                 self._send_usual(call, mode, builtin, *usual)
-                return call
+                return
         first: Draft | None = None
         try:
             first = self._encode(call, to, mode, builtin, body, target, context)
@@ -130,7 +144,31 @@ class Sender:
                 self._recorder.withdraw(call.recording)
             raise
         self._links.note_call(call)
-        return call
+
+    def _hand_over(
+        self,
+        to: Record,
+        mode: Mode,
+        label: str,
+        body: Any,
+        timeout: float,
+        outcome: Promise[Any] | Latch,
+        builtin: bool,
+        target: RRef[Any] | None,
+        result: Fork | None,
+    ) -> None:
+        """Have another thread send what a finaliser calls; what keeps it from being sent is the call's outcome."""
+        told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for a latch
+
+        def send() -> None:
+            try:
+                self.send(to, mode, label, body, timeout, told, builtin=builtin, target=target, result=result)
+            except BaseException as error:
+                self._on_unsent(result, told, error.with_traceback(None))
+
+        hand_over(send)
+        if told is not outcome:
+            raise UsageError(_FINALISER.format(label=label, to=to.name))
 
     def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
         """Send a call in which there is nothing that references, recordings or definitions must hear of."""
@@ -208,6 +246,12 @@ class Sender:
 
 
 _NO_PAYLOAD = Payload()
+
+_FINALISER = (
+    "{label} was called on {to} by a finaliser (a __del__, or what a weak reference calls) that Python ran while this "
+    "thread was sending or reading messages, where it cannot wait for an answer. The call is made all the same, and "
+    "its result dropped. In finalisers, call with rpc_async"
+)
 
 
 def _nothing() -> None:

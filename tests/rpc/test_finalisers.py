@@ -1,0 +1,134 @@
+"""A user's finaliser makes a call, wherever Python runs it: in the midst of sending, of reading, of a decision."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+
+import pytest
+import torch
+import workers
+
+from nbdist import rpc
+from nbdist.channel.arena import Arena
+from nbdist.channel.outbox import LocalLink
+from nbdist.errors import UsageError
+from nbdist.rpc.forks import Forks
+from nbdist.rpc.here import here
+from nbdist.rpc.sharing import Sharing
+from nbdist.testing import World
+from nbdist.wire.peer import Peer
+
+ARENA = rpc.RpcBackendOptions(arena_threshold=1)
+
+WAYS = {
+    "rpc_async": lambda rref: rpc.rpc_async("worker1", workers.count, args=("finaliser",)),
+    "rpc_sync": lambda rref: rpc.rpc_sync("worker1", workers.count, args=("finaliser",)),
+    "remote": lambda rref: rpc.remote("worker1", workers.count, args=("finaliser",)),
+    "method": lambda rref: rref.rpc_async().add(1),
+    "to_here": lambda rref: rpc.remote("worker1", workers.Counter).to_here(),
+    "wait": lambda rref: rpc.rpc_async("worker1", workers.count, args=("finaliser",)).wait(),
+}
+
+PLACES = [
+    (Peer, "send"),
+    (Peer, "receive"),
+    (Arena, "_take"),
+    (LocalLink, "_try"),
+    (Sharing, "_collect"),
+    (Forks, "set_state"),
+]
+
+
+class Finaliser:
+    """Calls from its ``__del__``, once the collector comes by: it is in a circle."""
+
+    made = 0
+    outcomes: list[object] = []  # noqa: RUF012
+    errors: list[BaseException] = []  # noqa: RUF012
+
+    def __init__(self, agent, call):
+        self.me, self.agent, self.call = self, agent, call
+
+    def __del__(self):
+        with (here.agent or self.agent).activate():  # it may run in a thread of either agent
+            try:
+                Finaliser.outcomes.append(self.call())
+            except BaseException as error:
+                Finaliser.errors.append(error.with_traceback(None))
+            Finaliser.made += 1
+
+    @classmethod
+    def forget(cls):
+        cls.made = 0
+        cls.outcomes, cls.errors = [], []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    workers._calls.pop("finaliser", None)
+    Finaliser.forget()
+    yield
+    gc.collect()
+    Finaliser.forget()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("cls", "name"), PLACES, ids=lambda x: getattr(x, "__name__", x))
+def test_a_finaliser_may_call_wherever_python_runs_it(monkeypatch, cls, name, way):
+    """It waits for nothing there, and what it calls is called all the same."""
+    x = torch.ones(100)
+    original, once = getattr(cls, name), threading.Lock()
+    with World(2, channel="local", options=ARENA) as world, world[0].activate():
+        counter = rpc.remote("worker1", workers.Counter)
+        counter.to_here()
+
+        def collects(*args):
+            if once.acquire(blocking=False):
+                Finaliser(world[0], lambda: WAYS[way](counter))
+                gc.collect()
+            return original(*args)
+
+        monkeypatch.setattr(cls, name, collects)
+
+        def comes_by():
+            assert rpc.rpc_sync("worker1", workers.identity, args=(x,), timeout=20).eq(1).all()
+            assert rpc.remote("worker1", workers.identity, args=(1,)).to_here(20) == 1
+            return Finaliser.made
+
+        workers.eventually_is(1, comes_by)
+        waits = way in ("rpc_sync", "to_here", "wait")
+        if way == "method":
+            workers.eventually_is(1, lambda: counter.to_here().value)
+        elif way != "to_here":
+            workers.eventually_is(1, lambda: workers._calls.get("finaliser", 0))
+        assert [str(error) for error in Finaliser.errors if "finaliser" not in str(error)] == []
+        assert all(isinstance(error, UsageError) for error in Finaliser.errors)
+        assert len(Finaliser.errors) + len(Finaliser.outcomes) == 1
+        assert waits or not Finaliser.errors
+        Finaliser.forget()
+
+
+@pytest.mark.parametrize("channel", ["inprocess", "local", "zeromq"])
+@pytest.mark.parametrize("way", ["rpc_async", "rpc_sync"])
+def test_finalisers_may_call_at_any_moment(channel, way):
+    """Collections come at random moments, in whichever thread: each call is made once, and nobody hangs."""
+    dice = random.Random(7)
+    before = gc.get_threshold()
+    with World(2, channel=channel, options=ARENA) as world, world[0].activate():
+        try:
+            for _ in range(300):
+                gc.set_threshold(dice.randint(1, 90), 5, 5)
+                Finaliser(world[0], lambda: WAYS[way](None))
+                assert rpc.rpc_sync("worker1", workers.identity, args=(torch.ones(50),), timeout=20).eq(1).all()
+                assert rpc.remote("worker1", workers.identity, args=(1,)).to_here(20) == 1
+        finally:
+            gc.set_threshold(*before)
+        gc.collect()
+        workers.eventually_is(300, lambda: Finaliser.made)
+        workers.eventually_is(300, lambda: workers._calls["finaliser"])
+        assert all(isinstance(error, UsageError) for error in Finaliser.errors)
+        assert way == "rpc_sync" or not Finaliser.errors
+        assert len(Finaliser.outcomes) + len(Finaliser.errors) == 300
+        Finaliser.forget()
