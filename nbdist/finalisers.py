@@ -10,7 +10,7 @@ So where a thread is in a part of the package in which no code of the user's run
 
 from __future__ import annotations
 
-import _thread
+import _thread as threads
 import logging
 import os
 import threading
@@ -62,7 +62,7 @@ def hand_over(job: Callable[[], None]) -> None:
     _jobs.append(job)
     if not _is_running:
         _is_running = True
-        _thread.start_new_thread(_run, ())
+        threads.start_new_thread(_run, ())
 
 
 def _run() -> None:

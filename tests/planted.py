@@ -201,8 +201,8 @@ FAULTS = {
     ),
     "a delete that overtakes the creation is forgotten": Fault(
         "rpc/forks.py",
-        "            self._early[message.fork] = sender\n            return []",
-        "            return []",
+        "                self._early[message.fork] = sender",
+        "                pass",
         "rpc/test_forks.py::test_a_delete_that_overtakes_the_creation_ends_it",
     ),
     "a ping makes what was sent after it go again": Fault(
@@ -300,12 +300,12 @@ FAULTS = {
 SABOTAGE = {
     "resend twice": Fault(
         "rpc/links.py",
-        "frames, message.kind)\n        except ChannelError:\n            if isin",
+        "frames, message.kind)\n            except ChannelError:\n                if isin",
         "frames, message.kind)\n"
-        "            if isinstance(message, Call) and outgoing.seq % 20 == 0:\n"
-        "                again = connection.peer.send(message, frames, now, holds)\n"
-        "                connection.link.send(again.frames, message.kind)\n"
-        "        except ChannelError:\n            if isin",
+        "                if isinstance(message, Call) and outgoing.seq % 20 == 0:\n"
+        "                    again = connection.peer.send(message, frames, now, holds)\n"
+        "                    connection.link.send(again.frames, message.kind)\n"
+        "            except ChannelError:\n                if isin",
         "chaos/test_chaos.py::test_a_storm_reports_exactly_what_was_broken_on_purpose",
     ),
     "drop a delete": Fault(

@@ -26,11 +26,13 @@ OTHERS = {
     # Private names of the standard library, cloudpickle and Jupyter's packages, by the expression in the code.
     "_shell.compile._filename_map",
     "_signal",
+    "_thread",
     "agent.exchange.lock._at_fork_reinit",
     "app.kernel._shutdown_message",
     "client._created_context",
     "cloudpickle._class_reduce",
     "cloudpickle._extract_code_globals",
+    "lock._is_owned",
     "op._asdict",
     "os._exit",
     "self._dynamic_function_reduce",
