@@ -17,8 +17,8 @@ lock                    protects                                                
 
 A thread takes them from the top to the bottom. Neither of the last two is taken while the other is held, nor held
 while a user's function, a pickler or a send runs. Two things do run under them: a user's ``__del__``, which Python may
-call anywhere (so `Exchange.lock` is reentrant), and under `Links._lock` the marking of blocks in shared memory and
-listeners of `nbdist.trace`.
+call anywhere (what it calls under `Links._lock` goes out by another thread, see `nbdist.finalisers`; `Exchange.lock` is
+reentrant), and under `Links._lock` the marking of blocks in shared memory and listeners of `nbdist.trace`.
 """
 
 from __future__ import annotations

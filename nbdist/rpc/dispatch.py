@@ -257,15 +257,17 @@ class Pool:
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
-        this_thread.is_closed = True  # this is a thread of the pool, and the next line cannot be cut short by Ctrl-C
-        with self._condition:
-            self._blocked += 1
-            self._brisk = False
-            if self._watching:
-                self._needed.set()
-            if self._queue:
-                self._provide()
-        this_thread.is_closed = False
+        try:
+            this_thread.is_closed = True  # a thread of the pool comes here from a job, where it is not
+            with self._condition:
+                self._blocked += 1
+                self._brisk = False
+                if self._watching:
+                    self._needed.set()
+                if self._queue:
+                    self._provide()
+        finally:
+            this_thread.is_closed = False
         try:
             yield
         finally:
