@@ -21,6 +21,7 @@ from itertools import islice
 
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.framing import head
+from nbdist.finalisers import this_thread
 
 __all__ = ["LocalLink", "Outbox", "is_own_user"]
 
@@ -66,6 +67,7 @@ class Outbox:
                 self._epoll.unregister(number)
 
     def _run(self) -> None:
+        this_thread.is_closed = True
         while not self._closed:
             for number, _ in self._epoll.poll():
                 link = self._waiting.get(number)

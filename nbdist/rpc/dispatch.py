@@ -35,6 +35,14 @@ STUCK_AFTER = 0.1
 _log = logging.getLogger("nbdist.rpc")
 
 
+class _PoolThread(threading.Thread):
+    """A thread in which a finaliser's calls are made elsewhere from its first step on: it is started under a lock."""
+
+    def _bootstrap(self) -> None:
+        this_thread.is_closed = True
+        super()._bootstrap()  # type: ignore[misc]
+
+
 class Pool:
     """An elastic pool of threads, of which one or two read.
 
@@ -125,7 +133,7 @@ class Pool:
 
     def _spawn(self) -> None:
         self._count += 1
-        thread = threading.Thread(target=self._run, name=f"{self._name}-{self._count}", daemon=True)
+        thread = _PoolThread(target=self._run, name=f"{self._name}-{self._count}", daemon=True)
         self._threads.add(thread)
         thread.start()
 
@@ -141,8 +149,8 @@ class Pool:
             self._spawn()
 
     def _run(self) -> None:
+        """Run jobs, and read for them; but while it runs a job, the thread is closed for the calls of finalisers."""
         set_blocking_hook(self._blocking)
-        this_thread.is_closed = True  # but while it runs a job
         self._begin()
         thread = threading.current_thread()
         try:
