@@ -1,11 +1,12 @@
-"""Makes the calls of finalisers elsewhere, where Python runs these in the midst of the package.
+"""Makes calls in another thread where a finaliser or a signal's handler makes them in the midst of the package.
 
-Python runs a user's finaliser (a ``__del__``, or what a weak reference calls) wherever it happens to collect garbage.
-That may be in a thread that holds a lock of the package, or that reads messages. A call made there would wait for that
-lock, or for an answer that nobody reads, for ever.
+Python runs a user's finaliser (a ``__del__``, or what a weak reference calls) wherever it happens to collect garbage,
+and the handler of a signal between any two steps of the main thread. That thread may hold a lock of the package then,
+or be the one that reads messages. A call made there would wait for ever, for that lock or for an answer that nobody
+reads.
 
-So where a thread is in a part of the package in which no code of the user's runs but finalisers, it has set
-``this_thread.is_closed``, and what a finaliser wants sent there is handed over to another thread.
+So a thread sets ``this_thread.is_closed`` where no other code of the user's can run. What is called there is handed
+over to another thread, which sends it. To wait for the answer is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class _PerThread(threading.local):
 
 
 this_thread = _PerThread()
-"""Where the calling thread is. Whoever sets ``this_thread.is_closed`` puts back what it was, also after an error."""
+"""Where the calling thread is. Whoever sets ``this_thread.is_closed`` puts back what it was, also after an error.
+
+In a ``try`` and a ``finally`` of its own function: Ctrl-C could keep a context manager from putting it back.
+"""
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 """Locks, all of them reentrant, without which no other thread gets on."""
@@ -49,7 +53,7 @@ def guard(lock: Any) -> Callable[[], bool]:
 
 
 def may_wait() -> bool:
-    """Return whether the calling thread may wait for others: not where a finaliser runs in the midst of the package."""
+    """Return whether the calling thread may wait for others; it may not in the midst of the package."""
     return not this_thread.is_closed and not any(lock._is_owned() for lock in list(_locks))
 
 

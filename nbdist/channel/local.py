@@ -36,6 +36,7 @@ from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
 from nbdist.channel.spinning import MOST, Spinning
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.errors import ProtocolError
+from nbdist.finalisers import this_thread
 
 __all__ = ["SLEEPS", "LocalChannel", "is_available"]
 
@@ -220,10 +221,16 @@ class LocalChannel:
 
         Of all threads that sleep, the kernel wakes one or two for each news, and says it once. Until ``look_until``, if
         that is given, this thread asks again and again and does not sleep. In between others may run on its core.
+
+        A guest waits here as any of the user's threads may: a signal's handler or a finaliser that runs meanwhile may
+        call and wait, which others read for. So the thread is open here to what they call.
         """
         me = threading.get_ident()
         events: Sequence[tuple[int, int]] | None = ()
+        was_closed = this_thread.is_closed
         try:
+            if epoll is self._guests:
+                this_thread.is_closed = False
             self._waiting.add(me)
             if look_until and epoll is not None:
                 while not events and not self._closed and time.monotonic() < look_until:
@@ -237,8 +244,10 @@ class LocalChannel:
             elif self._gate.wait(timeout):
                 events = self._gate.news.poll(0, _EVENTS) or None
             self._waiting.discard(me)
+            this_thread.is_closed = was_closed
             return events
         except BaseException:  # Ctrl-C, in a main thread that reads
+            this_thread.is_closed = was_closed
             self._waiting.discard(me)
             self._look_everywhere()
             raise

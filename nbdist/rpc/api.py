@@ -234,8 +234,9 @@ def rpc_sync(
 
     ``timeout`` is in seconds; negative for the default of the options, 0 for none (as is more than 1e8, or infinity).
 
-    In a finaliser (a ``__del__``, or what a weak reference calls), use `rpc_async`. Python may run it in a thread that
-    sends or reads messages; there this makes the call, cannot wait for it, and raises UsageError.
+    In a finaliser (a ``__del__``, or what a weak reference calls) and in a signal's handler, use `rpc_async`. Python
+    may run them in a thread that is sending or reading messages. There this makes the call, cannot wait for it, and
+    raises UsageError.
     """
     return current_agent().caller.sync(to, func, args, kwargs, timeout)
 

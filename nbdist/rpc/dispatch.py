@@ -36,7 +36,7 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class _PoolThread(threading.Thread):
-    """A thread in which a finaliser's calls are made elsewhere from its first step on: it is started under a lock."""
+    """A thread that is closed to the calls of finalisers from its first step on: it is started under a lock."""
 
     def _bootstrap(self) -> None:
         this_thread.is_closed = True
@@ -149,7 +149,7 @@ class Pool:
             self._spawn()
 
     def _run(self) -> None:
-        """Run jobs, and read for them; but while it runs a job, the thread is closed for the calls of finalisers."""
+        """Run jobs, and read messages in between. What a finaliser calls in between is made by another thread."""
         set_blocking_hook(self._blocking)
         self._begin()
         thread = threading.current_thread()

@@ -253,8 +253,8 @@ class Promise(Generic[T]):
         if not self._done:
             if not may_wait():
                 raise UsageError(
-                    "a finaliser (a __del__, or what a weak reference calls) waited for a future where Python had run "
-                    "it in a thread that sends or reads messages; what it waits for might never come. Do not wait there"
+                    "a finaliser (a __del__, or what a weak reference calls) or a signal's handler waited for a future "
+                    "while this thread was sending or reading messages; the outcome might never come. Do not wait there"
                 )
             try:
                 with blocking_wait():

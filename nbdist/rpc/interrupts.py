@@ -42,8 +42,7 @@ class InterruptWatch:
         self._closed = False
         # The wakeup file belongs to the main thread; one that is there already gets what we read.
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._wakes = signal.getsignal(_WAKING) in (signal.SIG_DFL, signal.SIG_IGN, _nothing)
-        if self._wakes:  # else it is somebody's, and not to be sent for nothing
+        if signal.getsignal(_WAKING) in (signal.SIG_DFL, signal.SIG_IGN):  # else it is somebody's: `_wake` leaves it
             signal.signal(_WAKING, _nothing)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
@@ -70,7 +69,7 @@ class InterruptWatch:
 
     def _wake(self) -> None:
         """Have the main thread run what handlers are due; one that has done so already does nothing."""
-        if self._wakes and signal.getsignal(_WAKING) is _nothing:
+        if signal.getsignal(_WAKING) is _nothing:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKING)
 
     def _look(self) -> None:
@@ -93,7 +92,7 @@ class InterruptWatch:
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can take the file back from `signal`: it must stay open
         _put_back(self._before)
-        if self._wakes and signal.getsignal(_WAKING) is _nothing:
+        if signal.getsignal(_WAKING) is _nothing:
             signal.signal(_WAKING, signal.SIG_DFL)
         os.close(self._read)
         os.close(self._write)

@@ -90,11 +90,13 @@ class Sender:
 
         ``body`` is a function (or its name), a tuple and a dict; None for a fetch, which only has a ``target``, the
         reference whose value the call works on. ``result`` is the fork that the caller has of a value which the call
-        makes. ``timeout`` is as in `timeout_of`. Raises what keeps the call from being sent. What a finaliser calls in
-        the midst of the package is sent by another thread; then this raises UsageError where ``outcome`` is waited for.
+        makes. ``timeout`` is as in `timeout_of`. Raises what keeps the call from being sent. What is called in the
+        midst of the package (`nbdist.finalisers`) is sent by another thread; where ``outcome`` is a Latch, for which
+        somebody would wait, this raises UsageError then.
         """
         if this_thread.is_closed or (type(outcome) is Latch and self._is_deciding()):
-            self._hand_over(to, mode, label, body, timeout, outcome, builtin, target, result)
+            send = partial(self.send, to, mode, label, body, timeout, builtin=builtin, target=target, result=result)
+            self._hand_over(send, outcome, result, label, to)
             return
         call = Pending(
             id=next(self._pending.numbers),
@@ -146,29 +148,23 @@ class Sender:
         self._links.note_call(call)
 
     def _hand_over(
-        self,
-        to: Record,
-        mode: Mode,
-        label: str,
-        body: Any,
-        timeout: float,
-        outcome: Promise[Any] | Latch,
-        builtin: bool,
-        target: RRef[Any] | None,
-        result: Fork | None,
+        self, send: Callable[..., None], outcome: Promise[Any] | Latch, result: Fork | None, label: str, to: Record
     ) -> None:
-        """Have another thread send what a finaliser calls; what keeps it from being sent is the call's outcome."""
+        """Have another thread do ``send(outcome=...)``; what keeps the call from being sent is its outcome.
+
+        That thread encodes the arguments, a moment later, without the calling thread's gradient mode and context.
+        """
         told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for a latch
 
-        def send() -> None:
+        def try_to_send() -> None:
             try:
-                self.send(to, mode, label, body, timeout, told, builtin=builtin, target=target, result=result)
+                send(outcome=told)
             except BaseException as error:
                 self._on_unsent(result, told, error.with_traceback(None))
 
-        hand_over(send)
+        hand_over(try_to_send)
         if told is not outcome:
-            raise UsageError(_FINALISER.format(label=label, to=to.name))
+            raise UsageError(_MIDST.format(label=label, to=to.name))
 
     def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
         """Send a call in which there is nothing that references, recordings or definitions must hear of."""
@@ -247,10 +243,10 @@ class Sender:
 
 _NO_PAYLOAD = Payload()
 
-_FINALISER = (
-    "{label} was called on {to} by a finaliser (a __del__, or what a weak reference calls) that Python ran while this "
-    "thread was sending or reading messages, where it cannot wait for an answer. The call is made all the same, and "
-    "its result dropped. In finalisers, call with rpc_async"
+_MIDST = (
+    "{label} was called on {to} by a finaliser (a __del__, or what a weak reference calls) or a signal's handler that "
+    "Python ran while this thread was sending or reading messages, where it cannot wait for an answer. The call is "
+    "made all the same, and its result dropped. Call with rpc_async there"
 )
 
 

@@ -1,9 +1,10 @@
-"""A user's finaliser makes a call, wherever Python runs it: in the midst of sending, of reading, of a decision."""
+"""A finaliser or a signal's handler makes a call, wherever Python runs it: while its thread sends, reads, decides."""
 
 from __future__ import annotations
 
 import gc
 import random
+import signal
 import threading
 
 import pytest
@@ -132,3 +133,44 @@ def test_finalisers_may_call_at_any_moment(channel, way):
         assert way == "rpc_sync" or not Finaliser.errors
         assert len(Finaliser.outcomes) + len(Finaliser.errors) == 300
         Finaliser.forget()
+
+
+@pytest.fixture
+def alarm():
+    """Set the handler of SIGALRM, for the time of a test."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield lambda handler: signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("channel", ["inprocess", "local", "zeromq"])
+def test_a_signals_handler_may_wait_for_a_call_while_its_thread_waits(channel, alarm):
+    came = []
+    with World(2, channel=channel) as world, world[0].activate():
+        for _ in range(20):
+            rpc.rpc_sync("worker1", workers.identity, args=(1,))
+        alarm(lambda *_: came.append(rpc.rpc_sync("worker1", workers.identity, args=(7,), timeout=20)))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        rpc.rpc_sync("worker1", workers.sleep, args=(0.8,))
+        assert came == [7]
+
+
+@pytest.mark.parametrize("channel", ["inprocess", "local", "zeromq"])
+def test_a_signals_handler_may_call_at_any_moment(channel, alarm):
+    Finaliser.forget()
+
+    def call(*_):
+        try:
+            Finaliser.outcomes.append(rpc.rpc_sync("worker1", workers.count, args=("finaliser",), timeout=20))
+        except UsageError as error:
+            Finaliser.errors.append(error)
+
+    with World(2, channel=channel) as world, world[0].activate():
+        alarm(call)
+        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        while len(Finaliser.outcomes) + len(Finaliser.errors) < 200:
+            assert rpc.rpc_sync("worker1", workers.identity, args=(1,), timeout=20) == 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        made = len(Finaliser.outcomes) + len(Finaliser.errors)
+        workers.eventually_is(made, lambda: workers._calls["finaliser"])

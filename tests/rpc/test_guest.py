@@ -171,7 +171,6 @@ import os, random, signal, sys, threading, time
 import workers
 from nbdist import rpc
 from nbdist.testing import World
-from nbdist.wire import usual
 
 with World(2, channel="local") as world, world[0].activate():
     calls = interrupts = 0
@@ -246,7 +245,6 @@ import os, signal, sys, threading, time
 import workers
 from nbdist import rpc
 from nbdist.testing import World
-from nbdist.wire import usual
 
 with World(2, channel="local") as world, world[0].activate():
     guest = world[0].read_as_guest.__self__
