@@ -55,12 +55,12 @@ class Exchange:
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self.lock = threading.RLock()
-        self.is_deciding = guard(self.lock)
-        """Returns whether the calling thread holds the lock; so it does where Python has run a finaliser meanwhile."""
         """Guards the calls, references, values and running threads of the agent.
 
         Reentrant, because a user's ``__del__`` may run in a thread that holds it, and make a call.
         """
+        self.is_deciding = guard(self.lock)
+        """Returns whether the calling thread holds the lock; so it does where Python has run a finaliser meanwhile."""
         self.calls = PendingCalls(self.lock)
         self.forks = Forks(me, ids)
         self.served = 0
