@@ -1,19 +1,68 @@
-"""Distributed autograd: backward passes that cross workers, and give what one process gives.
+"""Distributed autograd: backward passes that cross workers and compute the gradients that one process would.
+
+The words for a backward pass, one meaning each; the code uses them as names:
+
+============== =================================================================================================
+word           meaning
+============== =================================================================================================
+context        the record of one iteration, on each worker that it touches (`contexts.Context`)
+maker          the worker that made a context, and the only one that ends it
+edge           the two ends of a message with tensors: `edges.Sent` on the sender, `edges.Received` on the
+               receiver; the number ``message`` names both. A *graph edge* is torch's: a node of a graph, and
+               the number of one of its outputs
+slot, gate     one tensor of a `Sent`, and the node in front of its history, where its gradient enters
+receive node   the node that made a tensor of a `Received`; it sends the tensor's gradient back when it runs
+roots          the tensors on which `backward` is called
+pass           one backward computation from its roots, on all workers that it reaches; a `PassId` names it.
+               A *local pass* is torch's own ``backward()``, in one process
+root           of a pass: the worker on which it began
+run            what one worker keeps of one pass: its part, its threads, what it must report (`run.Run`)
+part           what one worker computes of one pass (`part.Part`)
+entry          the roots, or the gradient of one slot: gradients that a part has still to give to torch's engine
+step           one call of torch's engine (`part._Step`). A step of a pipeline is something else (`nbdist.nn`)
+segment        what a part runs without waiting for other workers, one step or several (`Part.run`)
+region         the nodes that can be reached from given graph edges on one worker (`graph.Region`)
+pending        of a gate: its gradient has not come, and will or may come
+held back      of a node: it lies behind a pending gate, so it cannot run yet. Other nodes are *free*
+kept           of a gradient: computed for a held-back node by a node that has run, and stored until that node
+               can run (`part.Crossing`)
+barrier        a pending gate, made a root of lowest priority, at which torch's engine stops
+SMART, FAST    the two modes: marking finds out which gates will get a gradient; or all gates must get one
+mark           a message which says that tensors sent earlier will get gradients
+token          the name of one mark or gradient message, from when it is sent until it is settled
+settled        of a token: the receiver has done all that follows from the message
+report         a message to the root: the tokens that a worker has settled, and those that it has sent
+ledger         the root's account of all tokens; it tells when marking, or the whole pass, is over
+given up       of a pass: ended by an error, a lost worker or the user; its gradients are dropped
+claim          the leaves that one step has to itself, with their ``.grad`` set aside (`leaves.Claim`)
+reduce         average the gradients of a DistributedDataParallel module over its processes (`ddp`)
+turn           the right of one pass to reduce, while others wait (`turns`)
+watch          the user's view of a context's passes, and the control over them (`watching.Watch`)
+observer       the object that reports to a watch, on each worker of a pass (`observer.Observer`)
+halt           a stop before one node, until the watch lets the node run
+============== =================================================================================================
 
 >>> from nbdist import autograd as dist_autograd
->>> with dist_autograd.context() as context_id:                         # doctest: +SKIP
-...     loss = rpc.rpc_sync("worker1", forward, args=(x,)).sum()
+>>> w = torch.ones(2, requires_grad=True)
+>>> with dist_autograd.context() as context_id:
+...     loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
 ...     dist_autograd.backward(context_id, [loss])
-...     dist_autograd.get_gradients(context_id)
+...     dist_autograd.get_gradients(context_id)[w]
+tensor([3., 3.])
 
-The map: `edges` are the nodes that stand in the graphs for what was sent and received; `contexts` keep them;
-`recorder` makes them, as calls go out and come in. A backward pass: `graph` walks, `part` decides what a worker can
-run and has torch's engine run it, `leaves` keeps the result out of ``.grad``, `passes` speaks with the other workers
-(in `messages`), and `ledger` tells the worker that began it when all is done. `inspection` collects what a context has
-recorded, with the names that `parameters` finds; `drawing` draws it, as boxes that `folding` makes and `layout` places.
-`watching` is where a pass is seen and paused from, `observer` what sees and halts it on each worker, and `inherited`
-tells a NaN of the forward pass from one of the backward pass. What the operations of a forward pass are seen by is
-`origins`, which notes their lines, and `nans`, which looks for the first NaN.
+The modules:
+
+- The forward pass. The agent calls `recorder` for every message in a context; it makes the `edges` of messages with
+  tensors, and `contexts` stores them.
+- The backward pass. `graph` walks over torch's graphs; `part` decides what a worker can run and has torch's engine run
+  it (`engine`, `ddp`, `ordering`); `leaves` keeps the gradients out of ``.grad``; `passes` exchanges `messages` with
+  other workers and keeps a `run` for each pass; `ledger` is the bookkeeping of the root, and `turns` the queue of
+  passes that reduce.
+- Looking at the record. `inspection` collects what a context has recorded, with the names that `parameters` finds;
+  `drawing` draws it as boxes, which `folding` forms and `layout` places; `kept` counts the memory that it uses.
+- Watching a pass. `watching` is the watch, `seen` its data; `observing` connects it with the `observer` on each worker;
+  `inherited` finds out whether a NaN came from the forward pass.
+- Watching the forward pass. `origins` notes the line of code of every operation; `nans` looks for the first NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions that users call: torch.distributed.autograd's, and what they ask for beyond it."""
+"""The functions that users call: those of torch.distributed.autograd, and nbdist's own `open` and `watch`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,24 @@ Checked = Literal["nan"] | None
 
 
 def recorder() -> Recorder:
-    """The recorder of the calling thread's agent."""
+    """Return the recorder of the calling thread's agent; raises NotInitialized if RPC has not begun."""
     return cast(Recorder, current_agent().recorder)
 
 
 class ContextId(int):
-    """A context's id, as torch has it, with the functions that take it as methods."""
+    """The id of a context: an int, as in torch, whose methods are the functions that take such an id.
+
+    `context` and `open` return one. It may be sent to other workers. Every method raises `nbdist.UsageError` once the
+    context has ended.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+        ...     context_id.backward(loss)
+        ...     context_id.gradients()[w]
+        tensor([3., 3.])
+    """
 
     def backward(
         self,
@@ -53,23 +65,29 @@ class ContextId(int):
         grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         accumulate: bool = False,
     ) -> None:
-        """As `nbdist.autograd.backward`."""
+        """Run a backward pass in this context; the arguments are those of `nbdist.autograd.backward`."""
         backward(int(self), roots, retain_graph, mode, grad_tensors=grad_tensors, accumulate=accumulate)
 
     def backward_async(self, *arguments: Any, **options: Any) -> Handle:
-        """As `nbdist.autograd.backward_async`."""
+        """Begin a backward pass in this context, as `nbdist.autograd.backward_async` does, and return its handle."""
         return backward_async(int(self), *arguments, **options)
 
     def watch(self, *, paused: bool = False, norms: bool = False) -> Watch:
-        """As `nbdist.autograd.watch`."""
+        """Watch the backward passes of this context, as `nbdist.autograd.watch` does."""
         return watch(int(self), paused=paused, norms=norms)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """As `nbdist.autograd.get_gradients`."""
+        """Return the gradients of this context on this worker, as `nbdist.autograd.get_gradients` does."""
         return get_gradients(int(self))
 
     def close(self) -> None:
-        """End a context that was begun by `open`."""
+        """End a context that was begun by `open`, on all workers, and free what it has recorded.
+
+        Call it on the worker that opened the context. Backward passes that still run in the context fail.
+
+        Raises:
+            UsageError: The context has ended already.
+        """
         here = recorder()
         here.close(here.contexts.get(self))
 
@@ -78,26 +96,38 @@ class ContextId(int):
 
 
 class context:
-    """``with context() as context_id:`` records what is sent to other workers, for passes inside of the block.
+    """Record the tensors that are sent between workers inside a ``with`` block, for backward passes in that block.
 
-    Nothing more is done in a block that asks for nothing more; both of these hold on all workers that it comes to:
+    The block's value is the context's id, a `ContextId`. The context goes along with every call that is made in the
+    block, and with the calls that those make on other workers. At the end of the block it ends on all workers, and its
+    record and its gradients are freed. Contexts do not nest: to enter a second one in a thread raises
+    `nbdist.UsageError`.
+
+    The arguments ask for more, on every worker that the context reaches. What is not asked for costs nothing.
 
     Args:
-        lines: Note which module and which line of code made each node of the graph: `trace` shows it. That costs some
-            50 microseconds for each operation.
-        check: With ``"nan"``, raise `nbdist.ForwardNaN` at the first operation that makes a NaN, or is given one and
-            hands it on; the error names the worker, the module, the line and the operation. Inf is no error. That
-            costs 10 to 20 microseconds for each operation, and a reading of what it returns: a tenth of a millisecond
-            for a million numbers. So the forward pass of a small network takes three times as long, and one of large
-            multiplications hardly longer. On a GPU, each operation is waited for.
+        lines: Note which module and which line of code made each node of the graph; `nbdist.autograd.trace` shows them.
+            That takes some 50 microseconds for each operation.
+        check: With ``"nan"``, raise `nbdist.ForwardNaN` at the first operation that makes a NaN, or that is given one
+            and returns one; the error names the worker, the module, the line and the operation. An Inf is no error.
+            That takes 10 to 20 microseconds for each operation, and one reading of what it returns: 0.1 ms for a
+            million numbers. The forward pass of a small network takes three times as long, one of large matrix
+            products hardly longer. On a GPU, every operation is waited for.
 
-    >>> from nbdist import autograd as dist_autograd
-    >>> from nbdist.testing import World
-    >>> with World(1) as world, world[0].activate():
-    ...     with dist_autograd.context(check="nan"):
-    ...         torch.tensor([1.0, -1.0]).log()
-    Traceback (most recent call last):
-    nbdist.errors.ForwardNaN: log made 1 NaN of 2 values ...; no input holds one. That was on worker0, at ...
+    Raises:
+        UsageError: ``check`` is neither ``"nan"`` nor None.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+        ...     dist_autograd.backward(context_id, [loss])
+        ...     dist_autograd.get_gradients(context_id)[w]
+        tensor([3., 3.])
+        >>> with dist_autograd.context(check="nan"):
+        ...     torch.tensor([1.0, -1.0]).log()
+        Traceback (most recent call last):
+        nbdist.errors.ForwardNaN: log made 1 NaN of 2 values ...; no input holds one. That was on worker0, at ...
     """
 
     def __init__(self, *, lines: bool = False, check: Checked = None) -> None:
@@ -116,37 +146,84 @@ class context:
 
 
 def open(*, lines: bool = False, check: Checked = None) -> ContextId:
-    """Begin a context that spans several cells of a notebook; it ends with its ``close()``.
+    """Begin a context that may span several cells of a notebook, and return its id; ``close()`` of the id ends it.
 
-    ``lines`` and ``check`` are as for `context`.
+    The calling thread stays in the context until then; so do the cells that come later in a notebook.
+
+    Args:
+        lines: Note the line of code of each node, as in `context`.
+        check: Look for NaN in the forward pass, as in `context`.
+
+    Returns:
+        The id, with `ContextId.backward` and the other functions as methods.
+
+    Raises:
+        UsageError: The thread is in a context already, or ``check`` is neither ``"nan"`` nor None.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> context_id = dist_autograd.open()
+        >>> loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+        >>> context_id.backward(loss)
+        >>> context_id.gradients()[w]
+        tensor([3., 3.])
+        >>> context_id.close()
     """
     return ContextId(recorder().open(lines=lines, check=_is_checked(check)).id)
 
 
 def _is_checked(check: Any) -> bool:
+    """Return whether ``check`` asks for a search for NaN; raises UsageError if it is anything else."""
     if check not in ("nan", None):
         raise UsageError(f'check must be "nan", or None to check nothing, not {check!r}')
     return check is not None
 
 
 def current_id() -> int:
-    """The id of the calling thread's context."""
+    """Return the id of the calling thread's context; raises UsageError if the thread is in none."""
     found = recorder().contexts.current
     if found is None:
-        raise UsageError("no context: call this inside of `with dist_autograd.context() as context_id:`")
+        raise UsageError(
+            "this thread is in no autograd context: call this inside of `with dist_autograd.context() as context_id:`"
+        )
     return found.id
 
 
 def backward(*arguments: Any, **options: Any) -> None:
-    """Run a backward pass over all workers that the roots depend on.
+    """Run a backward pass from the roots, over all workers on which they depend, and wait for its end.
 
-    ``backward(context_id, roots, retain_graph=False, mode="smart")``, as in torch; inside of a context the id may
-    be left out: ``backward(loss)``. Gradients are summed up in the context, on the workers where the leaves
-    are; `get_gradients` returns them. ``grad_tensors`` are the gradients of roots that have more than one element.
-    With ``accumulate`` they go into ``.grad`` instead, as those of a local pass do.
+    ``backward(context_id, roots, retain_graph=False, mode="smart", *, grad_tensors=None, accumulate=False)``. Inside of
+    a context the id may be left out: ``backward(loss)``. The gradients are added up in the context, each on the worker
+    where its leaf is; `get_gradients` returns them there. Several passes may run in one context, and at the same time.
 
-    ``mode="smart"`` runs what the roots depend on. ``mode="fast"`` saves finding that out, and needs all that was
-    sent in the context to contribute; where it does not, `UnusedOutputs` names what does not.
+    - ``context_id``: the id of the context in which the roots were computed.
+    - ``roots``: one tensor, or a list of them, that depend on leaves here or on other workers.
+    - ``retain_graph``: keep what the graph has saved, so that another pass can go over it.
+    - ``mode``: ``"smart"`` first finds out which of the tensors that were sent take part. ``"fast"`` saves that, but
+      fails with `UnusedOutputs` if a tensor that was sent in the context does not contribute to the roots.
+    - ``grad_tensors``: a gradient for each root; None for a root of one element. Other roots must have one.
+    - ``accumulate``: add the gradients to the leaves' ``.grad``, as a local pass does, instead of to the context.
+
+    If the pass fails, or Ctrl-C ends the wait, the pass is given up on all workers and its gradients are dropped; with
+    ``accumulate``, those that are in ``.grad`` already stay there.
+
+    Raises:
+        UsageError: The context has ended, ``mode`` is unknown, a root does not require grad or is a leaf, or roots and
+            ``grad_tensors`` do not match.
+        TypeError: The roots are not tensors.
+        UnusedOutputs: A pass in FAST mode waits for gradients that cannot come.
+        WorkerLost: A worker that the pass needs is lost.
+        RemoteError: A node or a hook failed on another worker with an error that cannot be pickled, or whose class is
+            missing here. All other errors of nodes and hooks are raised here as they are.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     doubled = rpc.rpc_sync("worker1", torch.mul, args=(w, 2))
+        ...     dist_autograd.backward(context_id, [doubled.sum()], retain_graph=True)
+        ...     dist_autograd.backward(context_id, doubled, grad_tensors=torch.tensor([1.0, 10.0]))
+        ...     dist_autograd.get_gradients(context_id)[w]
+        tensor([ 4., 22.])
     """
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
     run = here.begin(context, roots, gradients, **chosen)
@@ -155,7 +232,20 @@ def backward(*arguments: Any, **options: Any) -> None:
 
 
 def backward_async(*arguments: Any, **options: Any) -> Handle:
-    """As `backward`, but return a handle at once: ``wait()``, ``await``, ``done()``, ``cancel()``."""
+    """Begin a backward pass in another thread, and return a `Handle` at once; the arguments are those of `backward`.
+
+    Wrong arguments raise here, as in `backward`; ``handle.wait()`` raises the errors of the pass. Let the pass
+    end before its context does, as by ``handle.wait()``: the end of the context fails the pass.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+        ...     handle = dist_autograd.backward_async(context_id, [loss])
+        ...     handle.wait()
+        ...     dist_autograd.get_gradients(context_id)[w]
+        tensor([3., 3.])
+    """
     here, context, roots, gradients, chosen = _prepare(*_with_id(arguments, options), **options)
     ended: Future[None] = Future()
     handle = Handle(here, here.begin(context, roots, gradients, ended, **chosen), ended)
@@ -164,7 +254,7 @@ def backward_async(*arguments: Any, **options: Any) -> Handle:
 
 
 def _with_id(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments, with the current context's id where it was left out."""
+    """Return the positional arguments, with the id of the thread's context in front if they have none."""
     if "context_id" in options or (arguments and (isinstance(arguments[0], int) or arguments[0] is None)):
         return arguments
     return (current_id(), *arguments)
@@ -179,6 +269,7 @@ def _prepare(
     grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     accumulate: bool = False,
 ) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
+    """Check the arguments of `backward`; return the recorder, the context, the roots, a gradient for each, options."""
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
     tensors, gradients = _check_roots(roots, grad_tensors)
@@ -193,7 +284,10 @@ for _function in (backward, backward_async):
 
 
 class Handle:
-    """A pass that runs in the background."""
+    """A backward pass that runs in the background, as `backward_async` returns it.
+
+    It can be awaited in a coroutine: ``await handle``.
+    """
 
     def __init__(self, here: Recorder, run: Run, ended: Future[None]) -> None:
         self._passes = here.passes
@@ -203,13 +297,14 @@ class Handle:
         ended.add_done_callback(self._end)
 
     def go(self) -> None:
-        """Run it, on the calling thread."""
+        """Run what can run at once, on the calling thread; `backward_async` has a thread of the pool call this once."""
         try:
             self._passes.go(self._run)
         except BaseException as error:
             self._outcome.try_settle(None, error)
 
     def _end(self, done: Future[None]) -> None:
+        """Commit the pass or give it up, and settle the outcome; called when the pass ends or is cancelled."""
         error = done.exception()
         if error is None:
             self._passes.commit(self._run)
@@ -218,15 +313,18 @@ class Handle:
         self._outcome.try_settle(None, error)
 
     def wait(self) -> None:
-        """Wait for the end; its error is raised."""
+        """Wait until the gradients are in the context; raises the error of the pass. It may be called several times.
+
+        Ctrl-C ends the wait only, and the pass continues: `cancel` ends it.
+        """
         self._outcome.wait()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the pass has ended, with its gradients or by an error."""
         return self._outcome.done()
 
     def cancel(self) -> None:
-        """Give it up, on all workers; `wait` then raises Interrupted."""
+        """Give the pass up on all workers; `wait` then raises `nbdist.Interrupted`. Does nothing after the end."""
         self._ended.try_settle(None, Interrupted("the backward pass was cancelled"))
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -236,6 +334,7 @@ class Handle:
 def _check_roots(
     roots: Any, grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the roots as a list and their gradients, 1 where none is given; raises UsageError or TypeError."""
     if isinstance(roots, torch.Tensor):
         roots = [roots]
     if isinstance(roots, RRef):
@@ -248,7 +347,9 @@ def _check_roots(
         raise UsageError("No tensors provided for gradient computation.")
     given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors or [None] * len(roots))
     if len(given) != len(roots):
-        raise UsageError(f"{len(given)} grad_tensors for {len(roots)} roots")
+        raise UsageError(
+            f"backward() was given {len(given)} grad_tensors for {len(roots)} roots: give one for each, or None"
+        )
     gradients: list[torch.Tensor] = []
     for number, (root, gradient) in enumerate(zip(roots, given, strict=True)):
         if not root.requires_grad:
@@ -261,26 +362,69 @@ def _check_roots(
             gradients.append(gradient)
         elif root.numel() != 1:
             raise UsageError(
-                f"root {number} is not a scalar, all roots need to be scalar: sum it up, or give grad_tensors"
+                f"root {number} is not a scalar, all roots need to be scalar: call its sum(), or give grad_tensors"
             )
         else:
             gradients.append(torch.ones_like(root))
         if root.grad_fn is None:
-            raise UsageError(f"root {number} is a leaf: it does not have a valid gradient function")
+            raise UsageError(
+                f"root {number} is a leaf: it does not have a valid gradient function. Give a tensor computed from it"
+            )
     return list(roots), gradients
 
 
 def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that a context has gathered on this worker: a leaf, and its gradient."""
+    """Return the gradients that a context has on this worker, by leaf tensor.
+
+    Each gradient is the sum over all passes of the context so far. Leaves that no pass has reached are missing, and so
+    are leaves on other workers: call this function there, by RPC. A pass that still runs may add to the gradients.
+
+    Args:
+        context_id: The context; None for the one in which the calling thread is.
+
+    Returns:
+        A new dict, from leaf to gradient. The gradients are the context's own tensors: do not change them in place.
+
+    Raises:
+        UsageError: The context has ended or has never come to this worker, or the thread is in none.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [(w * 2).sum()])
+        ...     dist_autograd.get_gradients(context_id)
+        {tensor([1., 1.], requires_grad=True): tensor([2., 2.])}
+    """
     return recorder().contexts.get(current_id() if context_id is None else context_id).gradients()
 
 
 def watch(context_id: int | None = None, *, paused: bool = False, norms: bool = False) -> Watch:
-    """See the passes of a context that begin from now on, on any worker, and have a hand on them.
+    """Return a `Watch` of the backward passes that begin in a context from now on, on any worker.
 
-    What is paused and stepped is the pass itself, not a record of it; with ``paused`` each halts before its first node.
-    A paused `backward` does not return, so one that is to be stepped from the same thread is begun by `backward_async`.
-    ``norms`` has the norm of the gradients computed that each node is given, and has the first NaN or Inf told of.
+    It shows what every worker does in them, and can pause, resume and step them: the passes themselves, not a record.
+    It ends with its ``close()`` or with the context. While a pass is paused, no call of any worker times out.
+
+    Args:
+        context_id: The context; None for the one in which the calling thread is.
+        paused: Halt each pass before its first node. A paused `backward` does not return: to step it from the same
+            thread, begin it with `backward_async`.
+        norms: Measure the gradients that each node is given (norm and histogram), and report the first NaN or Inf.
+
+    Raises:
+        UsageError: This worker watches the context already, the context has ended, or the thread is in none.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     watch = dist_autograd.watch(paused=True)
+        ...     handle = context_id.backward_async((w * 2).sum())
+        ...     first = [event.name for event in watch.step()]
+        ...     watch.run()
+        ...     handle.wait()
+        >>> first
+        ['SumBackward0']
+
+        The notebook ``03_watch_backward`` shows more.
     """
     here = recorder()
     context = here.contexts.get(current_id() if context_id is None else int(context_id))

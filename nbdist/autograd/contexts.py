@@ -1,11 +1,22 @@
 """Contexts: the record of one iteration, on each worker that it touches.
 
-The worker that makes a context is the one that ends it. Whoever is touched by way of a third worker tells the
-maker so (`Entered`); so the maker knows all, and the end of a context does not depend on any worker between.
-Calls that come too late, after the context's end, find that it has been there and is over.
+The life of a context, here made by worker0::
 
-A worker that takes the place of a dead one counts its contexts from the same number as the dead one did. What tells
-two contexts with the same id apart is the incarnation of their maker.
+    worker0, the maker            worker1                  worker2
+    new()
+      |---- call ------------------> enter()
+      |                                |---- call ----------> enter()
+      |<------------- Entered ---------------------------------|      worker0 now knows of worker2
+    release()
+      |---- Release ---------------> release()
+      |---- Release ----------------------------------------> release()
+
+Only the maker ends a context. A worker that a third worker's call has brought into the context tells the maker so
+(`Entered`); so the maker knows all its workers, and can end the context even if a worker between them has died.
+Messages that come after the end find the context in `Contexts._over`, and are not recorded.
+
+A worker that takes the place of a dead one counts its contexts from the same number as the dead one did. Two contexts
+with the same id differ in the incarnation of their maker.
 """
 
 from __future__ import annotations
@@ -34,18 +45,20 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Contexts"]
 
 _BITS = 48
+"""The ids of contexts and messages are the worker's id, and below it a count of this many bits."""
 _REMEMBERED = 10_000
+"""The number of ended contexts that a worker remembers, to recognise messages that come too late."""
 
 
 class Numbers:
-    """Numbers for the nodes of a context, by which they are called wherever they are shown."""
+    """Gives the nodes of a context on this worker the numbers by which they are shown to the user."""
 
     def __init__(self) -> None:
         self._numbers: dict[Node, int] = {}
         self._lock = threading.Lock()
 
     def of(self, nodes: Iterable[Node]) -> dict[Node, int]:
-        """Theirs; those that have none yet get the next ones, in the order in which they were made."""
+        """Return the number of each node; new nodes get the next numbers, in the order in which they were made."""
         nodes = list(nodes)
         with self._lock:
             new = [node for node in nodes if node not in self._numbers]
@@ -55,44 +68,51 @@ class Numbers:
 
 
 class Context:
-    """The record of one iteration, on this worker."""
+    """The record of one iteration on this worker: what it sent and received, its passes, their gradients.
+
+    A thread holds `lock` while it adds up gradients, and while it finds the run that a message belongs to.
+    """
 
     def __init__(self, id: int, maker: int, *, lines: bool = False, check: bool = False) -> None:
         self.id = id
         self.maker = maker
         self.lines = lines
-        """Whether it is noted where in the code nodes are made."""
+        """True if the line of code that makes each node is noted."""
         self.check = check
-        """Whether what is computed is looked at for NaN."""
+        """True if the results of the forward pass are searched for NaN."""
         self.noting: AbstractContextManager[None] | None = None
-        """What does that for the thread that opened it, on the maker."""
+        """On the maker: the block in which the thread that opened the context notes lines or looks for NaN."""
         self.sends: dict[int, Sent] = {}
         self.receives: dict[int, Received] = {}
         self.workers: set[int] = set()
-        """Whom this worker has sent something in the context; on the maker, all who have it."""
+        """The workers to which this one has sent a message of the context; on the maker, all that have it."""
         self.roots: dict[tuple[Node, int], None] = {}
-        """Where passes began on this worker."""
+        """The graph edges from which passes began on this worker, in order."""
         self.runs: dict[PassId, Run] = {}
+        """The passes whose gradients are not added to the context's yet: those under way, or not known to be over."""
         self.given_up: set[PassId] = set()
         self.numbers = Numbers()
         self.watching: Watching | None = None
-        """Who wants to know of the passes that begin here."""
+        """The watch that passes which begin on this worker report to."""
         self.watches_over: set[tuple[int, int]] = set()
-        """Who does not want to know any more, also where that overtakes that it wants to."""
+        """The watches that have ended, as (watcher, number of the watch): the end may overtake the begin on its way."""
         self.watch: Watch | None = None
-        """What has come of that, where it is this worker."""
+        """The newest watch of the context that is on this worker itself."""
         self.before_step: Callable[[Plan], None] | None = None
-        """Called, if another worker watches, where a step of a pipeline is about to begin here,"""
+        """Called before a step of a pipeline begins on this worker, if another worker watches."""
         self.before_pass: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
-        """and a backward pass, with its roots."""
+        """Called before a backward pass begins on this worker, with its mode and roots, if another worker watches."""
         self.step_observers: dict[PassId, Observer] = {}
-        """Who sees the steps of pipelines that are under way here."""
+        """The observers of the pipeline steps that run on this worker."""
         self.lock = threading.Lock()
         self._gradients = Gradients()
         self._contributions: dict[object, Gradients] = {}
 
     def nodes(self, more: Iterable[tuple[Node, int]] = ()) -> Iterable[Node]:
-        """All that are known: behind what was sent, behind the roots of passes, what was received, and more."""
+        """Return all nodes of the graph on this worker: those behind sent tensors, behind roots, and behind ``more``.
+
+        The receive nodes that are still alive are among them.
+        """
         starts = [*more, *self.roots]
         starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
         starts += [(node, 0) for end in list(self.receives.values()) for node in end.nodes]
@@ -100,27 +120,27 @@ class Context:
         return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no order but that of the walk
 
     def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
-        """The same with their numbers."""
+        """Return the number of every node of the graph on this worker, as `nodes` finds them."""
         return self.numbers.of(self.nodes(more))
 
     def commit(self, run: Run) -> None:
-        """A pass is over: its gradients are the context's."""
+        """Add the gradients of a pass that is over to the context's; once, and not if the pass was given up."""
         with self.lock:
             if self.runs.pop(run.head.id, None) is not None:
                 self._gradients.update(run.part.gradients)
 
     def contribute(self, key: object, gradients: Gradients) -> None:
-        """Add what was computed on this worker without a pass; `withdraw` takes it back."""
+        """Add gradients that a pipeline's step has computed on this worker; `withdraw` removes them by the key."""
         with self.lock:
             self._contributions[key] = gradients
 
     def withdraw(self, key: object) -> None:
-        """It turned out that the rest of it failed."""
+        """Remove a contribution, because its step failed on another worker; harmless if there is none."""
         with self.lock:
             self._contributions.pop(key, None)
 
     def fold(self) -> None:
-        """Make one sum of all passes, of which none is under way."""
+        """Add up the gradients of all passes and contributions; call it only while no pass runs."""
         with self.lock:
             for gradients in self._contributions.values():
                 self._gradients.update(gradients)
@@ -130,13 +150,13 @@ class Context:
                 run.part.gradients = Gradients()
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply the gradients of some leaves."""
+        """Multiply the gradients of some leaves by a factor; call it only while no pass runs."""
         self.fold()
         with self.lock:
             self._gradients.scale(leaves, factor)
 
     def stored(self) -> list[torch.Tensor]:
-        """The gradients that are kept on this worker, those of several passes one by one."""
+        """Return all gradient tensors of the context on this worker; those of several passes are not added up."""
         with self.lock:
             parts = [
                 self._gradients,
@@ -146,11 +166,14 @@ class Context:
         return [gradient for part in parts for _, gradient in part.items()]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """What the passes have gathered on this worker, those included of which the end is not yet known here."""
+        """Return the gradients on this worker by leaf, summed over passes; those of passes under way are included.
+
+        A worker other than the root learns of the end of a pass later, so it cannot leave those out.
+        """
         return dict(self._total().items())
 
     def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Return each of these leaves with what `gradients` has for it, or None. No tensor is hashed, which is slow."""
+        """Return each of these leaves with its gradient, or None. Hashes no tensor, which would be slow."""
         total = self._total()
         return [(leaf, total.of(leaf)) for leaf in leaves]
 
@@ -170,7 +193,7 @@ class _PerThread(threading.local):
 
 
 class Contexts:
-    """All contexts that touch one worker."""
+    """All contexts that touch one worker, and the one that each thread is in."""
 
     def __init__(self, worker_id: int, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -179,14 +202,14 @@ class Contexts:
         self._messages = itertools.count()
         self._contexts: dict[int, Context] = {}
         self._over: OrderedDict[tuple[int, int], None] = OrderedDict()
-        """The contexts that have ended, as (id, incarnation of the maker)."""
+        """The contexts that ended last, as (id, incarnation of the maker)."""
         self._lock = threading.Lock()
         self.here = _PerThread()
-        """The context that the calling thread has entered, which may have ended meanwhile: see `current`."""
+        """The context that the calling thread has entered. It may have ended meanwhile: see `current`."""
         self.is_gone: Callable[[int], bool] = lambda maker: False
-        """Whether a maker was a member and is one no more; set by who knows the members."""
+        """Return whether the worker with this incarnation was a member and is lost; set by the recorder."""
         self.on_displaced: Callable[[Context], None] = lambda context: None
-        """Called with a dead maker's context that has given way; set by who runs its passes."""
+        """Called with a dead maker's context that one with the same id has replaced; set by the recorder."""
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -197,11 +220,11 @@ class Contexts:
         return self._first + (1 << _BITS) - 1
 
     def next_message(self) -> int:
-        """The id of one more edge."""
+        """Return a new number for an edge; no other worker has the same."""
         return self._first + next(self._messages)
 
     def all(self) -> list[Context]:
-        """Every context that is here."""
+        """Return all contexts that this worker has now."""
         with self._lock:
             return list(self._contexts.values())
 
@@ -214,13 +237,13 @@ class Contexts:
         return context if context is not None and context.id in self._contexts else None
 
     def set_current(self, context: Context | None) -> Context | None:
-        """Change the calling thread's; the one before."""
+        """Put the calling thread into a context, or into none; return the context it was in."""
         before, self.here.context = self.here.context, context
         return before
 
     @contextmanager
     def outside(self) -> Generator[None]:
-        """The calling thread is in no context, for the time of the block: whoever only looks is not to be recorded."""
+        """Take the calling thread out of its context for a block, so that calls which only look are not recorded."""
         before = self.set_current(None)
         try:
             yield
@@ -230,14 +253,14 @@ class Contexts:
     # -- life ---------------------------------------------------------------------------------
 
     def new(self, *, lines: bool = False, check: bool = False) -> Context:
-        """Make one; this worker is to end it."""
+        """Make a context, of which this worker is the maker; no thread enters it."""
         with self._lock:
             context = Context(self._first + next(self._numbers), self._incarnation, lines=lines, check=check)
             self._contexts[context.id] = context
         return context
 
     def get(self, id: int) -> Context:
-        """The context of that id."""
+        """Return the context with an id; raises UsageError if this worker does not have it, or no longer."""
         context = self._contexts.get(id)
         if context is None:
             raise UsageError(
@@ -245,13 +268,13 @@ class Contexts:
                 + (
                     ": it has ended"
                     if any(over == id for over, _ in self._over)
-                    else "; contexts end with their `with` block"
+                    else ". It never came to this worker, or it ended: contexts end with their `with` block"
                 )
             )
         return context
 
     def find(self, id: int) -> Context | None:
-        """The context of that id, if it is here."""
+        """Return the context with an id, or None if this worker does not have it, or no longer."""
         return self._contexts.get(id)
 
     def enter(
@@ -265,13 +288,13 @@ class Contexts:
     ) -> Context | None:
         """Return the context to which a message belongs, or None if that context is over.
 
-        Calls ``entered()`` if the context is new on this worker. A dead maker's context is over, also where a third
-        worker's message comes late. So a context with the same id but another maker is that of a dead maker, whose
-        place ``maker`` has taken: it gives way.
+        Calls ``entered()`` if the context is new on this worker. A dead maker's context is over, even if a third
+        worker's message of it comes late. So if there is a context with the same id and another maker, that maker is
+        dead and ``maker`` has taken its place: the new context replaces the old one.
         """
         context = self._contexts.get(id)
         if context is not None and context.maker == maker:
-            context.lines = context.lines or lines  # that it is watched may have been known before
+            context.lines = context.lines or lines  # a Watch message may have made the context, without these
             context.check = context.check or check
             return context
         with self._lock:
@@ -289,18 +312,18 @@ class Contexts:
         return context
 
     def release(self, id: int, maker: int) -> Context | None:
-        """End ``maker``'s context of that id, also for messages that come later; return it if it was here."""
+        """End a context on this worker, also for messages that come later; return it, or None if it was not here."""
         with self._lock:
             self._note_over(id, maker)
             context = self._contexts.get(id)
             return self._contexts.pop(id) if context is not None and context.maker == maker else None
 
     def _note_over(self, id: int, maker: int) -> None:
-        """With the lock held: remember that a context has ended, for messages that come too late."""
+        """Remember that a context has ended, for messages that come too late; called with the lock held."""
         self._over[id, maker] = None
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
 
     def made_by(self, incarnation: int) -> Iterable[Context]:
-        """Those whose maker it is."""
+        """Return the contexts here that the worker with this incarnation has made."""
         return [context for context in self.all() if context.maker == incarnation]

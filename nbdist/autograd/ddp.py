@@ -1,8 +1,7 @@
-"""Knows the leaves of DistributedDataParallel modules, which cannot be treated one by one.
+"""Finds the leaves of DistributedDataParallel (DDP) modules, which must all run in one call of torch's engine.
 
-Their reducer averages gradients over processes while the engine runs, and puts the averages into ``.grad`` at the end
-of the call in which the last leaf of the module got its gradient. So a module's leaves all have to run in one and the
-same call.
+The reducer of such a module averages gradients over processes while the engine runs (it *reduces*), and writes the
+averages to ``.grad`` at the end of the call in which the module's last leaf got its gradient.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from nbdist.autograd.edges import Node
 __all__ = ["blocked_by", "in_buckets", "living", "own", "owned_by_any"]
 
 living: dict[int, weakref.ref[DistributedDataParallel]] = {}
-"""The modules that live, by id. Whether there are any is asked many times in each pass, so no function answers it."""
+"""The DDP modules that are alive, by id. Every pass reads it many times, so it is a plain dict and no function."""
 
 
 def _notice(module: Any, name: str, submodule: Any) -> None:
+    """Note a DDP module; torch calls this whenever a module gets a submodule, as a DDP module does when it is made."""
     if isinstance(module, DistributedDataParallel):
         key = id(module)
         living[key] = weakref.ref(module, lambda _: living.pop(key, None))
@@ -40,18 +40,18 @@ def _leaves(module: DistributedDataParallel) -> set[int]:
 
 
 def owned_by_any() -> set[int]:
-    """The leaves of all such modules, by id."""
+    """Return the ids of the parameters of all DDP modules."""
     return set[int]().union(*map(_leaves, _modules()))
 
 
 def own(nodes: Iterable[Node]) -> bool:
-    """Whether one of these nodes stands for a leaf of such a module."""
+    """Return whether one of these nodes accumulates into a parameter of a DDP module."""
     owned = owned_by_any()
     return any(id(node.variable) in owned for node in nodes)
 
 
 def blocked_by(held: Iterable[int]) -> set[int]:
-    """All leaves of those modules some of whose leaves have to wait."""
+    """Return the ids of all parameters of the DDP modules of which a parameter is among ``held``, also by id."""
     waiting = set(held)
     blocked = set[int]()
     for module in _modules():
@@ -62,5 +62,5 @@ def blocked_by(held: Iterable[int]) -> set[int]:
 
 
 def in_buckets() -> set[int]:
-    """The leaves whose gradients lie in memory that their modules will use again."""
+    """Return the ids of the parameters whose gradients are views of DDP buckets, which the next pass overwrites."""
     return set[int]().union(*(_leaves(module) for module in _modules() if module.gradient_as_bucket_view))

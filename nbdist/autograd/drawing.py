@@ -1,7 +1,7 @@
-"""Draws the graph of a context, and what a pass does with it: as SVG without script, and as lines of text.
+"""Draws the graph of a context, with the plan or progress of a pass over it, as SVG without scripts and as text.
 
-A lane for each worker, the forward pass from left to right; `nbdist.autograd.folding` says what the boxes are, and
-`nbdist.autograd.layout` where they stand. Pure: data in, text out.
+The picture has a lane for each worker, and the forward pass goes from left to right. `nbdist.autograd.folding` decides
+what the boxes stand for, and `nbdist.autograd.layout` where they are. Pure: data in, text out.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 __all__ = ["WIDEST", "Marks", "as_svg", "as_text", "name_of", "plan_as_svg", "plan_as_text"]
 
 WIDEST = 880
-"""A picture has at most so many pixels from left to right; what is wider goes on below."""
+"""The largest width of a picture, in pixels; a wider graph continues in another row of lanes below."""
 _NARROWEST = 420
-"""So wide it is at least, for its legend."""
+"""The smallest width of a picture, in pixels, which leaves room for the legend."""
 _NARROW, _BROAD = "iljtfrI.,:;'|()[]/ ", f"mwMW@%…→←{TIMES}"
 _LONGEST = 18
-"""So many letters of a name are drawn."""
+"""The number of characters of a name that are drawn."""
 _LANES = 130
-"""So wide is the column of the workers' names at most."""
+"""The largest width of the column with the names of the workers, in pixels."""
 _LINE = 15
-"""Of the legend."""
+"""The height of a line of the legend, in pixels."""
 _SHOWN = 12
-"""So many nodes of a worker are named in a line of text."""
+"""The number of names in one line of text."""
 
 _INK, _FAINT, _RULE = "#1f2328", "#6b7280", "#d0d7de"
 _FILL = {"operation": "#eef0f3", "leaf": "#d6e8fc", "receive": "#fde6c3", "group": "#e8e3f6"}
@@ -43,28 +43,28 @@ _MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#b45309", "#7c3aed", "#15803d", "#b91c1
 
 @dataclass(frozen=True)
 class Marks:
-    """What a picture tells of a pass, beside the graph."""
+    """The marks that a picture has for a pass, on top of the graph."""
 
     waits_for: Mapping[Key, int]
-    """The nodes that take part, and how many gradients each waits for."""
+    """The nodes that take part, and the number of gradients that each waits for."""
     roots: Collection[Key] = ()
     got: Mapping[Key, int] | None = None
-    """How many of these have come, where the pass was left before its end."""
+    """The number of these gradients that have come, for a pass that is not over; else None."""
     states: Mapping[Key, str] = field(default_factory=dict)
-    """How far nodes are: ``waiting``, ``ready``, ``running``, ``halted`` or ``done``; empty where no pass has begun."""
+    """The state of nodes: ``waiting``, ``ready``, ``running``, ``halted`` or ``done``; empty if no pass has begun."""
     bad: Key | None = None
-    """Where a NaN or Inf was found first."""
+    """The node at which the first NaN or Inf was found."""
     path: Sequence[Key] = ()
-    """The critical path."""
+    """The nodes of the critical path."""
     in_vain: Collection[int] = ()
-    """The messages whose gradients are waited for, and do not come: FAST takes for granted that they do."""
+    """The messages whose gradients are awaited and will not come, as happens in FAST mode."""
 
 
 # -- as text --------------------------------------------------------------------------------------
 
 
 def as_text(trace: Trace) -> str:
-    """Return the graph as lines: for each worker what it has, and what it sent to others."""
+    """Return a trace as lines: for each worker the number of its nodes of each kind, and the tensors that it sent."""
     lines = [f"context {trace.context_id}: {_count(len(trace.nodes), 'worker')}, {_count(len(trace.edges), 'edge')}"]
     for worker, nodes in trace.nodes.items():
         kinds = [sum(node.kind == kind for node in nodes) for kind in ("operation", "leaf", "receive")]
@@ -91,7 +91,7 @@ def plan_as_text(plan: Plan) -> str:
     ]
     unused = {edge.autograd_message_id for edge in plan.unused}
     for worker, nodes in trace.nodes.items():
-        if not trace.of_step:  # which thread served a call is chance, and so are the numbers of what it made
+        if not trace.of_step:  # node numbers depend on which thread served a call, names do not
             nodes = sorted(nodes, key=lambda node: (_KINDS.index(node.kind), name_of(node)))
         taking = [node for node in nodes if (worker, node.number) in plan.waits_for]
         told = [
@@ -116,28 +116,33 @@ def plan_as_text(plan: Plan) -> str:
 
 
 _KINDS = ("operation", "receive", "leaf")
+"""The order of the kinds of nodes in a line of text."""
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names in a row, equal ones once; not more than a reader reads."""
+    """Return names in a row, each with its count, and only the first `_SHOWN` of them."""
     counted = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
     more = [f"{len(counted) - _SHOWN} more"] if len(counted) > _SHOWN else []
     return ", ".join(counted[:_SHOWN] + more)
 
 
 def _node(trace: Trace, key: Key) -> NodeInfo:
+    """Return the node of that key."""
     return next(node for node in trace.nodes[key[0]] if node.number == key[1])
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, in the singular or plural."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _tensors(edge: Edge) -> str:
+    """Return the dtypes and shapes of the tensors of an edge as text."""
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in edge.tensors)
 
 
 def _sent_by(trace: Trace, worker: str) -> list[Edge]:
+    """Return the edges that begin on a worker."""
     return [edge for edge in trace.edges if edge.sender == worker]
 
 
@@ -145,20 +150,20 @@ def _sent_by(trace: Trace, worker: str) -> list[Edge]:
 
 
 def plan_as_svg(plan: Plan) -> str:
-    """Return the picture of a plan."""
+    """Return the picture of a plan; in FAST mode it marks the messages whose gradients will not come."""
     in_vain = {edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else ()
     return as_svg(plan.trace, Marks(plan.waits_for, () if plan.trace.of_step else plan.roots, in_vain=in_vain))
 
 
 def as_svg(trace: Trace, marks: Marks | None = None) -> str:
-    """Return the graph as a picture, with what is known of a pass; what takes no part in that is pale."""
+    """Return the picture of a graph, with the marks of a pass if given; nodes without a part in the pass are pale."""
     if not any(trace.nodes.values()):
         return _text_picture("nothing has been recorded")
     return _Drawing(trace, marks).svg()
 
 
 class _Drawing:
-    """One picture, while it is made."""
+    """One picture while it is drawn."""
 
     def __init__(self, trace: Trace, marks: Marks | None) -> None:
         self.trace = trace
@@ -176,6 +181,7 @@ class _Drawing:
         )
 
     def svg(self) -> str:
+        """Return the whole picture."""
         layout = self.layout
         width = max(layout.width, _NARROWEST)
         legend, foot = self._legend(layout.height + 6, width)
@@ -208,17 +214,19 @@ class _Drawing:
     # -- boxes --------------------------------------------------------------------------------
 
     def width_of(self, box: Box) -> float:
-        """Return how wide a box is, with its counts."""
+        """Return the width of a box with its tags, in pixels."""
         return _width(_short(box.name)) + 12 + sum(_width(text) + 7 for text, _, _ in self._tags(box))
 
     def state_of(self, key: Key) -> str:
+        """Return the state of a node, ``waiting`` if the marks have none; an empty string without marks."""
         return self.marks.states.get(key, "waiting") if self.marks is not None else ""
 
     def takes_part(self, box: Box) -> bool:
+        """Return whether some node of a box takes part in the pass; True without marks."""
         return self.marks is None or any(key in self.marks.waits_for for key in box.keys)
 
     def _tags(self, box: Box) -> list[tuple[str, str, str]]:
-        """Return the small fields at the end of a box: the text of each, its fill and its ink."""
+        """Return the tags at the right end of a box: the text of each, its fill and its ink."""
         marks = self.marks
         if marks is None:
             return []
@@ -238,6 +246,7 @@ class _Drawing:
         return found
 
     def _box(self, box: Box) -> str:
+        """Return a box with its tooltip."""
         place = self.layout.places[box.key]
         pale = not self.takes_part(box)
         waiting = self.halfway and not pale and all(self.state_of(key) in ("waiting", "ready") for key in box.keys)
@@ -253,6 +262,7 @@ class _Drawing:
         )
 
     def _title(self, box: Box) -> str:
+        """Return the tooltip of a box."""
         marks = self.marks
         if len(box.keys) > 1:
             count = Counter(name_of(self.nodes[key]) for key in box.keys)
@@ -280,6 +290,7 @@ class _Drawing:
         return "\n".join(lines)
 
     def _told(self, key: Key, marks: Marks) -> str:
+        """Return the tooltip's words on a node's part in the pass."""
         count = marks.waits_for.get(key)
         if count is None:
             return "takes no part"
@@ -294,6 +305,7 @@ class _Drawing:
     # -- lines --------------------------------------------------------------------------------
 
     def _line(self, number: int, line: Line) -> str:
+        """Return a line between two boxes, coloured for messages, for missing gradients and for the critical path."""
         marks = self.marks
         colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
         messages = {edge.autograd_message_id for edge in line.edges}
@@ -315,7 +327,7 @@ class _Drawing:
     # -- the legend ---------------------------------------------------------------------------
 
     def _legend(self, top: float, width: float) -> tuple[str, float]:
-        """Return a line that says what is drawn how, of what there is to see; and how high it is."""
+        """Return the legend and its height; it explains only what this picture shows."""
         x, y = 8.0, top
         parts = []
         for text, sample, length in self._samples():
@@ -328,6 +340,7 @@ class _Drawing:
         return "".join(parts), y - top + _LINE + 2
 
     def _samples(self) -> list[tuple[str, str, float]]:
+        """Return the entries of the legend: the text, the sample drawn before the text, and the width of the sample."""
         marks, trace = self.marks, self.trace
         boxes = [box for each in self.diagram.boxes.values() for box in each]
         kinds = {box.kind for box in boxes}
@@ -365,12 +378,12 @@ class _Drawing:
 
 
 def _width(text: str) -> float:
-    """Return about how wide a text is that is 11 pixels high, in the broadest of the usual fonts."""
+    """Return the approximate width of a text 11 pixels high, in the broadest of the usual fonts."""
     return sum(4.3 if c in _NARROW else 10.2 if c in _BROAD else 8.0 if c.isupper() else 6.9 for c in text)
 
 
 def _short(name: str, most: float = _LONGEST) -> str:
-    """Return a name that fits; of a parameter's the end says more than the beginning."""
+    """Return a name cut to at most ``most`` characters: a dotted name loses its beginning, any other its end."""
     if len(name) <= most:
         return name
     if "." in name:
@@ -379,7 +392,7 @@ def _short(name: str, most: float = _LONGEST) -> str:
 
 
 def _stroke(points: Sequence[Point], *, corners: bool) -> str:
-    """Return a path through points; where two differ in height, they are joined by a curve, or by straight lines."""
+    """Return an SVG path through points; points of different heights are joined by a curve, or by straight lines."""
     (x, y), *rest = points
     told = f"M{x:.1f} {y:.1f}"
     for to, down in rest:
@@ -404,7 +417,7 @@ def _boxed(
     dashed: bool = False,
     edge: tuple[str, float] = ("#8b95a1", 1.0),
 ) -> str:
-    """Return the shapes of a box: its name, and fields for its counts at its end."""
+    """Return the shapes of a box: its frame, its name, and its tags at the right end."""
     x, y, width, height = place.x, place.y, place.width, place.height
     round = height / 2 if kind == "leaf" else 3
     fill, ink, stroke = (_FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")
@@ -425,6 +438,7 @@ def _boxed(
 
 
 def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, ink: str) -> str:
+    """Return a small field with a text."""
     stroke = "#8b95a1" if fill == "#fff" else fill
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}" '
@@ -435,18 +449,22 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
 
 
 def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
+    """Return the small box of a legend entry."""
     return _boxed(Place(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
 
 
 def _sample_tag(text: str, fill: str, ink: str) -> str:
+    """Return the small tag of a legend entry."""
     return _tag(0, 0, _width(text) + 5, BOX - 9, text, fill, ink)
 
 
 def _sample_line(colour: str, more: str = "") -> str:
+    """Return the short line of a legend entry."""
     return f'<path d="M0 6H18" stroke="{colour}" stroke-width="1.8" fill="none"{more}/>'
 
 
 def _text_picture(text: str) -> str:
+    """Return a picture of nothing but a text."""
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="420" height="36" viewBox="0 0 420 36" '
         f'font-family="system-ui, sans-serif" font-size="12"><title>{escape(text)}</title>'

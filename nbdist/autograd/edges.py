@@ -1,9 +1,19 @@
-"""The two ends of an edge: what stands in the autograd graphs for tensors that went from worker to worker.
+"""The two ends of an edge: the nodes in torch's graphs for the tensors of a message from one worker to another.
 
-Where tensors leave, each of them gets a *gate*: a node behind which its local history lies, and through which its
-gradient enters. Where they arrive, each gets a *receive* node; when it runs, the tensor's gradient goes back to the
-worker from which it came, together with those of the other tensors of its message. Both only do anything inside of
-a pass, which the thread that runs it carries along (`current_part`), also to the engine's threads for other devices.
+One message with two tensors; the arrows show the way of the gradients::
+
+    sender (Sent)                                       receiver (Received)
+    history of x <--- gate (Slot 0) <---+            +--- receive node <--- what was computed from x
+                                        |<- message -|
+    history of y <--- gate (Slot 1) <---+            +--- receive node <--- what was computed from y
+
+A *gate* is the node in front of the history of a tensor that was sent. The tensor's gradient enters right behind it, at
+`Slot.edge`; the gate itself runs only as a barrier, or where the gradient that has come is None. When a *receive node*
+runs, it hands its gradient to the part of the pass, which sends it to the worker that the tensor came from, together
+with those of the other tensors of the message.
+
+Both kinds of nodes need to know the part for which they run (`current_part`). It belongs to the thread that calls
+torch's engine, and the engine hands it on to its threads for other devices.
 """
 
 from __future__ import annotations
@@ -35,21 +45,21 @@ if TYPE_CHECKING:
 __all__ = ["RECEIVE", "Held", "Node", "Received", "Sent", "Slot", "current_part", "receive", "swap_part"]
 
 Node = Any
-"""A node of torch's graph; those of C++ have no class that could be named here."""
+"""A node of torch's graph. Nodes made in C++ have no class that could be named here."""
 
 _PART = "nbdist.autograd.part"
 
 
 def current_part() -> Part | None:
-    """The part of a pass that the calling thread executes."""
+    """Return the part for which the calling thread runs nodes; None if it runs none, or those of a local pass."""
     return thread_value(_PART) if thread_has(_PART) else None
 
 
 def swap_part(part: Part | None) -> Part | None:
-    """Make ``part`` the one that the calling thread executes, or none; return the part before, to be put back.
+    """Set the part for which the calling thread runs nodes, or None; return the one before, to be put back later.
 
-    It is kept in torch's thread-local storage, because the engine hands that on to the threads of other devices.
-    It is removed rather than replaced by None: a thread that ends with an entry there waits for the GIL for ever.
+    The part is kept in torch's thread-local storage, which the engine hands on to its threads for other devices. None
+    removes the entry instead of storing None: a thread that ends with an entry there waits for the GIL for ever.
     """
     outer: Part | None = None
     if thread_has(_PART):
@@ -61,18 +71,21 @@ def swap_part(part: Part | None) -> Part | None:
 
 
 class Held(Exception):
-    """Raised by a gate whose gradient has not come: nothing else can run before it does."""
+    """Raised by a barrier to end a contested call of torch's engine: no other node can run now."""
 
 
 class Slot:
-    """One tensor that was sent: the place where its gradient enters this worker's graph."""
+    """One tensor that was sent: its gate, and the graph edge at which its gradient enters this worker's graph.
+
+    ``gate`` is the gate's output, ``node`` its node, and ``edge`` the graph edge behind it.
+    """
 
     __slots__ = ("__weakref__", "edge", "gate", "index", "message", "node")
 
     def __init__(self, message: int, index: int, tensor: torch.Tensor) -> None:
         self.message = message
         self.index = index
-        make = _make_gate if innermost_transform() is None else _Gate.apply  # which says that a gate has no transform
+        make = _make_gate if innermost_transform() is None else _Gate.apply  # which raises torch's error
         self.gate: torch.Tensor = make(self, unwrap_if_dead(tensor))
         self.node: Node = self.gate.grad_fn
         self.edge: tuple[Node, int] = self.node.next_functions[0]
@@ -82,7 +95,7 @@ class Slot:
 
 
 class Sent:
-    """The sending end: what the tensors of one message left behind."""
+    """The sending end of an edge: the slots of a message's tensors, the receiver, and the function called."""
 
     def __init__(self, message: int, peer: int, tensors: Sequence[torch.Tensor], function: str) -> None:
         self.message = message
@@ -94,12 +107,12 @@ class Sent:
 
 
 class Received:
-    """The receiving end of a message's tensors."""
+    """The receiving end of an edge: the receive nodes of a message's tensors, the sender, and the function called."""
 
     looked_at = False
-    """Whether it is known which of the tensors held a NaN or Inf when they came: in a context that is watched,"""
+    """True if the tensors were searched for NaN and Inf when they came, as in a context that is watched."""
     spoilt: frozenset[int] = frozenset()
-    """and which those were."""
+    """The indices of the tensors that held a NaN or Inf when they came, if `looked_at`."""
 
     def __init__(self, message: int, peer: int, function: str) -> None:
         self.message = message
@@ -108,34 +121,37 @@ class Received:
         self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         """The shape, dtype and device of each tensor of the message, in the order in which they were sent."""
         self.node_references: list[weakref.ref[Node]] = []
-        """Weak references to the receive nodes: a node holds this object, and would never be freed if held in turn."""
+        """Weak references to the receive nodes: each node refers to this object, and a cycle would never be freed."""
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes, as far as they live."""
+        """The receive nodes that are still alive."""
         return [node for reference in self.node_references if (node := reference()) is not None]
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note which of the tensors that have come hold a NaN or Inf."""
-        with suppress(Exception):  # of a kind of tensor that cannot be looked at
+        """Note which of the tensors that have come hold a NaN or Inf; waits for a GPU that they are on."""
+        with suppress(Exception):  # a kind of tensor that cannot be searched
             self.spoilt = frozenset(index for index, tensor in enumerate(tensors) if not is_finite(tensor))
             self.looked_at = True
 
 
 def _enter(ctx: Any, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
-    ctx.slot = weakref.ref(slot)  # which holds this node
+    """Make a gate for a tensor: the forward of `_Gate`. Its output only serves as a root for torch's engine."""
+    ctx.slot = weakref.ref(slot)  # weak, because the slot refers to this node
     return torch.empty((), device="cpu")
 
 
 def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+    """Run a gate: the backward of `_Gate`. Its part decides whether it stops the engine or enters the gradient None."""
     part = current_part()
-    assert part is not None  # nobody but a pass has the tensor behind which a gate lies
+    assert part is not None  # only the steps of a part have a gate's output as a root
     return None, part.enter(ctx.slot())
 
 
 def _arrive(
     ctx: Any, anchor: torch.Tensor, end: Received, first: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
+    """Make the receive node of some tensors of a message, from tensor ``first`` on: the forward of `_Receive`."""
     ctx.set_materialize_grads(False)
     ctx.end = end
     ctx.first = first
@@ -143,6 +159,7 @@ def _arrive(
 
 
 def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
+    """Run a receive node: the backward of `_Receive`. Hands the gradients to the part; a local pass gets UsageError."""
     part: Part | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
         raise UsageError(
@@ -154,7 +171,8 @@ def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, N
     return None, None, None, None
 
 
-# The names are torch's: programs that look at the graph find what they look for.
+# These are the names of torch's own nodes, without the suffix Backward that torch adds: programs that search a graph
+# for them find ours.
 _Gate: Any = type(
     "torch::distributed::autograd::SendRpc",
     (Function,),
@@ -172,16 +190,16 @@ RECEIVE: type = _Receive._backward_cls
 """The class of receive nodes."""
 
 one_node_a_message = False
-"""As torch has it; for programs that look at its graph."""
+"""True to make one receive node for all tensors of a message, as torch does: `nbdist.compat` sets it."""
 
 _anchor = torch.zeros((), device="cpu", requires_grad=True)
-"""What makes autograd record a receive: a node needs an input that requires grad."""
+"""The input of every receive node: torch makes a node only for a Function with an input that requires grad."""
 
 
 def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give tensors that have come their history: the gradients they get go back through ``end``.
+    """Return the tensors of a message with receive nodes as their history; their gradients go back through ``end``.
 
-    Each has a node of its own, because a node runs with all of its outputs' hooks, also where only one is used.
+    Each tensor has a node of its own, because a node calls the hooks of all its outputs, even if only one was used.
     """
     made: list[torch.Tensor] = []
     size = len(tensors) if one_node_a_message else 1

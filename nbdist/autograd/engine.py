@@ -1,9 +1,17 @@
-"""torch's engine, called for a part of a pass; and what else calls it meanwhile.
+"""Calls torch's engine for the steps of a part, and deals with all other calls of it in this process.
 
-A node may call the engine itself: reentrant checkpoints do, and Functions of users who write their backward that
-way. What such an inner call accumulates belongs to the pass as well, and the leaves that it reaches are not known
-before. So there is one place through which every call of the engine goes, where torch lets a Python subclass of
-its engine stand.
+========================================= ======================================================================
+a call of torch's engine                  what `_Engine` does
+========================================= ======================================================================
+with ``inputs``, as by autograd.grad      lets torch run it unchanged
+by a local pass                           lets torch run it; refuses it if it reaches leaves of a halted pass
+by a node that a part runs                claims the leaves that the call reaches, for the part's pass
+by a part, with `run_backward`            is not asked: this goes to torch's engine directly
+========================================= ======================================================================
+
+A node calls the engine itself in a reentrant checkpoint, and in a user's Function whose backward is written so. What
+such an inner call accumulates belongs to the pass as well, but its leaves are known only when it begins. So importing
+this module puts `_Engine` in the place where torch.autograd looks for its engine.
 """
 
 from __future__ import annotations
@@ -25,14 +33,14 @@ _native: Any = torch_private.engine
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
-    """Run what the roots depend on, all leaves included, as ``torch.autograd.backward`` does."""
+    """Run all nodes that the roots depend on, leaves included, as ``torch.autograd.backward`` does."""
     _native.run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
-    """Stands where every call of torch's engine passes."""
+    """The engine that torch.autograd calls from Python: torch's own, with the rules of the module's table."""
 
     def run_backward(
         self,
@@ -44,8 +52,12 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         *args: Any,
         **options: Any,
     ) -> Any:
-        """As torch's."""
-        __tracebackhide__ = True  # IPython leaves this frame out, in which a local pass has no part
+        """Run a backward pass; arguments and result are those of torch's engine.
+
+        Raises:
+            UsageError: A local pass reaches leaves of a halted pass, or an inner call reaches a receive node.
+        """
+        __tracebackhide__ = True  # IPython leaves this frame out of tracebacks: a local pass has no use for it
         if current_part() is None and not inputs:
             _refuse_halted(tensors)
         if current_part() is None or inputs:
@@ -53,8 +65,8 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         region = walk([_edge(tensor) for tensor in tensors])
         if region.receives:
             raise UsageError(
-                "a checkpoint, or a Function that calls backward() itself, holds a call to another worker, and such "
-                "a call cannot be run backward from inside of a node: give the checkpoint use_reentrant=False"
+                "a reentrant checkpoint, or a Function whose backward calls backward(), contains a call to another "
+                "worker, whose backward pass cannot run inside of a node: give the checkpoint use_reentrant=False"
             )
         claim = current_claim()
         taken = claim.adopt(region.leaves)
@@ -71,16 +83,20 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
 
 
 def _refuse_halted(roots: Sequence[Any]) -> None:
-    """What a local pass would put into ``.grad`` would be taken for a paused one's, which has it set aside."""
+    """Raise UsageError if a local pass reaches leaves that a halted pass has claimed.
+
+    The halted pass has their ``.grad`` set aside, and would take what it finds there afterwards for its own gradients.
+    """
     halted = halted_leaves()
     if halted and any(id(node.variable) in halted for node in walk([_edge(root) for root in roots]).leaves):
         raise UsageError(
-            "a paused backward pass has leaves of this one in hand: let it go on first (`watch.run()`), or use "
-            "torch.autograd.grad, which leaves .grad alone"
+            "a paused backward pass is writing the .grad of leaves that this pass reaches: let it go on first "
+            "(`watch.run()`), or use torch.autograd.grad, which does not write .grad"
         )
 
 
 def _edge(root: Any) -> tuple[Any, int]:
+    """Return the graph edge of a root, which is a tensor or a graph edge of torch's."""
     edge = torch.autograd.graph.get_gradient_edge(root) if isinstance(root, torch.Tensor) else root
     return edge.node, edge.output_nr
 

@@ -1,16 +1,15 @@
-"""Makes a diagram of a recorded graph: the boxes and lines to draw, with nodes folded where there are too many.
+"""Makes the diagram of a recorded graph: the boxes and lines to draw; too many nodes are folded into fewer boxes.
 
-What a box stands for, by the number of nodes:
-
+===================== ==============================================================================================
+nodes                 one box stands for
 ===================== ==============================================================================================
 up to 150             one node
-more                  the nodes of a module that follow each other on a worker (`context(lines=True)` notes modules),
-                      down to the depth of modules at which there are at most 60 boxes; nodes of no known module are
-                      cut into runs
-still too many boxes  the nodes of a worker that are about as far from the start of the graph
+more                  consecutive nodes of a module on a worker (`context(lines=True)` notes modules), down to the
+                      depth of modules at which there are at most 60 boxes; nodes of no known module are cut into runs
+still over 60 boxes   the nodes of a worker that are about as far from the start of the graph
 ===================== ==============================================================================================
 
-Pure: data in, data out.
+A pipeline step of up to 300 operations is drawn box by box, and a larger one in ranges. Pure: data in, data out.
 """
 
 from __future__ import annotations
@@ -31,53 +30,55 @@ __all__ = ["TIMES", "Box", "Diagram", "Line", "crossings", "diagram_of", "name_o
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NODES = 150
+"""The number of nodes up to which each has its own box; twice as many in a step."""
 _MOST_BOXES = 60
+"""The number of boxes up to which folding by modules is fine enough."""
 _MOST_RANGES = 16
-"""Into so many ranges of distances a graph is cut in the last resort."""
+"""The number of ranges of distance into which a graph is cut at most."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """What is drawn as one box: a node, or the nodes of one worker that are folded into it."""
+    """One box of the drawing: a node, or several nodes of one worker that are folded into it."""
 
     worker: str
     keys: tuple[Key, ...]
     kind: str
-    """``operation``, ``leaf`` or ``receive``; ``group`` if nodes are folded."""
+    """The node's kind, ``operation``, ``leaf`` or ``receive``; ``group`` if several nodes are folded."""
     name: str
 
     @property
     def key(self) -> Key:
-        """Its first node, by which lines name it."""
+        """The first node of the box; lines name the box by it."""
         return self.keys[0]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A connection of two boxes, in the direction of the forward pass."""
+    """A line between two boxes, in the direction of the forward pass."""
 
     source: Key
     target: Key
     ways: tuple[tuple[Key, Key], ...]
-    """The nodes that it connects."""
+    """The pairs of nodes, from and to, that the line connects."""
     edges: tuple[Edge, ...] = ()
-    """The messages that it stands for, if it goes from worker to worker."""
+    """The edges that the line stands for, if it goes from worker to worker."""
 
 
 @dataclass(frozen=True)
 class Diagram:
-    """The boxes by worker, each after those from which lines come to it; and the lines."""
+    """The boxes of each worker, each after the boxes from which lines come to it where possible; and the lines."""
 
     boxes: dict[str, list[Box]]
     lines: list[Line]
     ranks: dict[Key, int] | None = None
-    """The columns of boxes by distance, where boxes may depend on each other both ways."""
+    """The column of each box, if boxes are folded by distance; such boxes may have lines in both directions."""
     in_order: bool = False
-    """Whether each worker does what its boxes stand for one after the other."""
+    """True for a pipeline step: each worker does its boxes one after the other."""
 
 
 def name_of(node: NodeInfo) -> str:
-    """Return a node's name as it is shown: the parameter's, ``receive``, or the operation's without torch's suffix."""
+    """Return a node's name as shown: the parameter's, ``receive``, or the operation's without torch's suffix."""
     if node.label is not None:
         return node.label
     if node.kind == "receive":
@@ -86,7 +87,7 @@ def name_of(node: NodeInfo) -> str:
 
 
 def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
-    """Yield each edge between workers, from the nodes that made its tensors to those that received them."""
+    """Yield each edge once for each tensor, with the node that made the tensor and the node that received it."""
     received: dict[int, dict[int, list[Key]]] = {}
     for worker, nodes in trace.nodes.items():
         for node in nodes:
@@ -100,7 +101,7 @@ def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
 
 
 def diagram_of(trace: Trace) -> Diagram:
-    """Return what is drawn of a trace; however large it is, there are few enough boxes to see."""
+    """Return the diagram of a trace, folded until there are few enough boxes to see."""
     graph = _Graph(trace)
     most = _MOST_NODES * (2 if trace.of_step else 1)  # the boxes of a step are small: F0, B0
     if len(graph.nodes) <= most:
@@ -113,7 +114,7 @@ def diagram_of(trace: Trace) -> Diagram:
 
 
 class _Graph:
-    """A trace's nodes in an order in which each comes after those that it was computed from."""
+    """A trace's nodes, in an order in which each comes after the nodes that it was computed from."""
 
     def __init__(self, trace: Trace) -> None:
         self.workers = list(trace.nodes)
@@ -128,7 +129,7 @@ class _Graph:
                 self.before[target].append(source)
         self.after: dict[Key, list[Key]] = {key: [] for key in self.nodes}
         self.earlier = self.before
-        """The nodes that come before each: those that it was computed from, and in a step those done before it."""
+        """By node, those that it was computed from, and in a step also the operation before it on its worker."""
         if self.in_order:
             self.earlier = {key: list(sources) for key, sources in self.before.items()}
             for worker, nodes in trace.nodes.items():
@@ -145,6 +146,7 @@ class _Graph:
         self.depth = max(map(len, paths.values()), default=0)
 
     def _sort(self) -> None:
+        """Fill `order`, depth first, without recursion."""
         done = set[Key]()
         for start in self.nodes:
             stack = [start]
@@ -160,16 +162,16 @@ class _Graph:
                     self.order.append(key)
 
     def module(self, key: Key, depth: int) -> str:
-        """Return the module of a node, cut at that depth."""
+        """Return the path of a node's module, cut at that depth."""
         return ".".join(self._paths[key][:depth])
 
     # -- folding ------------------------------------------------------------------------------
 
     def runs(self, group: Callable[[Key], str]) -> list[list[Key]]:
-        """Return the nodes in runs that a box stands for each: operations of a worker and a ``group``, one by one.
+        """Return the nodes in runs, one for each box: consecutive operations of a worker with the same ``group``.
 
-        A receive ends a run. So no run depends on itself by way of another worker. Leaves, and what is computed from
-        parameters alone, go with the operation that uses them, if it is one run.
+        A receive has its own box and ends a run, so no run depends on itself by way of another worker. Leaves, and
+        operations on one parameter alone, join the run that uses them if only one does.
         """
         aside = {key for key in self.order if self._is_aside(key)}
         longest = max(2, math.ceil(len(self.order) / _MOST_BOXES * 2))
@@ -192,7 +194,7 @@ class _Graph:
                 last[key[0]] = name, run
             of[key] = run
             found[run].append(key)
-        for key in reversed(self.order):  # those who use it come later, so they are placed already
+        for key in reversed(self.order):  # the users of a node come later in the order, so they are placed already
             if key in aside:
                 users = {of[other] for other in self.after[key]}
                 run = users.pop() if len(users) == 1 else -1
@@ -204,7 +206,7 @@ class _Graph:
         return found
 
     def _is_aside(self, key: Key) -> bool:
-        """Return whether a node is a leaf, or made from one parameter alone, and stays on its worker."""
+        """Return whether a node is a leaf, or made from one leaf alone, and is used on its own worker only."""
         if key in self.sent or not self.after[key]:
             return False
         node = self.nodes[key]
@@ -214,11 +216,11 @@ class _Graph:
         return node.kind == "operation" and len(before) == 1 and self.nodes[before[0]].kind == "leaf"
 
     def in_ranges(self) -> Diagram:
-        """Return a diagram of boxes for all nodes of a worker that are about as far from the start of the graph."""
+        """Return a diagram with a box for all nodes of a worker that are about as far from the start of the graph."""
         distance: dict[Key, int] = {}
         for key in self.order:
             distance[key] = max((distance[other] + 1 for other in self.earlier[key]), default=0)
-        for key in reversed(self.order):  # parameters stand beside what uses them, not all at the start
+        for key in reversed(self.order):  # parameters are beside the operations that use them, not all at the start
             if self._is_aside(key):
                 distance[key] = min(distance[other] for other in self.after[key])
         ranges = min(_MOST_RANGES, max(1, 2 * _MOST_BOXES // len(self.workers)))
@@ -259,6 +261,10 @@ class _Graph:
         return Diagram(boxes, lines, in_order=self.in_order)
 
     def _box(self, keys: tuple[Key, ...]) -> Box:
+        """Return the box of some nodes of a worker.
+
+        A group is named by the innermost module that all its operations share, or by its first and last operation.
+        """
         node = self.nodes[keys[0]]
         if len(keys) == 1:
             return Box(keys[0][0], keys, node.kind, name_of(node))

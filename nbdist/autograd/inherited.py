@@ -1,15 +1,15 @@
-"""Finds where a NaN or Inf comes from that a backward pass was given by the forward pass.
+"""Finds where a NaN or Inf of a backward pass comes from, if the forward pass has made it.
 
-A node makes a NaN of finite gradients in one of two ways: by its own arithmetic, or because what it has saved of the
-forward pass holds one already. In the latter case this goes back along the graph, from saved value to saved value, and
-with the message that brought a tensor to the worker that sent it, which goes on there::
+A node turns finite gradients into a NaN in one of two ways: by its own arithmetic, or because the values that it saved
+in the forward pass hold a NaN. In the second case the search goes back along the graph, from saved value to saved
+value. At a tensor that was received, the worker that sent it continues the search::
 
     notebook                           worker2
     Pow  saved self = NaN
-     └─ receive (message 7) ─────────>  Log  saved self = -1.0, which is finite, and handed on a NaN: it made it
+     └─ receive (message 7) ─────────>  Log  saved self = -1.0, which is finite, but its output was NaN: Log made it
 
-It looks at what torch has saved for the backward pass anyway, and computes nothing anew. What lies behind hooks for
-saved tensors, as in a checkpoint, is not looked at, because those are the user's code.
+The search reads only what torch has saved for the backward pass, and computes nothing again. Values behind hooks for
+saved tensors, as in a checkpoint, are not read, because unpacking them runs the user's code.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["Carried", "Inherited", "explain", "explain_sent", "told"]
 
 _OUTPUTS = ("result", "output", "out", "values")
-"""How the names begin under which torch's nodes save what they have returned; all others are of inputs."""
+"""The beginnings of the names under which torch's nodes save their outputs; all other names are of inputs."""
 _MOST = 3
-"""So many messages are named that may have carried it."""
+"""The number of messages to name in ``Inherited.perhaps``."""
 _PATIENCE = 2.0
-"""Seconds for the answer of another worker; the pass waits for it."""
+"""Seconds to wait for the answer of another worker; the pass waits meanwhile."""
 
 Edge = tuple[Node, int]
-"""A tensor of the forward pass: the node that returned it, and as which of its outputs."""
+"""A tensor of the forward pass: the node that returned it, and the number of the output."""
 
 
 class Carried(NamedTuple):
@@ -52,26 +52,28 @@ class Carried(NamedTuple):
     """Its ``autograd_message_id`` in the context's `trace`."""
     sender: str
     function: str
+    """The name of the function that the message called, or whose result it brought."""
 
 
 class Inherited(NamedTuple):
-    """A NaN or Inf that a node was given by the forward pass, and how far back it is known.
+    """A NaN or Inf that the forward pass gave to a node of the backward pass, and how far back it could be followed.
 
-    ``end`` says what is known of the node where that ends:
+    ``end`` says what is known of the last node that the search reached, which is ``node`` on ``worker``:
 
     ``operation``
-        its forward operation made it: no input held one.
+        the node made the NaN: none of its inputs held one.
     ``leaf``
-        it is a leaf, such as a parameter, that holds it.
+        the node is a leaf, such as a parameter, that holds it.
     ``data``
-        an input of it that needs no gradient holds it.
+        an input of the node that needs no gradient holds it.
     ``kept``
-        a Function of the user's keeps it: as an input that needs no gradient, or as what it made.
+        the node is a user's Function that has saved it: it was an input that needs no gradient, or the Function made
+        it.
     ``unknown``
-        it, or something behind it, made it: not all that it was given has been saved. ``node`` is negative where only
-        the worker is known.
+        the node, or a node behind it, made it: not all inputs were saved. ``node`` is negative if only the worker is
+        known.
     ``hidden``
-        what it has saved lies behind hooks, so the NaN may be of the backward pass as well.
+        the values that the node saved are behind hooks, so the backward pass may have made the NaN as well.
     """
 
     value: str
@@ -79,20 +81,22 @@ class Inherited(NamedTuple):
     end: str
     worker: str
     node: int = -1
-    """Its number in the context's `trace`."""
+    """The node's number in the context's `trace`."""
     name: str = ""
+    """The node's name in torch."""
     messages: tuple[Carried, ...] = ()
-    """Those that carried it, the last one first."""
+    """The messages that carried it, the last one first."""
     perhaps: tuple[Carried, ...] = ()
-    """Those that may have carried it before, where that is not known."""
+    """Messages that may have carried it before, if that is not known."""
 
 
 def explain(
     context: Context, worker: str, name_of: Callable[[int], str], node: Node, saved: Sequence[Saved]
 ) -> Inherited | None:
-    """Return what a node that makes a NaN or Inf was given by the forward pass; None if all of that was finite.
+    """Return what the forward pass gave a node that has made a NaN or Inf; None if all of that was finite.
 
-    ``saved`` is what it had saved before it ran. The calling thread runs the node: what lies behind it has not run.
+    ``saved`` is what the node had saved before it ran. The thread that runs the node calls this, so the nodes behind it
+    have not run yet, and their saved values are there.
     """
     saved = [*saved, *_set_on(node)]
     search = _Search(context, worker, name_of, node, saved)
@@ -108,11 +112,15 @@ def explain(
 
 
 def explain_sent(context_id: int, message: int, index: int, value: str) -> Inherited | None:
-    """Return where a NaN or Inf comes from that was sent from this worker with a message, as its tensor ``index``."""
+    """Return where a NaN or Inf comes from that this worker sent as tensor ``index`` of a message.
+
+    Another worker calls this by RPC. Returns None if the context or the message is not known here any more, or if
+    several passes run in the context: another pass may free what is read.
+    """
     here = cast("Recorder", current_agent().recorder)
     context = here.contexts.find(context_id)
     sent = context.sends.get(message) if context is not None else None
-    if context is None or sent is None or len(context.runs) > 1:  # another pass may let go of what is looked at
+    if context is None or sent is None or len(context.runs) > 1:  # another pass may free what is read
         return None
     node, output = sent.slots[index].edge
     saved = [*saved_by(node), *_set_on(node)]
@@ -120,7 +128,7 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
 
 
 class _Search:
-    """The values of the forward pass behind a node, as far as they are saved."""
+    """The saved values of the forward pass behind a node on this worker, and the search through them."""
 
     def __init__(
         self, context: Context, worker: str, name_of: Callable[[int], str], start: Node, saved: Sequence[Saved]
@@ -129,9 +137,9 @@ class _Search:
         self._worker = worker
         self._name_of = name_of
         self.values: dict[Edge, list[torch.Tensor]] = {}
-        """By what returned them."""
+        """The saved tensors, by the node and output that returned them."""
         self._constants: dict[Node, list[torch.Tensor]] = {}
-        """By the node that has saved them: they need no gradient."""
+        """The saved tensors that need no gradient, by the node that saved them."""
         self._hiding = set[Node]()
         self._known: dict[int, str] = {}
         for node in walk([(start, 0)]).nodes:
@@ -142,6 +150,7 @@ class _Search:
                 self._enter(node, each)
 
     def _enter(self, node: Node, saved: Saved) -> None:
+        """Sort in what a node has saved: as another node's output, as its own output, as a constant, or as hidden."""
         tensor = saved.tensor
         if saved.packed or tensor is None:
             self._hiding.add(node)
@@ -154,22 +163,23 @@ class _Search:
             self._constants.setdefault(node, []).append(tensor)
 
     def value_of(self, tensors: Iterable[torch.Tensor | None]) -> str:
-        """Return ``"NaN"`` or ``"Inf"`` if one of these holds one, else nothing."""
+        """Return ``"NaN"`` or ``"Inf"`` if one of these tensors holds one, NaN first; an empty string if not."""
         found = {self._value(tensor) for tensor in tensors if tensor is not None}
         return next((value for value in ("NaN", "Inf") if value in found), "")
 
     def _value(self, tensor: torch.Tensor) -> str:
+        """Return ``"NaN"``, ``"Inf"`` or an empty string for one tensor; each tensor is read once."""
         value = self._known.get(id(tensor))
         if value is None:
             value = ""
-            with contextlib.suppress(Exception):  # of a kind of tensor that cannot be looked at
+            with contextlib.suppress(Exception):  # a kind of tensor that cannot be read counts as finite
                 if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor.detach()):
                     value = "NaN" if bool(tensor.detach().isnan().any()) else "Inf"
             self._known[id(tensor)] = value
         return value
 
     def _holds(self, edge: Edge) -> bool | None:
-        """Return whether what went along an edge held a NaN or Inf; None if that is not known."""
+        """Return whether the tensor that went along an edge held a NaN or Inf; None if that is not known."""
         node, output = edge
         kind: Any = type(node)
         if kind is RECEIVE and node.first + output in node.end.spoilt:
@@ -179,13 +189,14 @@ class _Search:
         return False if kind is RECEIVE and node.end.looked_at else None
 
     def hides(self, node: Node) -> bool:
-        """Return whether a node computes with what cannot be seen: it is packed by hooks, or computed anew."""
+        """Return whether a node's saved values cannot be read: hooks packed them, or a checkpoint recomputes them."""
         return node in self._hiding or getattr(node, "_forward_cls", None) is CheckpointFunction
 
     def nearest(self, node: Node) -> Edge | None:
-        """Return the nearest edge behind a node that is known to have held one, behind edges of which it is not known.
+        """Return the nearest edge behind a node that is known to have held a NaN or Inf, or None.
 
-        A node that has saved a constant that holds one stands for the first edge out of it.
+        The search passes only edges of which nothing is known. Such an edge counts as well if the node that returned it
+        saved a constant with a NaN or Inf.
         """
         seen, queue = {node}, [node]
         while queue:
@@ -202,7 +213,7 @@ class _Search:
         return None
 
     def follow(self, node: Node, output: int, value: str) -> Inherited:
-        """Go back from a node that has returned, or was given, a NaN or Inf."""
+        """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node."""
         seen = set[Edge]()
         while (node, output) not in seen:
             seen.add((node, output))
@@ -219,7 +230,8 @@ class _Search:
                 constants = self._constants.get(node, ())
                 if constant := self.value_of(constants):
                     return self.end("kept" if is_users else "data", node, constant)
-                # The inputs that need no gradient, of which a user's Function may have saved other things instead.
+                # Inputs that need no gradient have no edge. A node of torch's has saved them as constants, as far as it
+                # needs them; a user's Function may have saved something else.
                 unknown = len(behind) < len(node.next_functions) - (0 if is_users else len(constants))
                 if not unknown and not self.hides(node) and False in held.values() and None not in held.values():
                     return self.end("operation", node, value)
@@ -231,7 +243,7 @@ class _Search:
         return self.end("unknown", node, value)
 
     def end(self, how: str, node: Node, value: str) -> Inherited:
-        """Return that it is not known, or does not go, further back than to a node."""
+        """Return an answer that ends at a node of this worker."""
         kind: Any = type(node)
         name = type(node.variable).__name__ if kind is ACCUMULATE else node.name()
         perhaps = tuple(self._doubtful(node))[:_MOST] if how in ("unknown", "hidden") else ()
@@ -251,9 +263,11 @@ class _Search:
                         yield self._carried(edge[0])
 
     def _carried(self, node: Node) -> Carried:
+        """Return the message that a receive node stands for."""
         return Carried(node.end.message, self._name_of(node.end.peer), node.end.function)
 
     def _across(self, node: Node, output: int, value: str) -> Inherited:
+        """Let the worker that sent a tensor follow its NaN or Inf; return the answer with the message in front."""
         carried = self._carried(node)
         found = _ask(carried.sender, self._context.id, carried.message, node.first + output, value)
         if found is None:
@@ -262,18 +276,19 @@ class _Search:
 
 
 def _set_on(node: Node) -> Iterator[Saved]:
-    """Yield the tensors that a user's Function has set on its ``ctx``."""
+    """Yield the tensors that a user's Function has set as attributes of its ``ctx``."""
     for name, value in getattr(node, "__dict__", {}).items():
         if isinstance(value, torch.Tensor):
             yield Saved(f"ctx.{name}", value, value, False)
 
 
 def _behind(node: Node) -> list[Edge]:
+    """Return the edges from a node to those that made its inputs, without inputs that need no gradient."""
     return [(to, output) for to, output in node.next_functions if to is not None]
 
 
 def _ask(worker: str, *args: Any) -> Inherited | None:
-    """Have another worker go on; None if it does not answer, or does not know."""
+    """Ask another worker for its `explain_sent`; None if it does not answer in time, fails or does not know."""
     here = cast("Recorder", current_agent().recorder)
     with here.contexts.outside(), contextlib.suppress(NbdistError, RuntimeError):
         found: Inherited | None = rpc_async(worker, explain_sent, args=args, timeout=_PATIENCE).wait()
@@ -282,13 +297,16 @@ def _ask(worker: str, *args: Any) -> Inherited | None:
 
 
 def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) -> str:
-    """Return a sentence about the NaN or Inf that a pass came to first, at ``node``; ``where`` names where it ends."""
+    """Return a sentence on the first NaN or Inf of a pass, which came up at ``node``.
+
+    ``found`` is what `explain` returned, and ``where(found)`` names the node at which its search ended.
+    """
     if found is None:
         return f"the first NaN or Inf came up at {node}"
     if found.end == "hidden":
         return (
-            f"the first NaN or Inf was seen at {node}, but may be of the forward pass: what was saved there is packed "
-            f"by hooks or computed anew by a checkpoint, and is not looked at{_perhaps(found)}; {_TELLS}"
+            f"the first NaN or Inf was seen at {node}, but the forward pass may have made it: the values saved there "
+            f"are packed by hooks or recomputed by a checkpoint, and were not checked{_perhaps(found)}; {_TELLS}"
         )
     parts, receiver = [], ""
     for message in found.messages:
@@ -300,7 +318,7 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
         "operation": f"made by {end}",
         "leaf": f"held by the leaf {end}",
         "data": f"held by an input, which needs no gradient, of {end}",
-        "kept": f"kept by {end}, which was given it or made it",
+        "kept": f"kept by {end}, which got it as an input or made it",
         "unknown": f"it came out of {end}{_perhaps(found)}; {_TELLS}" if end else _TELLS,
     }
     already = f"{node} was given {found.value} by the forward pass already: "
@@ -308,11 +326,14 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
 
 
 _TELLS = 'context(check="nan") names the operation that made it'
+"""The advice that ends a sentence without a certain answer."""
 
 
 def _perhaps(found: Inherited) -> str:
+    """Return a phrase for the messages that may have carried a NaN or Inf."""
     return f"; it may have come {' or '.join(map(_with, found.perhaps))}" if found.perhaps else ""
 
 
 def _with(message: Carried) -> str:
+    """Return a phrase for one message."""
     return f"with message {message.message} from {message.sender} (call of {message.function})"

@@ -1,6 +1,6 @@
-"""What a context has recorded, on all workers that it touches, as plain data that shows itself.
+"""Collects what a context has recorded on all workers, as plain data that draws itself: `trace` and `plan`.
 
-Nothing is kept for this while programs run: the graph is there anyway, and is walked when somebody asks.
+Nothing is recorded for this while programs run. Each worker walks its autograd graph when it is asked.
 """
 
 from __future__ import annotations
@@ -32,74 +32,82 @@ _NOWHERE = Origin()
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node of a worker's graph."""
+    """One node of a worker's autograd graph."""
 
     number: int
+    """The node's number on its worker; `Event.node` and `Watch.run` use it too."""
     name: str
     kind: str
     """``operation``, ``leaf`` or ``receive``."""
     shape: tuple[int, ...] | None
+    """The shape of the tensor that the node made (its first output), or None if it is not known."""
     dtype: str | None
     inputs: tuple[int, ...]
-    """The nodes that made what this one was computed from: those to which its gradients go."""
+    """The numbers of the nodes that made the inputs of this one; its gradients go to them."""
     message: int | None = None
-    """Of a receive: the edge whose end it is."""
+    """For a receive: the ``autograd_message_id`` of the edge that ends here."""
     tensors: tuple[int, ...] = ()
-    """Of a receive: which of the edge's tensors it made."""
+    """For a receive: the positions, among the edge's tensors, of those that this node made."""
     origin: Origin = _NOWHERE
-    """Where it was made, in a context whose lines are noted."""
+    """The module and the line that made the node, if the context notes lines."""
     label: str | None = None
-    """Of a leaf: the parameter's name within its outermost module, `fc1.weight`, or a variable's in `__main__`."""
+    """For a leaf: the parameter's path in its outermost module, `fc1.weight`, or a variable's name in `__main__`."""
     parameter_of: str | None = None
-    """Of a parameter: the module that holds it, by its path from the class of the outermost one, `Net.fc1`."""
+    """For a parameter: its module, as the class of the outermost module and a path, `Net.fc1`."""
 
     @property
     def module(self) -> str | None:
-        """The module whose forward made it."""
+        """The module whose forward made the node, or None."""
         return self.origin.module
 
     @property
     def line(self) -> str | None:
-        """The line of the user's code that made it."""
+        """The line of the user's code that made the node, or None."""
         return self.origin.line
 
 
 @dataclass(frozen=True)
 class Edge:
-    """What went from one worker to another: where it left the one graph, and where it came into the other."""
+    """An edge from one worker to another: the tensors of one message, and the nodes that made them."""
 
     autograd_message_id: int
     sender: str
     receiver: str
     function: str
     tensors: tuple[tuple[tuple[int, ...], str, int], ...]
-    """Shape, type and bytes of each."""
+    """The shape, dtype and size in bytes of each tensor."""
     sources: tuple[int, ...]
-    """The nodes of the sender that had made them."""
+    """The number of the sender's node that made each tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors together."""
+        """The size in bytes of all tensors of the edge."""
         return sum(size for _, _, size in self.tensors)
 
 
 @dataclass(repr=False)
 class Trace:
-    """The graph of a context: nodes by worker, and the edges between workers."""
+    """The graph of a context as plain data: nodes by worker, and the edges between workers. `trace` makes one.
+
+    Its repr is text; in a notebook it shows itself as a picture, as in notebooks/02_distributed_autograd.ipynb.
+    """
 
     context_id: int
     nodes: dict[str, list[NodeInfo]] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
-    """Workers that belong to it and could not be asked."""
+    """The workers of the context that were lost while they were asked. Those lost before are left out."""
     of_step: bool = False
-    """Whether these are the operations of a pipeline's step. They are done in this order; a pass goes against it."""
+    """True for a step of a pipeline: its nodes are operations of the schedule, and run in this order.
+
+    The nodes of a graph are in the order of the forward pass, and a backward pass runs against it.
+    """
     passes: list[Pass] = field(default_factory=list)
-    """The backward passes in it, as far as they were seen by a `watch` of this worker's."""
+    """The backward passes in the context that the watch on this worker has seen."""
 
     @property
     def workers(self) -> list[str]:
-        """The workers that the context touches."""
+        """The names of the workers that the context reaches."""
         return list(self.nodes)
 
     def __repr__(self) -> str:
@@ -112,21 +120,24 @@ class Trace:
 
 @dataclass(repr=False)
 class Plan:
-    """What a pass would do: which nodes run, and for how many gradients each waits."""
+    """The plan of a pass as plain data: which nodes would run, and for how many gradients each waits. `plan` makes one.
+
+    Its repr is text; in a notebook it shows itself as a picture.
+    """
 
     trace: Trace
     roots: list[Key]
     waits_for: dict[Key, int]
-    """The nodes that take part, and how many gradients come to each from other nodes and other workers."""
+    """By node that takes part: the number of gradients that come to it from other nodes and other workers."""
     edges: list[Edge]
-    """The edges along which gradients go, all of their tensors or some."""
+    """The edges along which gradients go, for some of their tensors or all."""
     unused: list[Edge]
-    """Those along which none goes; in FAST mode the pass would fail for them."""
+    """The edges along which no gradient goes. A FAST pass would fail because of them."""
     mode: api.Mode = "smart"
 
     @property
     def workers(self) -> list[str]:
-        """The workers that take part."""
+        """The names of the workers that take part."""
         return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
 
     def __repr__(self) -> str:
@@ -138,7 +149,26 @@ class Plan:
 
 
 def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: api.Mode = "smart") -> Plan:
-    """What `backward` from these roots would do in that mode, without doing it."""
+    """Return what `backward` from these roots would do, without running anything.
+
+    Args:
+        context_id: The context; None means the one that the calling thread is in.
+        roots: The tensors from which the pass would begin.
+        mode: The mode of the pass, ``"smart"`` or ``"fast"``.
+
+    Raises:
+        UsageError: This worker has no such context.
+        RuntimeError: A root does not require grad.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum()
+        ...     unused = rpc.rpc_sync("worker1", torch.exp, args=(x,))
+        ...     planned = dist_autograd.plan(context_id, loss)
+        >>> planned.workers, len(planned.edges), len(planned.unused)
+        (['worker0', 'worker1'], 2, 2)
+    """
     tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots)
     edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
     context = api.recorder().contexts.get(api.current_id() if context_id is None else int(context_id))
@@ -146,7 +176,7 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
 
 
 def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: api.Mode) -> Plan:
-    """The same from edges of the graph."""
+    """Return the plan of a pass from edges of this worker's graph; see `plan`."""
     here = api.recorder()
     found = _collect(context, starts)
     numbers = context.number_all(starts)
@@ -154,12 +184,15 @@ def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: api.Mo
 
 
 def planned(recorded: Trace, roots: Sequence[Key], mode: api.Mode = "smart") -> Plan:
-    """The same, of data."""
+    """Return the plan of a pass from nodes of a recorded trace: pure, data in and data out.
+
+    SMART reaches nodes of other workers through receives. FAST begins at the roots and at everything that was sent.
+    """
     nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
     sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}
     waits_for: dict[Key, int] = dict.fromkeys(roots, 0)
     used = set[int]()
-    if mode == "fast":  # a gradient is waited for wherever something was sent
+    if mode == "fast":  # FAST waits for a gradient of everything that was sent
         for edge in recorded.edges:
             for source in edge.sources:
                 waits_for[edge.sender, source] = waits_for.get((edge.sender, source), 0) + 1
@@ -170,7 +203,7 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: api.Mode = "smart") -> 
         behind: list[Key] = [(key[0], number) for number in node.inputs]
         if node.message is not None:
             for index in node.tensors:
-                if (node.message, index) not in sources:  # its sender could not be asked
+                if (node.message, index) not in sources:  # its sender was lost
                     continue
                 edge, source = sources[node.message, index]
                 used.add(edge.autograd_message_id)
@@ -187,12 +220,37 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: api.Mode = "smart") -> 
 
 
 def trace(context_id: int | None = None) -> Trace:
-    """What a context has recorded, the current one if none is given; asked for on the worker that made it."""
+    """Return what a context has recorded, on all workers that it reaches.
+
+    This asks the workers, and waits for their answers. Nodes after a worker's last send or receive, such as those of
+    the loss, are in the trace once a pass has begun from them.
+
+    Args:
+        context_id: The context; None means the one that the calling thread is in.
+
+    Raises:
+        UsageError: This worker has no such context.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.exp, args=(x,))
+        ...     dist_autograd.trace(context_id)
+        context 0: 2 workers, 2 edges
+          worker0: 0 operations, 1 leaf, 1 receive
+            -> worker1: float32[2] (exp)
+          worker1: 1 operation, 0 leaves, 1 receive
+            -> worker0: float32[2] (exp)
+    """
     context = api.recorder().contexts.get(api.current_id() if context_id is None else int(context_id))
     return _collect(context)
 
 
 def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
+    """Return the trace of a context; with ``starts``, add what lies behind them here, and leave out the passes.
+
+    Workers are asked in rounds: each names the workers that it exchanged messages with, until there is no new one.
+    """
     here = api.recorder()
     found = Trace(context.id, passes=context.watch.passes if context.watch is not None and not starts else [])
     members = {record.incarnation: record for record in here.membership.members()}
@@ -221,7 +279,7 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
 
 
 def _who_only_looks(context: Context, me: int) -> int | None:
-    """Return who watches a context of another worker; it may be in that context for nothing else."""
+    """Return the worker that watches a context of another maker: without nodes it is left out of the trace."""
     watcher = me if context.watch is not None else context.watching.watcher if context.watching is not None else None
     return watcher if watcher != context.maker else None
 
@@ -229,7 +287,7 @@ def _who_only_looks(context: Context, me: int) -> int | None:
 def local_nodes(
     context_id: int, starts: Sequence[tuple[Node, int]] = ()
 ) -> tuple[list[NodeInfo], list[Edge], list[int]]:
-    """This worker's part of a trace, and the workers that it knows to have others."""
+    """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there."""
     here = api.recorder()
     context = here.contexts.find(context_id)
     if context is None:
@@ -256,6 +314,7 @@ def local_nodes(
 
 
 def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
+    """Return a node as data; ``numbers`` has the numbers of all nodes, ``names`` the names of leaves by id."""
     kind: Any = type(node)
     if kind is ACCUMULATE:
         leaf = node.variable
@@ -269,15 +328,17 @@ def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int
 
 
 def _tensors_of(node: Node) -> tuple[int, ...]:
+    """Return the positions of a receive's tensors in its message."""
     return tuple(range(node.first, node.first + len(node._input_metadata)))
 
 
 def _like(tensor: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and type, of a tensor or of what a node remembers of one."""
+    """Return the shape and dtype of a tensor, or of the metadata that a node keeps of one."""
     return tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensor(slot: Slot) -> tuple[tuple[int, ...], str, int]:
+    """Return the shape, dtype and size in bytes of a tensor that was sent."""
     node, output = slot.edge
     kind: Any = type(node)
     tensor = node.variable if kind is ACCUMULATE else node._input_metadata[output]

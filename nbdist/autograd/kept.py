@@ -1,4 +1,4 @@
-"""What a context keeps in memory on this worker: what its graph has saved for backward passes, and their gradients."""
+"""Measures the memory that a context uses on this worker: tensors saved for backward passes, and gradients."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from nbdist.torch_private import no_torch_function
 __all__ = ["Place", "kept_by", "storage_of"]
 
 Place = tuple[str, int]
-"""Where a buffer is: the device and the address."""
+"""The place of a buffer in memory: its device and its address."""
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[Place, int] | None:
-    """Return where a tensor's memory is, and how many bytes it has; None where that is not to be had.
+    """Return the place and the size in bytes of a tensor's memory; None for a tensor without an address.
 
-    Call it inside of `no_torch_function`, where no code of a subclass is called.
+    Call it inside of `no_torch_function`, so that no code of a tensor subclass is called.
     """
     try:
         storage = torch.Tensor.untyped_storage(tensor)
         address, nbytes, device = storage.data_ptr(), storage.nbytes(), storage.device
-    except Exception:  # of sparse ones, lazy ones, and subclasses without memory of their own
+    except Exception:  # sparse and lazy tensors, and subclasses without memory of their own
         return None
-    if not address:  # there is nothing, or it has no address
+    if not address:  # an empty tensor, or one without memory
         return None
     return ("cpu" if device.type == "cpu" else str(device), address), nbytes
 
 
 def kept_by(context: Context) -> dict[Place, int]:
-    """Return the memory that would go with the context, parameters aside: bytes by place.
+    """Return the buffers that would be freed with the context, in bytes by place; leaves are not counted.
 
-    While a pass runs here, the engine lets go of what the graph has saved, and it is not looked at.
+    A buffer that several tensors share counts once. While `Context.runs` holds a pass, only gradients are counted:
+    torch's engine may be freeing the saved tensors. On workers other than its root, a pass stays in `Context.runs` for
+    a while after its end.
     """
     found: dict[Place, int] = {}
     leaves: set[Place] = set()
@@ -46,7 +48,7 @@ def kept_by(context: Context) -> dict[Place, int]:
                 at = storage_of(node.variable)
                 leaves.update([at[0]] if at is not None else [])
                 continue
-            for saved in saved_by(node):  # as it is kept: to unpack it may compute it anew
+            for saved in saved_by(node):  # not unpacked, which might compute a tensor anew
                 at = storage_of(saved.tensor) if saved.tensor is not None else None
                 found.update([at] if at is not None else [])
         for gradient in context.stored():

@@ -1,13 +1,24 @@
-"""Finds places for the boxes and lines of a diagram: a lane for each worker, the forward pass from left to right.
+"""Places the boxes and lines of a diagram: a lane for each worker, the forward pass from left to right.
 
 ::
 
     worker0   [x]---\\                 /--[receive]--[Mul]       a parameter hangs below the operation that uses it;
-    ----------------- \\ ------------ / --------- [ w ]          what is too wide goes on in a further row of lanes
+    ----------------- \\ ------------ / --------- [ w ]          a wider diagram continues in another row of lanes
     worker1            [receive]--[Exp]
 
-A box stands one column to the right of all boxes from which lines come to it. A line across several columns keeps a
-narrow place of its own in each, so it passes boxes and does not cross them. Pure: numbers in, numbers out.
+A box is one column to the right of the last box from which a line comes to it, and a box without such lines one column
+to the left of its first user; boxes that are folded by distance are in the columns of `Diagram.ranks`. A line across
+several columns has a narrow place of its own in each of them, so it passes boxes and does not cross them. All lengths
+are in pixels. Pure: numbers in, numbers out. The steps of `_Making`, in this order:
+
+=============== =====================================================================================
+_hang           which boxes hang below others
+_set_columns    the column of each box
+_join           the places of lines in the columns that they pass
+_cells          the order in each column of a lane, with few crossings
+lay_out         coordinates of boxes and lanes, in rows that are not too wide
+_route          the strokes of lines, with letters where a line continues in another row
+=============== =====================================================================================
 """
 
 from __future__ import annotations
@@ -24,27 +35,29 @@ __all__ = ["BOX", "Lane", "Layout", "Mark", "Place", "Point", "lay_out"]
 BOX = 22
 """The height of a box."""
 _ROW = BOX + 6
+"""The height of a box with the gap below it."""
 _PASS = 9
 """The height of the place of a line that passes a column."""
 _GAP = 22
-"""Between two columns; the lines have their curves there."""
+"""The gap between two columns, in which lines have their curves."""
 _INDENT = 12
+"""The indentation of a box that hangs below another one."""
 _MARGIN = 7
-"""Above and below the boxes of a lane."""
+"""The margin above and below the boxes of a lane."""
 _BETWEEN = 12
-"""Between two rows of lanes."""
+"""The gap between two rows of lanes."""
 _RIGHT = 16
-"""Right of the last column; a line that goes on in the next row of lanes has its letter there."""
+"""The margin right of the last column; a line that continues in the next row of lanes has its letter there."""
 
 _VIEWS = ("T", "Transpose", "Permute", "View", "Unsqueeze", "ToCopy")
-"""What is done to a parameter before it is used."""
+"""Operations that only prepare a parameter for its use; they hang below the operation that uses it."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a box is."""
+    """The place of a box."""
 
     x: float
     y: float
@@ -53,12 +66,12 @@ class Place:
 
     @property
     def right(self) -> float:
-        """Its right edge."""
+        """The x coordinate of the right edge."""
         return self.x + self.width
 
     @property
     def middle(self) -> float:
-        """Half-way down."""
+        """The y coordinate of the middle."""
         return self.y + self.height / 2
 
 
@@ -73,17 +86,17 @@ class Lane:
 
 @dataclass(frozen=True)
 class Mark:
-    """A letter where a line ends at the right, and again where it goes on."""
+    """Letters at the right end of a row, where lines break off, and again where they continue."""
 
     x: float
     y: float
     letters: str
-    """One for each line that is there."""
+    """One letter for each line."""
 
 
 @dataclass
 class Layout:
-    """Where everything is."""
+    """The places of everything in a diagram."""
 
     width: float = 0.0
     height: float = 0.0
@@ -91,43 +104,45 @@ class Layout:
     columns: dict[Key, int] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
     routes: list[list[list[Point]]] = field(default_factory=list)
-    """For each line of the diagram, its strokes: points that are joined, by a curve where they differ in height."""
+    """For each line of the diagram, its strokes: points to join, by a curve where they differ in height."""
     elbows: set[int] = field(default_factory=set)
-    """The lines, by number, from a box that hangs below another one: their strokes have corners, not curves."""
+    """The numbers of lines from a box to the one that it hangs below; their strokes have corners, not curves."""
     marks: list[Mark] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Item:
-    """What has a place in a column of a lane: a box with those that hang below it, or a line that passes."""
+    """An item in a column of a lane: a box with those that hang below it, or the place of a line that passes."""
 
     lane: str
     column: int
     order: float
+    """The rank among the items of its column and lane, from top to bottom."""
     boxes: list[tuple[Box, int]]
-    """The boxes from top to bottom, and how far each is indented."""
+    """The boxes from top to bottom, each with its depth of indentation; none for a line that passes."""
     before: list[_Item] = field(default_factory=list)
     after: list[_Item] = field(default_factory=list)
     y: float = 0.0
-    """From the top of the lane."""
+    """The distance from the top of the lane."""
 
     @property
     def height(self) -> float:
+        """The height of the item."""
         return _ROW * len(self.boxes) if self.boxes else _PASS
 
     @property
     def port(self) -> float:
-        """Where lines come in, from the top of the item."""
+        """The distance from the top of the item to the point where lines come in."""
         return BOX / 2 if self.boxes else _PASS / 2
 
 
 def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, widest: float) -> Layout:
-    """Find places for a diagram that begins at ``left`` and is no wider than ``widest``, unless one column is."""
+    """Place a diagram that begins at ``left`` and is at most ``widest`` wide, unless a single column is wider."""
     return _Making(diagram, width_of).lay_out(left, widest)
 
 
 class _Making:
-    """One layout, while it is made."""
+    """One layout while it is made."""
 
     def __init__(self, diagram: Diagram, width_of: Callable[[Box], float]) -> None:
         self.diagram = diagram
@@ -148,7 +163,7 @@ class _Making:
     # -- what hangs below what ----------------------------------------------------------------
 
     def _hang(self) -> dict[Key, Key]:
-        """Return the boxes that hang below others: leaves, and operations on one leaf such as a weight's transpose."""
+        """Return the host of each box that hangs below another: of leaves, and of operations on one leaf alone."""
         rank = {key: number for number, key in enumerate(self._sorted())}
         sent = {line.source for line in self.diagram.lines if line.edges}
         leaves = {key: None for key, box in self.boxes.items() if box.kind == "leaf" and key not in sent}
@@ -186,11 +201,13 @@ class _Making:
         return found + [key for key, count in missing.items() if count]
 
     def _root(self, key: Key) -> Key:
+        """Return the box at the top of those below which a box hangs, which may be the box itself."""
         while key in self.hosts:
             key = self.hosts[key]
         return key
 
     def _item(self, key: Key) -> _Item:
+        """Return the item of a box, with all boxes that hang below it."""
         boxes: list[tuple[Box, int]] = []
 
         def add(each: Key, depth: int) -> None:
@@ -205,6 +222,7 @@ class _Making:
     # -- columns and the order in them --------------------------------------------------------
 
     def _links(self) -> dict[Key, set[Key]]:
+        """Return, by box, the boxes that must be in an earlier column."""
         found: dict[Key, set[Key]] = {key: set() for key in self.items}
         for line in self.diagram.lines:
             source, target = self._root(line.source), self._root(line.target)
@@ -216,6 +234,7 @@ class _Making:
         return found
 
     def _set_columns(self) -> None:
+        """Set the column of each item: by its rank if the diagram has ranks, else by its longest path."""
         before = self._links()
         ranks = self.diagram.ranks
         if ranks is not None:
@@ -225,14 +244,14 @@ class _Making:
             columns = _longest_paths(before)
             for key in self.items:
                 users = [columns[other] for other, sources in before.items() if key in sources]
-                if users and not before[key]:  # it stands beside what uses it
+                if users and not before[key]:  # a box that nothing comes to is next to its first user
                     columns[key] = max(columns[key], min(users) - 1)
         for number, key in enumerate(self._sorted()):
             if key in self.items:
                 self.items[key].column, self.items[key].order = columns[key], float(number)
 
     def _join(self) -> None:
-        """Give lines across several columns their places, and connect what stands in neighbouring columns."""
+        """Give lines across several columns their places, and connect the items of neighbouring columns."""
         far: dict[Key, int] = {}
         for line in self.diagram.lines:
             target = self.items[self._root(line.target)]
@@ -251,10 +270,14 @@ class _Making:
                     other.before.append(one)
 
     def _passed(self, source: Key, target: _Item) -> list[_Item]:
+        """Return the places of a line from ``source`` in the columns before ``target``."""
         return [each for each in self.passing[source] if each.column < target.column]
 
     def _cells(self) -> dict[tuple[int, str], list[_Item]]:
-        """Return what stands in each column of each lane, from top to bottom, with few lines that cross."""
+        """Return the items of each column and lane from top to bottom, ordered so that few lines cross.
+
+        Each sweep over the columns, forth and back, sorts an item beside those that it is connected with.
+        """
         everything = [*self.items.values(), *(each for row in self.passing.values() for each in row)]
         cells: dict[tuple[int, str], list[_Item]] = {}
         for item in sorted(everything, key=lambda item: item.order):
@@ -274,6 +297,7 @@ class _Making:
     # -- places -------------------------------------------------------------------------------
 
     def lay_out(self, left: float, widest: float) -> Layout:
+        """Return the layout: columns are put in rows, and items stacked in their columns."""
         cells = self._cells()
         found = Layout()
         count = max((column for column, _ in cells), default=-1) + 1
@@ -324,6 +348,7 @@ class _Making:
         return found
 
     def _route(self, found: Layout, grid: _Grid) -> None:
+        """Add the strokes of every line, and the marks where lines continue in another row."""
         letters: dict[tuple[int, Key], str] = {}
         for number, line in enumerate(self.diagram.lines):
             source, target = self.items[self._root(line.source)], self.items[self._root(line.target)]
@@ -359,7 +384,7 @@ class _Making:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where columns and lanes begin."""
+    """The coordinates at which columns and lanes begin."""
 
     left: float
     starts: list[float]
@@ -368,14 +393,16 @@ class _Grid:
     tops: dict[tuple[int, str], float]
 
     def right(self, column: int) -> float:
+        """Return the right edge of a column."""
         return self.starts[column] + self.widths[column]
 
     def top(self, item: _Item) -> float:
+        """Return the top of the lane in which an item is."""
         return self.tops[self.row_of[item.column], item.lane]
 
 
 def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
-    """Return how many others stand before each, one behind the other; a circle is broken where it is entered."""
+    """Return for each box the number of boxes on the longest way to it; a cycle is broken where it is entered."""
     found: dict[Key, int] = {}
     entered = set[Key]()
     for start in before:
@@ -393,12 +420,13 @@ def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
 
 
 def _number(cell: Sequence[_Item]) -> None:
+    """Set the order of items from their positions in the list."""
     for number, item in enumerate(cell):
         item.order = float(number)
 
 
 def _pull(item: _Item, others: Sequence[_Item], lane: dict[str, int]) -> float:
-    """Return where in its column an item belongs, to stand beside what it is connected with."""
+    """Return the position in its column at which an item would be beside the items it is connected with."""
     own = [other.order for other in others if other.lane == item.lane]
     if own:
         return sum(own) / len(own)
@@ -408,7 +436,7 @@ def _pull(item: _Item, others: Sequence[_Item], lane: dict[str, int]) -> float:
 
 
 def _stack(cell: Sequence[_Item], room: float) -> None:
-    """Place the items of a column, each beside those before it as far as the room allows."""
+    """Set the vertical place of each item of a column, beside the items before it as far as there is room."""
     rest = sum(item.height for item in cell)
     free = 0.0
     for item in cell:
@@ -420,7 +448,7 @@ def _stack(cell: Sequence[_Item], room: float) -> None:
 
 
 def _rows(widths: Sequence[float], room: float) -> list[list[int]]:
-    """Return the columns in rows, none wider than the room, and all about as wide as each other."""
+    """Return the columns in rows, none wider than the room, in as few rows as possible and of about equal width."""
     for count in range(1, len(widths) + 1):
         share = (sum(widths) + _GAP * len(widths)) / count
         for limit in (min(room, share * 1.1), room):
@@ -431,6 +459,7 @@ def _rows(widths: Sequence[float], room: float) -> list[list[int]]:
 
 
 def _fill(widths: Sequence[float], room: float) -> list[list[int]]:
+    """Return the columns in rows, each filled up to the room."""
     rows: list[list[int]] = []
     used = 0.0
     for column, width in enumerate(widths):
@@ -443,6 +472,6 @@ def _fill(widths: Sequence[float], room: float) -> list[list[int]]:
 
 
 def _letter(column: int, letters: dict[tuple[int, Key], str]) -> str:
-    """Return the next letter for lines that go on in another row of lanes before this column."""
+    """Return the next free letter for a line that continues in another row, of which this is the first column."""
     number = sum(other == column for other, _ in letters)
     return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else str(number + 1)

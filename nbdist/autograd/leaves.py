@@ -1,13 +1,16 @@
-"""Keeps the gradients of a pass out of ``.grad``, while torch's engine puts them there.
+"""Keeps the gradients of a pass out of ``.grad``, although torch's engine puts them there.
 
-The nodes that stand for leaves really run, so that all that hangs on them runs as in a local pass: hooks on the
-tensor, on the node, after accumulation, those of other libraries' C++. For the time of one engine call the
-``.grad`` of the leaves that it can reach is set aside, and what is found there afterwards is the pass's.
+The engine runs the nodes that accumulate into leaves, so that everything attached to a leaf runs as in a local pass:
+hooks on the tensor, on the node and after accumulation, also those of other libraries' C++. One call of the engine::
 
-So calls of two passes at a time must not reach the same leaf; those of one pass may, and what is there when the last
-of them is over is their sum. A call *claims* all of its leaves at once before it begins, and none while it waits: no
-two calls can wait for each other. A claim lasts as long as the engine computes, never while a gradient from another
-worker is awaited; and longer only where somebody has paused the pass.
+    claim        .grad of every leaf that the call can reach is set aside and becomes None
+    engine       accumulates into .grad
+    release      what is in .grad goes to the pass's `Gradients`; what was set aside comes back
+
+So calls of two passes must not reach the same leaf at the same time. Steps of one pass may: they claim as one group,
+and when the last of them is over, ``.grad`` holds their sum. A call claims all of its leaves at once, and holds none
+while it waits for others, so no two calls can wait for each other. A claim lasts while the engine computes, never while
+the pass waits for another worker, and longer only where the user has paused the pass.
 """
 
 from __future__ import annotations
@@ -30,23 +33,28 @@ from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, t
 __all__ = ["Claim", "Gradients", "current_claim", "halted", "halted_leaves", "lent"]
 
 _lock = threading.Lock()
-"""Held while leaves change hands. It is taken by itself, because a Condition's own ``with`` is a Python function."""
+"""Held while claims change. Taken directly and not by the Condition, whose ``with`` is a slower Python function."""
 _condition = threading.Condition(_lock)
 _waiting: list[_Holder] = []
 """The holders that wait for leaves which other holders have claimed."""
 _claimed: dict[int, _Use] = {}
+"""The claimed leaves by id, in this process: agents that share it share its leaves."""
 _halted: set[_Holder] = set()
+"""The holders whose engine calls are halted by a watch."""
 
 
 class Gradients:
-    """The gradients of leaves, summed over the calls of a pass or the passes of a context."""
+    """The gradients of leaves on this worker, added up over the steps of a pass or the passes of a context.
+
+    Leaves are found by id, because hashing a tensor is slow.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One more contribution; ``gradient`` must be nobody else's."""
+        """Add a gradient to a leaf's sum. The tensor is stored as it is, so nobody may change it afterwards."""
         with self._lock:
             known = self._sums.get(id(leaf))
             if known is not None:
@@ -55,28 +63,28 @@ class Gradients:
             self._sums[id(leaf)] = (leaf, gradient)
 
     def update(self, other: Gradients) -> None:
-        """Add all of another's sums."""
+        """Add all sums of another object to these."""
         with self._lock:
             if not self._sums:
                 self._sums.update(other._sums)
                 return
-        for leaf, gradient in list(other._sums.values()):  # a pass may be adding to them
+        for leaf, gradient in list(other._sums.values()):  # a copy: a pass may be adding to them
             self.add(leaf, gradient)
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of one leaf, or None."""
+        """Return the gradient of a leaf, or None if there is none."""
         known = self._sums.get(id(leaf))
         return known[1] if known is not None else None
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply the gradients of some leaves."""
+        """Multiply the gradients of some leaves by a factor; leaves without a gradient are skipped."""
         for leaf in leaves:
             known = self._sums.get(id(leaf))
             if known is not None:
                 self._sums[id(leaf)] = (leaf, known[1] * factor)
 
     def items(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each leaf with its gradient."""
+        """Return each leaf with its gradient."""
         return list(self._sums.values())
 
     def __len__(self) -> int:
@@ -84,20 +92,24 @@ class Gradients:
 
 
 class _Use(msgspec.Struct, eq=False):
-    """A leaf that is claimed; by several calls at a time if they are of one ``group``."""
+    """A claimed leaf, with its holders: several only if they are of one ``group``, the part of a pass."""
 
     key: int
     group: object | None
     holders: list[_Holder]
     known: weakref.ref[torch.Tensor] | None = None
-    """The leaf, if it is not kept while it is claimed."""
+    """A weak reference to the leaf, if it was adopted: it may die while it is claimed."""
     leaf: torch.Tensor | None = None
-    """The leaf, if ``before``, its ``.grad``, is set aside."""
+    """The leaf, if its ``.grad`` is set aside."""
     before: torch.Tensor | None = None
+    """The ``.grad`` that was set aside."""
 
 
 def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
-    """Who has this leaf; with the lock held. One that was not kept may have died, and this one lie in its place."""
+    """Return the use of a leaf, or None; called with the lock held.
+
+    Drops the use of an adopted leaf that has died and left its id to this one.
+    """
     use = _claimed.get(key)
     if use is not None and use.known is not None and use.known() is not leaf:
         del _claimed[key]
@@ -106,7 +118,7 @@ def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
 
 
 class _Holder:
-    """Who has claimed leaves; by one of these it is known who may give them back."""
+    """The holder of some claims: one engine call, or one block that lends gradients. Used by one thread."""
 
     def __init__(self, group: object | None = None) -> None:
         self.held: set[int] = set()
@@ -115,8 +127,12 @@ class _Holder:
         self._thread = threading.get_ident()
 
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
-        """Claim leaves by their ids, all at once, as soon as nobody else has one of them; and set ``.grad`` aside."""
-        self.held |= wanted.keys()  # before: whatever interrupts us, `leave` finds what is ours
+        """Claim leaves, by id, all at once; wait until no other group has one of them.
+
+        With ``aside``, set their ``.grad`` aside; a leaf that this group has claimed already is left as it is.
+        Raises UsageError if this thread itself holds one of the leaves, since it would wait for ever.
+        """
+        self.held |= wanted.keys()  # first: `leave` then finds these leaves even after Ctrl-C
         with _lock:
             if _claimed.keys().isdisjoint(wanted.keys()) or not self._taken(wanted):
                 self._take(wanted, aside)
@@ -130,17 +146,20 @@ class _Holder:
             self._take(wanted, aside)
 
     def _await(self, wanted: Mapping[int, torch.Tensor]) -> None:
-        """With the lock held: wait until nobody else has one of these leaves."""
+        """Wait until no other group has one of these leaves; called with the lock held, which is free meanwhile."""
         while taken := self._taken(wanted):
             if any(holder._thread == self._thread for use in taken for holder in use.holders):
                 raise UsageError(
-                    "a hook or node of a backward pass began another pass, or an optimizer's step, on leaves that "
-                    "the first has in hand: do it when backward() has returned"
+                    "a hook or a Function's backward began another backward pass, or an optimizer's step, on leaves "
+                    "that the first pass is computing gradients for: do that after backward() has returned"
                 )
             _condition.wait()
 
     def _taken(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
-        """What others have of them, or are giving back."""
+        """Return the uses of these leaves for which this holder must wait; called with the lock held.
+
+        They have holders of another group, or none: then their ``.grad`` is just being put back.
+        """
         found = (_use_of(key, wanted[key]) for key in wanted.keys() & _claimed.keys())
         return [
             use
@@ -149,6 +168,7 @@ class _Holder:
         ]
 
     def _take(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
+        """Claim leaves that are free or claimed by the same group; called with the lock held."""
         for key, leaf in wanted.items():
             use = _use_of(key, leaf) if key in _claimed else None
             if use is not None:
@@ -160,7 +180,10 @@ class _Holder:
                 leaf.grad = None
 
     def leave(self) -> list[_Use]:
-        """What nobody else has of what we have claimed; it can be claimed again when it has been given back."""
+        """Stop using the leaves; return those without another holder, whose ``.grad`` must be put back now.
+
+        Nobody can claim those before `give_back`. A second call returns the same list.
+        """
         with _lock:
             for leaf in self.held:
                 use = _claimed.get(leaf)
@@ -171,22 +194,22 @@ class _Holder:
             return self._left
 
     def give_back(self) -> None:
-        """Let others have them."""
+        """Let others claim the leaves, and wake the threads that wait. Harmless on a second call."""
         self.leave()
         with _lock:
             while self._left:
                 use = self._left.pop()
-                if _claimed.get(use.key) is use:  # else its leaf has died, and another one lies in its place
+                if _claimed.get(use.key) is use:  # otherwise its leaf has died, and another leaf has its id
                     del _claimed[use.key]
             if _waiting:
                 _condition.notify_all()
 
 
 class Claim:
-    """Sets aside the ``.grad`` of the leaves of one call of the engine, for the time of a ``with`` block.
+    """Claims the leaves of one engine call and sets their ``.grad`` aside, for the time of a ``with`` block.
 
-    At the end of the block what is there goes ``into`` the gradients given. Into None, nothing is set aside: the leaves
-    are claimed, and accumulate in ``.grad``. Blocks of one ``group`` may have the same leaves at the same time.
+    At the end of the block, what has been accumulated is added to ``into``. If that is None, ``.grad`` is not set aside
+    and the leaves accumulate there. Blocks of one ``group`` may claim the same leaves at the same time.
     """
 
     def __init__(self, nodes: Iterable[Node], into: Gradients | None, group: object) -> None:
@@ -196,7 +219,9 @@ class Claim:
             leaf = node.variable
             self._leaves[id(leaf)] = leaf
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
+        """The leaves that `adopt` has claimed, each with the ``.grad`` that it had."""
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Leaves and gradients for `accumulate_late`."""
         self._outer: Claim | None = None
         self.holder = _Holder(group)
 
@@ -221,10 +246,10 @@ class Claim:
             self.accumulate_late()
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
-        """Claim leaves that a node reaches by a call of its own; those that another call has are returned.
+        """Claim the leaves that a node reaches by an engine call of its own; return those that another call holds.
 
-        It does not wait for them: that call may come to wait for ours. Most of these leaves live no longer than
-        the node's own call, and nobody will ask for their gradients: they are not kept.
+        This does not wait for them: the other call may come to wait for this one. The leaves are referred to weakly,
+        because most of them live no longer than the node's call, and nobody will ask for their gradients.
         """
         taken: set[Node] = set()
         for node in nodes:
@@ -243,8 +268,13 @@ class Claim:
         return taken
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
-        """A gradient that was not accumulated, because another call has the leaf, or had others of that node."""
-        if not elsewhere and id(leaf) not in self._leaves:  # nobody but we can have what is adopted
+        """Add a gradient that a node's own engine call has returned instead of accumulating it.
+
+        Only an adopted leaf gets it in ``.grad`` at once: no other call can hold that leaf. With ``elsewhere`` another
+        call holds the leaf, and a leaf of this claim may be shared with other steps: their gradient goes to the pass's
+        gradients, or, if ``.grad`` or a hook after accumulation needs it, to `accumulate_late`.
+        """
+        if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf
             with torch.no_grad():
                 leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
         elif self._into is not None and not leaf._post_accumulate_grad_hooks:
@@ -253,7 +283,10 @@ class Claim:
             self._late.append((leaf, gradient.clone()))
 
     def release(self) -> None:
-        """What is there when nobody has it any more is the pass's, and what was there before comes back."""
+        """Give up the claim: move what was accumulated to the pass's gradients, and put the former ``.grad`` back.
+
+        A leaf that other steps of the pass still hold is left to the last of them.
+        """
         try:
             aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
             if self._adopted:
@@ -268,7 +301,10 @@ class Claim:
             self.holder.give_back()
 
     def accumulate_late(self) -> None:
-        """After the release, when nobody can wait for us: give leaves what they could not be given during the call."""
+        """Accumulate the gradients that could not be accumulated during the call; called after `release`.
+
+        Waits for each leaf; no other thread can wait for this one then.
+        """
         for leaf, gradient in self._late:
             holder = _Holder()
             try:
@@ -279,7 +315,7 @@ class Claim:
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: Gradients | None) -> None:
-    """As the node of a leaf does it, hooks on the gradient having run."""
+    """Accumulate a gradient into a claimed leaf, as the leaf's node would; hooks on the gradient have run already."""
     before = leaf.grad
     hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
     try:
@@ -294,17 +330,18 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: Gradients | No
 
 
 _KEY = "nbdist.autograd.claim"
+"""The key of a thread's claim among the values of torch's threads, which the engine's threads for a GPU see, too."""
 
 
 def current_claim() -> Claim:
-    """That of the engine's call in which the calling thread is."""
+    """Return the claim of the engine call in which the calling thread runs a node; there must be one."""
     claim: Claim = thread_value(_KEY)
     return claim
 
 
 @contextmanager
 def halted() -> Iterator[None]:
-    """The calling thread's call of the engine stands still, for the time of the block: somebody wants to look at it."""
+    """Note for a block that the engine call of the calling thread is halted by a watch; see `halted_leaves`."""
     holder = current_claim().holder
     with _lock:
         _halted.add(holder)
@@ -316,15 +353,19 @@ def halted() -> Iterator[None]:
 
 
 def halted_leaves() -> set[int]:
-    """The leaves, by id, whose ``.grad`` is set aside by calls that stand still."""
-    if not _halted:  # as nearly always; every local pass asks
+    """Return the ids of the leaves that halted engine calls have claimed: their ``.grad`` may be set aside for long."""
+    if not _halted:  # the usual case; every local pass asks
         return set()
     with _lock:
         return set[int]().union(*(holder.held for holder in _halted))
 
 
 class lent:
-    """Give leaves these gradients as their ``.grad`` for the time of a ``with`` block."""
+    """Give leaves these gradients as their ``.grad`` for the time of a ``with`` block, as for an optimizer's step.
+
+    Waits until no backward pass and no other such block has one of the leaves. At the end, they get back the ``.grad``
+    that they had.
+    """
 
     def __init__(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         self._gradients = list(gradients)

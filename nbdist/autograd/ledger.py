@@ -1,11 +1,18 @@
-"""What the worker that began a pass knows of it: whether anything is still going on anywhere.
+"""The account that the root of a pass keeps: is there anything left to do on any worker?
 
-Every mark and every gradient that goes from worker to worker carries a *token*. Whoever sends one announces it,
-and whoever has dealt with one says so, both to the pass's root, in one report: what was dealt with, and what was
-sent because of that. So as long as something is on its way or being dealt with, a token is announced and not
-settled, whichever worker's report comes first. When all are settled, the pass is over, exactly.
+Every mark and every gradient message carries a *token*. Its sender reports the token as sent and its receiver as
+settled, both to the root. One report names what a worker has settled together with what it has sent because of that::
 
-Pure: reports go in, answers come out.
+    reported as sent            open      the message is on its way, or its receiver works on it
+    then reported as settled    forgotten
+    settled before sent         early     the receiver's report has overtaken the sender's
+    then reported as sent       forgotten
+    reported as marked, too     open, but its receiver only waits for the end of the marking
+
+As long as a worker has anything to do, some token is open or early, whichever report comes first. So when no token is
+open or early, the pass is over.
+
+The ledger is pure: reports go in, answers come out. It has no lock; `Passes` uses it with `Run.lock` held.
 """
 
 from __future__ import annotations
@@ -16,19 +23,20 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """The tokens of one pass."""
+    """The tokens of one pass, and what else its workers have reported, each by incarnation."""
 
     def __init__(self, root: int) -> None:
         self._root = root
         self.workers: set[int] = set()
-        """Those who take part, as far as is known."""
+        """The workers that take part, as far as reports have named them."""
         self.waiting: set[int] = set()
-        """Those who have asked to be told of the end of the marking."""
+        """The workers that have to be told of the end of the marking."""
         self.reducing: set[int] = set()
-        """Those that average gradients with others'."""
+        """The workers on which the pass reaches a DistributedDataParallel module."""
         self.missing: dict[int, list[Missing]] = {}
+        """In FAST mode, the gates of each worker whose gradients had not come at its last report."""
         self.observed: dict[int, int] = {}
-        """How often each has told the pass's watcher of it."""
+        """The number of messages that each worker has sent to the pass's watch."""
         self._taken: dict[int, int] = {}
         self._overtaken: dict[int, dict[int, Report]] = {}
         self._open: set[Token] = set()
@@ -38,9 +46,10 @@ class Ledger:
         """True once the root's first report has come. Reports of other workers may come before it."""
 
     def take(self, sender: int, report: Report) -> None:
-        """Enter a report; one that has overtaken others of its sender waits for them.
+        """Enter a report; a report that has overtaken earlier ones of its sender waits for them.
 
-        A later report may settle what was the cause of something that an earlier one announces.
+        Without that, a later report could settle a token while the messages sent because of that token, which the
+        earlier report names, are unknown: the pass would seem to be over.
         """
         waiting = self._overtaken.setdefault(sender, {})
         waiting[report.number] = report
@@ -69,22 +78,22 @@ class Ledger:
 
     @property
     def marked(self) -> bool:
-        """Whether all has been marked that is going to be.
+        """True if the marking is over: no mark will be sent any more, and none is on its way.
 
-        What runs at once is not marked first: its gradients do that when they arrive. So nothing may be open but
-        what waits, with all marked that will come of it.
+        Gradients that run at once are not marked first, and may cause marks where they arrive. So every open token must
+        be one that only waits for the end of the marking, and has caused all marks that it can.
         """
         return self._begun and not self._early and self._open <= self._marked
 
     @property
     def over(self) -> bool:
-        """Whether nothing is on its way, nor being dealt with."""
+        """True if no worker has anything left to do, and no message of the pass is on its way."""
         return self._begun and not self._open and not self._early
 
     def owed(self) -> list[tuple[int, Missing]]:
-        """The gradients that never came, each with the worker that waits for it: the root's first, then by worker.
+        """Return the gates whose gradients never came, each with its worker: the root's first, then by worker.
 
-        Reports come in any order; what an error says must not depend on that.
+        They are sorted, so that the error which names them does not depend on the order of the reports.
         """
         if not any(self.missing.values()):
             return []

@@ -1,4 +1,28 @@
-"""What the workers of a context and of a pass say to each other, behind the topic of a `Cast`."""
+"""The messages that the workers of a context and of a pass send each other, each as the data of a `Cast`.
+
+================== ================================ ====================================================
+message            from, to                         sent when
+================== ================================ ====================================================
+`Entered`          a worker, to the maker           a third worker has brought the context to it
+`Release`          the maker, to all workers        the context has ended
+`Mark`             one worker, to another           tensors that the other sent will get gradients
+`Gradients`        one worker, to another           the gradients of those tensors are computed
+`Report`           a worker, to the root            tokens were settled or sent
+`Marked`           the root, to a worker            the marking is over, and the pass has its turn
+`Turn`             the root, to one worker          a pass asks for its turn, or needs it no more
+`Granted`          that worker, to the root         the pass has its turn
+`Failed`           a worker, to the root            the pass failed there
+`Cancel`           a worker, to others              the pass is given up
+`Watch`            the watcher, to all workers      a watch begins or ends; the maker passes it on
+`Observed`         a worker, to the watcher         something was seen of a watched pass
+`Over`             the root, to the watcher         a watched pass is over
+`Steer`            the watcher, to a worker         the control is new, or halts are over
+`Go`               the watcher, to a worker         a halt is over: the node may run
+`Freeze`           the watcher, to all members      a pass is paused, so no call may time out; or none is
+================== ================================ ====================================================
+
+Workers are named by their incarnations, and the tensors of a message by their indices.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +71,14 @@ __all__ = [
 
 
 class PassId(msgspec.Struct, array_like=True, frozen=True):
-    """Names one pass: the incarnation of the agent that began it, and a number of its."""
+    """The id of a pass: the incarnation of the worker that began it, its root, and a number that the root has given."""
 
     root: int
     number: int
 
 
 class Token(msgspec.Struct, array_like=True, frozen=True):
-    """Names one mark or gradient on its way: who sent it, a number of its, and which of both it is."""
+    """The name of one mark or gradient message: its sender, a number that the sender has given, and its kind."""
 
     sender: int
     number: int
@@ -62,7 +86,7 @@ class Token(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Missing(msgspec.Struct, array_like=True, frozen=True, order=True):
-    """A gate whose gradient has not come: the message, the function called, who has the other end."""
+    """The sent message of a gate without a gradient: its number, the function called, and the receiver."""
 
     message: int
     function: str
@@ -70,21 +94,27 @@ class Missing(msgspec.Struct, array_like=True, frozen=True, order=True):
 
 
 class Control(NamedTuple):
-    """How the passes of a context are to go on, as its watch has it; of two, the one with the higher version holds."""
+    """The order of a watch to the passes of its context: go on, halt, or go on until something happens.
+
+    Of two controls, the one with the higher version holds.
+    """
 
     version: int
     paused: bool = False
-    """Halt before each node."""
+    """True to halt before each node."""
     until: str = ""
-    """Else halt before the first node that is given a NaN or Inf, or after which there is one (``"nan"``), before the
-    next that sends a gradient to another worker (``"message"``), or before a certain one (``"node"``)."""
+    """Where to halt otherwise; empty for nowhere.
+
+    ``"nan"`` halts before a node that is given a NaN or Inf, or after one that returns it; ``"message"`` before the
+    next node that sends a gradient to another worker; ``"node"`` before the one that ``worker`` and ``node`` name.
+    """
     worker: str = ""
     node: int = -1
-    """That one."""
+    """The number of that node on ``worker``."""
 
 
 class Watching(NamedTuple):
-    """Who wants to know of a context's passes, by which of its watches, and of what besides."""
+    """The watch to which passes report: the watcher, the number of its watch, whether norms are wanted, the control."""
 
     watcher: int
     watch: int
@@ -93,7 +123,7 @@ class Watching(NamedTuple):
 
 
 class Happening(NamedTuple):
-    """Something that was seen of a pass on one worker; what is not known is negative."""
+    """Something that was seen of a pass on one worker: an `Event` as it travels. Unknown numbers are negative."""
 
     time: float
     what: str
@@ -103,30 +133,31 @@ class Happening(NamedTuple):
     seconds: float = -1.0
     norm: float = -1.0
     histogram: Histogram | None = None
-    """Of the gradients whose norm that is."""
+    """The distribution of the gradients whose norm is ``norm``."""
     halt: int = -1
-    """Which of the worker's halts this is, and by which version of the control."""
+    """The number of this halt among the pass's halts on the worker."""
     version: int = -1
+    """The version of the control that caused the halt, or the search for NaN."""
     inherited: Inherited | None = None
-    """Of a NaN or Inf: what is known of it if it is of the forward pass."""
+    """The way of a NaN or Inf through the forward pass, if the node got it from there."""
 
 
 class Head(msgspec.Struct, array_like=True, frozen=True):
-    """Of which pass a message is; enough for a worker that hears of it for the first time."""
+    """The pass that a message belongs to, with all that a worker needs to begin its part of the pass."""
 
     id: PassId
     context: int
     smart: bool
     retain_graph: bool
     accumulate: bool
-    """Into ``.grad``, rather than into the context."""
+    """True to accumulate gradients in ``.grad``, not in the context."""
     since: int
-    """All earlier passes of this root in this context are over."""
+    """The number of a pass: all earlier ones of this root in this context are over."""
     watching: Watching | None = None
 
 
 class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """These tensors of these messages are going to get gradients."""
+    """From one worker to another: some tensors of some messages that the other sent will get gradients."""
 
     head: Head
     token: Token
@@ -134,80 +165,84 @@ class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """To the root: what was dealt with here, and what was sent because of that, to whom."""
+    """To the root: the tokens that this worker has settled, and those it has sent because of that, with receivers.
+
+    Reports of one worker are numbered from 1, because one may overtake another.
+    """
 
     id: PassId
     number: int
     settled: list[Token]
     marked: list[Token]
-    """What waits here, but all that will come of it has been marked."""
+    """Tokens that only wait here for the end of the marking: all marks that follow from them have been sent."""
     sent: list[tuple[Token, int]]
     waits: bool
+    """True if the worker must be told of the end of the marking."""
     missing: list[Missing]
     reduces: bool = False
-    """Whether gradients are averaged with other workers' here."""
+    """True if the pass reaches a DistributedDataParallel module on this worker, which averages gradients."""
     observed: int = 0
-    """How often the pass's watcher was told of it from here."""
+    """The number of `Observed` messages that the worker has sent to the watcher of the pass."""
 
 
 class Gradients(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    """Gradients of some of a message's tensors; they follow in the body."""
+    """From one worker to another: gradients for tensors of a message that the other sent. They are in the payload."""
 
     head: Head
     token: Token
     message: int
     outputs: list[int]
     report: Report | None = None
-    """Where it goes to the root anyway."""
+    """The worker's report, if the gradients go to the root anyway."""
 
 
 class Marked(msgspec.Struct, array_like=True, frozen=True, tag=3):
-    """From the root: all has been marked that is going to be, and it is this pass's turn to reduce, if it does."""
+    """From the root: the marking is over, and the pass has its turn to reduce if it needs one."""
 
     id: PassId
 
 
 class Turn(msgspec.Struct, array_like=True, frozen=True, tag=15):
-    """From the root to one of the workers that reduce: a pass wants its turn, or does not any more."""
+    """From the root to the worker that gives turns: a pass asks for its turn, or (``over``) needs it no more."""
 
     id: PassId
     over: bool
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True, tag=16):
-    """To the root: it is the turn of its pass."""
+    """To the root: its pass has its turn."""
 
     id: PassId
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """To the root: the pass cannot go on here; the error follows in the body."""
+    """To the root: the pass has failed on this worker; the error is in the payload."""
 
     id: PassId
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=6):
-    """The pass is given up; told on to whoever was told of it."""
+    """To all workers that take part: the pass is given up. A worker passes it on to those it has sent something."""
 
     id: PassId
     context: int
 
 
 class Entered(msgspec.Struct, array_like=True, frozen=True, tag=7):
-    """To the maker of a context: it has come to this worker."""
+    """To the maker of a context: a third worker has brought the context to the sender of this message."""
 
     context: int
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
-    """Says that ``maker``'s context is over. Whoever takes a dead maker's place has contexts with the same ids."""
+    """To all workers of a context: it has ended. The worker that takes a dead maker's place reuses the ids."""
 
     context: int
     maker: int
 
 
 class Watch(msgspec.Struct, array_like=True, frozen=True, tag=9):
-    """To all that a context touches, by way of its maker: the passes that begin there are watched, or not any more."""
+    """To all workers of a context, by way of its maker: its passes are watched from now on, or (``over``) no more."""
 
     context: int
     maker: int
@@ -216,7 +251,10 @@ class Watch(msgspec.Struct, array_like=True, frozen=True, tag=9):
 
 
 class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
-    """To the watcher: what happened on one worker, and by which control."""
+    """To the watcher: what was seen of a pass on this worker, and the version of the control that holds there.
+
+    The messages of one worker about one pass are numbered from 1, because one may overtake another.
+    """
 
     id: PassId
     context: int
@@ -228,7 +266,10 @@ class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
 
 
 class Over(msgspec.Struct, array_like=True, frozen=True, tag=11):
-    """From the root to the watcher: how a pass ended, and how often each worker has told of it."""
+    """From the root to the watcher: a pass is over, by ``error`` if there is one.
+
+    ``observed`` is the number of `Observed` messages that each worker has sent; it is empty after an error.
+    """
 
     id: PassId
     context: int
@@ -238,7 +279,7 @@ class Over(msgspec.Struct, array_like=True, frozen=True, tag=11):
 
 
 class Steer(msgspec.Struct, array_like=True, frozen=True, tag=12):
-    """From the watcher: how passes are to go on, and how many halts of each on this worker are over."""
+    """From the watcher: a new control, and for each pass the number of its halts on this worker that are over."""
 
     context: int
     watch: int
@@ -247,7 +288,7 @@ class Steer(msgspec.Struct, array_like=True, frozen=True, tag=12):
 
 
 class Go(msgspec.Struct, array_like=True, frozen=True, tag=13):
-    """From the watcher: so many halts of a pass on this worker are over; else it goes on as it did."""
+    """From the watcher: the number of a pass's halts on this worker that are over; the control stays as it is."""
 
     id: PassId
     context: int
@@ -255,7 +296,7 @@ class Go(msgspec.Struct, array_like=True, frozen=True, tag=13):
 
 
 class Freeze(msgspec.Struct, array_like=True, frozen=True, tag=14):
-    """To all members: nobody's time is to run as long as a pass is paused from here, or is to run again."""
+    """To all members: calls must not time out while this worker pauses a pass, or may time out again."""
 
     number: int
     frozen: bool
@@ -285,11 +326,11 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 encode: Callable[[Message], bytes] = _encoder.encode
-"""Write a message as it travels."""
+"""Return the bytes of a message."""
 
 
 def decode(data: bytes) -> Message:
-    """Read a message that another worker sent; garbage is a ProtocolError."""
+    """Return the message in some bytes from another worker; raises ProtocolError if there is none."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -302,9 +343,9 @@ _ONE_HOLE = quick.leave_holes([None], quick.LIST, ())
 def encode_usual_gradients(
     gradients: Sequence[torch.Tensor | None], space: Space | None
 ) -> tuple[Payload, list[bytes]] | None:
-    """Return the payload and frames of one small gradient, as most messages have one, else None.
+    """Return the payload and the frames of a list with one small gradient, or None for any other list.
 
-    What comes out is what `codec.encode` would make of the list.
+    This is the usual case, and faster than `codec.encode`, which would return the same.
     """
     gradient = gradients[0] if len(gradients) == 1 else None
     if gradient is None or gradient.requires_grad or not is_packable(gradient):

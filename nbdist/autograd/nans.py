@@ -11,9 +11,10 @@ hold a NaN                     hold none                 nothing: `nan_to_num`, 
 any                            hold an Inf               nothing: attention masks are made of Inf
 ============================== ========================= ========================================================
 
-Only outputs are looked at, and inputs once an output holds a NaN; an operation that changes a tensor in place has that
-tensor looked at before, too. Functions that make tensors from none, or pass values on as they are, are not looked at:
-memory that nobody has written yet may hold anything.
+A check reads the outputs, and the inputs only if an output holds a NaN. What an operation may overwrite is read before
+it: the tensor that an operation changes in place, and all inputs of an operation with ``out=``. Functions that make
+tensors from nothing, or pass values on unchanged, are not checked: memory that nobody has written yet may hold
+anything.
 """
 
 from __future__ import annotations
@@ -55,22 +56,24 @@ _NAMES = """
     unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real vsplit vstack where
 """
 _PASSES_ON = frozenset(_NAMES.split())
-"""Functions that make no NaN themselves: they hand values on, write over what was there, or look at something."""
+"""Functions that make no NaN themselves: they pass values on, overwrite what was there, or only read."""
 
-_jit: Any = torch.jit  # whose is_tracing has no annotations
+_jit: Any = torch.jit  # Any, because is_tracing has no annotations
 _TORCH = str(Path(torch.__file__).parent)
 _OF_UPDATES = tuple(
     str(Path(torch.__file__).parent / part) for part in ("optim", "nn/utils/clip_grad.py", "amp/grad_scaler.py")
 )
+"""The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass."""
 _OURS = str(Path(nbdist.__file__).parent)
 _CALLS, _STAGES = (str(Path(nbdist.__file__).parent / part) for part in ("rpc", "nn"))
+"""The folders of nbdist that call user functions for others, and run the stages of pipelines."""
 
 Named = tuple[str, Any]
-"""An argument: how it is called in a message, and its value."""
+"""An argument: its name in a message, and its value."""
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among some values, and in lists and tuples among them."""
+    """Yield the tensors among some values, and those in lists and tuples among them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -79,10 +82,10 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds a NaN; False also for a tensor that cannot be looked at here.
+    """Return whether a tensor holds a NaN; False also for a tensor that cannot be read here.
 
-    So it is for tensors without values (meta and fake ones), for subclasses that dispatch on their own, and while a
-    CUDA graph is captured. No graph and no mode sees it.
+    Those are tensors without values (meta and fake ones), subclasses that dispatch on their own, and any CUDA tensor
+    while a CUDA graph is captured. Autograd does not record the reading, and no mode of torch sees it.
     """
     with no_torch_function(), without_dispatch_modes():
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
@@ -93,11 +96,12 @@ def holds_nan(tensor: torch.Tensor) -> bool:
             return False
         try:
             return _holds_nan(tensor.detach())
-        except Exception:  # of a kind of tensor that has no sum
+        except Exception:  # a kind of tensor that has no sum
             return False
 
 
 def _holds_nan(values: torch.Tensor) -> bool:
+    """Return whether a detached tensor holds a NaN, of a nested or sparse one by its values."""
     if values.is_nested:
         values = values.values()
     elif values.layout is torch.sparse_coo:
@@ -105,27 +109,28 @@ def _holds_nan(values: torch.Tensor) -> bool:
     elif values.layout is not torch.strided:
         values = values.values()
     if values.is_floating_point() and values.itemsize == 1:
-        values = values.float()  # of which torch knows how to make a sum
-    total = values.sum().item()  # which is a NaN if any of them is, and costs a tenth of isnan
-    return total != total and bool(values.isnan().any())  # Inf - Inf is one, too
+        values = values.float()  # torch has no sum of one-byte floats
+    total = values.sum().item()  # NaN if any value is; a tenth of the cost of isnan
+    return total != total and bool(values.isnan().any())  # the sum is also NaN for Inf - Inf
 
 
 class Check:
-    """Looks for NaN in what one worker computes in a context."""
+    """The check for NaN of what one worker computes in a context; each thread that enters the context uses one."""
 
     def __init__(self, worker: str, name_of: Callable[[int], str]) -> None:
-        """Name the worker in errors ``worker``, and other workers as ``name_of(incarnation)`` does."""
+        """Set the name of this worker for error messages; ``name_of`` returns a worker's name by its incarnation."""
         self._worker = worker
         self._name_of = name_of
         self._last: list[weakref.ref[torch.Tensor]] = []
-        """What the last operation returned: known to hold no NaN that is news."""
+        """Weak references to what the last operation returned: a module that returns these is not checked again."""
 
     @staticmethod
     def applies(name: str) -> bool:
-        """Return whether to look at what the function ``name`` returns in the calling thread now.
+        """Return whether to check what the function ``name`` returns in the calling thread now.
 
-        Not in torch.func's transforms, nor where a function is compiled or traced, as the looking would be a part of
-        it; and not in a backward pass, except in what a checkpoint recomputes there, which is a forward pass again.
+        Nothing is checked in torch.func's transforms, nor while a function is traced, because the check would become a
+        part of it; while one is compiled, `nbdist.autograd.origins` does not call this. In a backward pass, only the
+        forward pass that a checkpoint recomputes is checked.
         """
         return (
             name not in _PASSES_ON
@@ -135,7 +140,7 @@ class Check:
         )
 
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
-        """Return the arguments that hold a NaN already and that an operation is about to write over."""
+        """Return the arguments with a NaN that the operation may overwrite: in place the first, with ``out=`` any."""
         if "out" in kwargs:
             return [named for named in _named(args, kwargs) if _has_nan(named[1])]
         if _is_in_place(name) and args and _has_nan(args[0]):
@@ -151,10 +156,12 @@ class Check:
         held: Sequence[Named],
         place: Callable[[], Origin],
     ) -> None:
-        """Look at what an operation has returned, or has changed in place; ``held`` is what `before` has returned.
+        """Check what an operation has returned or changed in place; ``held`` is what `before` returned.
+
+        ``place()`` returns where in the user's code the thread is; it is called only if a NaN is found.
 
         Raises:
-            ForwardNaN: it holds a NaN, made by this operation or given to it.
+            ForwardNaN: the outputs hold a NaN, which this operation made or was given.
         """
         in_place = _is_in_place(name)
         outputs = list(tensors_in((result, args[0]) if in_place and args else (result,)))
@@ -163,7 +170,7 @@ class Check:
             return
         given = list(_named(args[1:], kwargs, 1) if in_place else _named(args, kwargs))
         if not in_place and not list(tensors_in(value for _, value in given)):
-            return  # made from nothing: whoever made it wanted it so
+            return  # made from nothing, so the NaN is wanted
         if not held and "out" not in kwargs:
             held = [named for named in given if _has_nan(named[1])]
         if _is_of_gradients(bool(held), bool(place().module)):
@@ -173,15 +180,17 @@ class Check:
         raise self._made(name, given, outputs, place())
 
     def pass_on(self, result: Any) -> None:
-        """Take note of what an operation has returned that is not looked at."""
+        """Remember what an operation that is not checked has returned, for `returned`."""
         if isinstance(result, torch.Tensor):
             self._last = [weakref.ref(result)]
 
     def returned(self, args: Any, result: Any, place: Callable[[], Origin], kind: str) -> None:
-        """Look at what a module has returned, unless the last operation did: compiled code is seen in no other way.
+        """Check what a module has returned, unless the last operation returned it; compiled code has no other check.
+
+        ``kind`` is the name of the module's class.
 
         Raises:
-            ForwardNaN: it holds a NaN, and what the module was given does not.
+            ForwardNaN: the result holds a NaN, and the arguments hold none.
         """
         outputs = [tensor for tensor in tensors_in([result]) if not any(tensor is known() for known in self._last)]
         if not outputs or not self.applies(""):
@@ -190,8 +199,8 @@ class Check:
         if not any(map(holds_nan, outputs)) or any(map(holds_nan, tensors_in([args]))):
             return
         raise self._error(
-            f"{kind} returned {_count(outputs)}, and what it was given holds none: compiled code in it, or a Function "
-            f"of yours, made it",
+            f"{kind} returned {_count(outputs)}, and its arguments hold none: compiled code in it, or an autograd "
+            f"Function of yours, made it",
             kind,
             place(),
         )
@@ -199,15 +208,18 @@ class Check:
     # -- what is said -------------------------------------------------------------------------
 
     def _made(self, name: str, given: Sequence[Named], outputs: Sequence[torch.Tensor], place: Origin) -> ForwardNaN:
+        """Return the error for an operation that made a NaN."""
         inputs = [text for argument, value in given for text in _range(argument, value)]
         made_from = f" from {', '.join(inputs)}" if inputs else ""
         return self._error(f"{name} made {_count(outputs)}{made_from}; no input holds one", name, place)
 
     def _given(self, name: str, held: Named, place: Origin) -> ForwardNaN:
+        """Return the error for an operation that was given a NaN."""
         argument, value = held
         return self._error(f"{argument} of {name} holds NaN already: {self._source(value)}", name, place)
 
     def _source(self, value: Any) -> str:
+        """Return a phrase that says where the NaN of an argument comes from."""
         tensor = next((tensor for tensor in tensors_in([value]) if holds_nan(tensor)), None)
         if tensor is None:
             return "it is a number in your code"
@@ -221,10 +233,11 @@ class Check:
         if tensor.is_leaf and tensor.requires_grad:
             return f"it is a leaf, such as a parameter ({_like(tensor)})"
         if tensor.requires_grad:
-            return "it was made where no operation is checked"
-        return "it is data, or was made where no operation is checked, and needs no gradient"
+            return "it was made by an operation that is not checked, or outside of this context"
+        return "it is data that needs no gradient, or was made by an operation that is not checked"
 
     def _error(self, what: str, operation: str, place: Origin) -> ForwardNaN:
+        """Return the error, with the worker, the module, the line and the operation also as attributes."""
         where = f", in {place.module}" if place.module else ""
         line = f", at {place.line}" if place.line else ""
         error = ForwardNaN(f"{what}. That was on {self._worker}{where}{line}")
@@ -233,46 +246,52 @@ class Check:
 
 
 def _is_in_place(name: str) -> bool:
+    """Return whether a function changes its first argument, judged by its name, such as ``add_`` or ``__iadd__``."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name.startswith("_foreach_")
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:
+    """Yield the arguments with their names for messages, but not ``out``; ``first`` is the number of the first one."""
     yield from ((f"argument {number}", value) for number, value in enumerate(args, first))
     yield from ((f"argument {key}", value) for key, value in kwargs.items() if key != "out")
 
 
 def _has_nan(value: Any) -> bool:
+    """Return whether an argument is a NaN, or holds one in a tensor, list or tuple."""
     return (isinstance(value, float) and value != value) or any(map(holds_nan, tensors_in([value])))
 
 
 def _count(outputs: Sequence[torch.Tensor]) -> str:
-    """Return how many NaN there are, of how many values."""
+    """Return a phrase that says how many NaN the first output with any holds."""
     tensor = next(filter(holds_nan, outputs))
     try:
         return f"{int(tensor.detach().isnan().sum())} NaN of {tensor.numel()} values ({_like(tensor)})"
-    except Exception:  # of a sparse tensor, say
+    except Exception:  # a sparse tensor, say
         return f"NaN ({_like(tensor)})"
 
 
 def _range(argument: str, value: Any) -> Iterator[str]:
-    """Yield what the values of an argument's tensors are, in a few words."""
+    """Yield for each tensor of an argument a phrase with its dtype, shape and range of values."""
     for tensor in tensors_in([value]):
         try:
             low, high = map(float, torch.aminmax(tensor.detach()))
-        except Exception:  # of no values, complex or sparse ones
+        except Exception:  # an empty, complex or sparse tensor
             yield f"{argument} ({_like(tensor)})"
         else:
             yield f"{argument} ({_like(tensor)}, {low:.4g} to {high:.4g})"
 
 
 def _like(tensor: torch.Tensor) -> str:
+    """Return the dtype and shape of a tensor, as in ``float32[2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
-    """Return whether the calling thread computes with gradients on torch's or our behalf, not in a forward pass.
+    """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
-    The innermost frame outside of torch tells: the engine and optimizers hand on the NaN of a backward pass.
+    A frame of `_OF_UPDATES` decides, else the innermost frame outside of torch. An optimizer or the autograd engine
+    hands on the NaN of a backward pass, which is no fault of the operation that hands it on. ``given`` says that an
+    input held a NaN, ``in_module`` that a module's forward runs.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__":

@@ -1,8 +1,20 @@
-"""Sees what one worker does of a pass that is watched, and halts it where the watcher wants that.
+"""Observes one worker's part of a watched pass, sends what happens to the watcher, and halts the pass where it wants.
 
-It hooks itself to the nodes that a call of the engine is going to run, and is gone after the call. A halt is the
-engine's own thread that waits in such a hook: what is halted is the pass itself, so what the user changes meanwhile
-(a hook on what is still to come, a gradient's value) counts.
+::
+
+    come_to(node)                                                  ran(node)
+        |   halts?  -- no --------------------------> running ...... done
+        |      `-- yes --> halted -- steer, leave -->                 |
+        |                     `----- stop --> Stopped                 `-- NaN or Inf --> nan
+
+The words ``halted``, ``running``, ``done`` and ``nan`` are happenings, which are noted and sent to the watcher. While a
+watch runs until a NaN, ``nan`` also comes before ``running``, for a node that is given one; it halts there.
+
+`around` sets hooks on the nodes that one call of the engine is going to run, and removes them after the call. A halt
+is a thread of the engine that waits in such a hook. So the pass itself stands still: what the user changes meanwhile,
+such as a hook on a node still to run or the value of a gradient, takes effect.
+
+For a step of a pipeline, `nbdist.nn.watched` calls `come_to`, `ran` and `made` instead of the hooks.
 """
 
 from __future__ import annotations
@@ -30,10 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "Stopped", "are_finite"]
 
 _START = time.time() - time.monotonic()
-"""Added to the monotonic clock: the time of day, which does not jump while this process runs."""
+"""Added to the monotonic clock, this gives a time of day that does not jump while the process runs."""
 _AT_ONCE = 200
+"""The number of happenings at which a batch is sent."""
 _AT_LATEST = 0.05
-"""Seconds after which what is seen next is sent, and what was kept back with it."""
+"""Seconds since the last batch after which the next happening is sent at once, with those that were kept back."""
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -43,7 +56,11 @@ class Stopped(NbdistError):
 
 
 class Observer:
-    """What is seen of one pass on one worker."""
+    """The observer of one pass, or of one step of a pipeline, on one worker.
+
+    The threads that run the pass call `around`, `come_to`, `ran` and `note`. Any thread may call `steer`, `leave` and
+    `stop`, which wake a halted thread; most often the thread that reads messages does.
+    """
 
     def __init__(
         self,
@@ -55,16 +72,20 @@ class Observer:
         *,
         in_engine: bool = True,
     ) -> None:
-        """``send(number, what happened, version of the control)`` tells the watcher.
+        """Set what to observe and how to tell the watcher; ``watching`` names the watch and carries its first control.
 
-        ``explain(node, what it had saved)`` returns where a NaN comes from that the node has made, if from the forward
-        pass.
+        ``send(number, happenings, version)`` sends a batch to the watcher; ``version`` is that of the control it was
+        made under. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it comes from the
+        forward pass; ``saved`` is what the node had saved before it ran.
 
-        With ``in_engine`` torch's engine runs the nodes, and while it halts, others are kept from the same leaves.
+        With ``in_engine``, torch's engine runs the nodes, and a halt is entered in `nbdist.autograd.leaves`, which
+        knows the leaves that the halted call has claimed. Steps of pipelines claim no leaves.
         """
         self._standing_still = halted if in_engine else nullcontext
         self.whose = (watching.watcher, watching.watch)
+        """The watch that this observer serves: the incarnation of the watcher, and the number of the watch there."""
         self.sent = 0
+        """The number of batches sent; the root tells it to the watcher, which awaits that many."""
         self._worker = worker
         self._numbers = numbers
         self._norms = watching.norms
@@ -72,22 +93,24 @@ class Observer:
         self._send = send
         self._explain = explain
         self._found = False
-        """Whether a NaN or Inf has been found in a pass that is not to halt for it."""
+        """True once a NaN or Inf has been noted; a pass that does not halt for it notes the first one only."""
         self._seen: list[Happening] = []
         self._sent_at = time.monotonic()
         self._sending = threading.Lock()
         self._waiting_for = set[int]()
         self._halts = 0
+        """The number of halts so far, which is also the number of the last one."""
         self._over = 0
+        """The number up to which the watcher has ended halts."""
         self._stopped = False
         self._changed = threading.Condition(threading.Lock())
         self._halting = threading.Lock()
-        """The threads of several devices halt one after the other."""
+        """Held during a halt, so that the engine threads of several devices halt one after the other."""
 
     # -- telling ------------------------------------------------------------------------------
 
     def note(self, what: str, **known: Any) -> None:
-        """Something happened."""
+        """Note a happening, with the fields of a `Happening` that are known; send the batch if it is full or old."""
         with self._sending:
             self._seen.append(Happening(_START + time.monotonic(), what, **known))
             soon = len(self._seen) < _AT_ONCE and time.monotonic() - self._sent_at < _AT_LATEST
@@ -95,14 +118,17 @@ class Observer:
             self.flush()
 
     def waits_for(self, messages: set[int]) -> None:
-        """Nothing more can run until the gradients of these messages have come."""
+        """Note that nothing more can run here until the gradients of these messages have come.
+
+        A message that is in the last call's set already is not noted again.
+        """
         for message in messages - self._waiting_for:
             self.note("waiting", message=message)
         self._waiting_for = messages
         self.note("resting")
 
     def flush(self) -> None:
-        """Tell what has not been told."""
+        """Send the happenings that have not been sent, if there are any, to the watcher."""
         with self._sending:
             if not self._seen:
                 return
@@ -114,7 +140,7 @@ class Observer:
     # -- being told ---------------------------------------------------------------------------
 
     def steer(self, control: Control | None, over: int) -> None:
-        """How it is to go on, if otherwise than until now, and how many halts are over."""
+        """Take a newer control, if one is given, and end the halts up to number ``over``."""
         with self._changed:
             if control is not None and control.version > self._control.version:
                 self._control = control
@@ -122,13 +148,13 @@ class Observer:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """The watcher is gone: go on."""
+        """Halt no more, because the watch is closed or the watcher is gone."""
         with self._changed:
             self._control = Control(self._control.version + 1)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """The pass is given up: whoever is halted goes on to an error."""
+        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -137,7 +163,7 @@ class Observer:
 
     @contextmanager
     def around(self, part: Any, nodes: Collection[Node]) -> Iterator[None]:
-        """See these nodes run, for the time of the block."""
+        """Observe these nodes during the block, in which the engine runs them for ``part``."""
         numbers = self._numbers.of(nodes)
         handles = []
         try:
@@ -151,6 +177,11 @@ class Observer:
                 handle.remove()
 
     def _hooks(self, part: Any, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return the hooks to run before and after a node.
+
+        They do nothing if another pass runs the node, which may happen at the same time. The first reads what the node
+        has saved while a NaN is looked for, because torch frees that when the node has run.
+        """
         kind: Any = type(node)
         sends = kind is RECEIVE
         name = node.name()
@@ -158,10 +189,10 @@ class Observer:
         saved: list[Saved] = []
 
         def before(gradients: Gradients) -> None:
-            if current_part() is part:  # the node may be in another pass as well
+            if current_part() is part:  # else another pass runs the node
                 self.come_to(number, name, gradients, sends=sends)
                 if self.looks:
-                    saved[:] = saved_by(node)  # which it lets go of when it has run
+                    saved[:] = saved_by(node)  # freed when the node has run
                 began[0] = time.perf_counter()
 
         def after(new: Gradients, given: Gradients) -> None:
@@ -175,14 +206,17 @@ class Observer:
         return before, after
 
     def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
-        """Tell of a node that is about to run; before, halt if the watcher says so.
+        """Note that a node is about to run, and before that halt if the watcher says so.
+
+        ``gradients`` are those given to the node, which are measured if the watcher wants norms or looks for a NaN.
+        ``sends`` is True for a node that sends gradients to another worker.
 
         Raises:
-            Stopped: the pass was given up meanwhile.
+            Stopped: the pass was given up during the halt.
         """
         known: dict[str, Any] = {}
         if gradients and (self._norms or self._control.until == "nan"):
-            with suppress(Exception):  # of a kind of tensor that cannot be measured: the pass is not to fail for that
+            with suppress(Exception):  # a kind of tensor that cannot be measured must not fail the pass
                 known["norm"], known["histogram"] = measure(gradients)
         self._check(number, name, gradients)
         if self._halts_before(self._control, number, sends=sends):
@@ -190,6 +224,7 @@ class Observer:
         self.note("running", node=number, name=name, **known)
 
     def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
+        """Return whether a control says to halt before this node."""
         return (
             control.paused
             or (control.until == "message" and sends)
@@ -205,9 +240,9 @@ class Observer:
         given: Gradients = (),
         explain: Callable[[], Inherited | None] = lambda: None,
     ) -> None:
-        """Tell of a node that has run, and has made the gradients ``new`` of those that it was ``given``.
+        """Note that a node has run for that many seconds, and has made the gradients ``new`` from those ``given``.
 
-        If they hold the first NaN or Inf, ``explain()`` tells of what the forward pass gave it.
+        If the node is the first that made a NaN or Inf, ``explain()`` returns what the forward pass had given it.
         """
         self.note("done", node=number, name=name, seconds=seconds)
         self._check(number, name, new, given, explain)
@@ -215,14 +250,17 @@ class Observer:
             self.flush()
 
     def made(self, number: int, name: str, new: Gradients, given: Gradients) -> None:
-        """Tell at once of a NaN or Inf that an operation of a pipeline has made, if what it was ``given`` has none."""
+        """Note a NaN or Inf that an operation of a pipeline has made, and send it at once.
+
+        If ``given`` holds a NaN or Inf already, the operation has not made it, and nothing is noted.
+        """
         if not are_finite(new) and are_finite(given):
             self._check(number, name, new, given, lambda: None)
             self.flush()
 
     @property
     def looks(self) -> bool:
-        """Whether a NaN or Inf is looked for."""
+        """Return whether a NaN or Inf is looked for: always in ``run(until="nan")``, with norms until one is found."""
         return self._control.until == "nan" or (self._norms and not self._found)
 
     def _check(
@@ -233,7 +271,12 @@ class Observer:
         given: Gradients = (),
         explain: Callable[[], Inherited | None] | None = None,
     ) -> None:
-        """Look for a NaN or Inf: halt before the next node if one was looked for; with norms, tell of the first."""
+        """Look for a NaN or Inf among the gradients that a node is given (``explain`` is None) or has made.
+
+        In ``run(until="nan")``, note it and halt before the next node, which is this node if it was given one.
+        Otherwise note only the first one on this worker, and only for the node that made it: its gradients ``given``
+        were finite.
+        """
         control = self._control
         halts = control.until == "nan"
         if not halts and (explain is None or not self.looks):
@@ -242,31 +285,36 @@ class Observer:
             return
         made = explain is not None and are_finite(given)
         if not halts and not made:
-            return  # whoever has made it tells of it
+            return  # noted at the node that made it
         self._found = True
         found = None
         if made and explain is not None:
-            with suppress(Exception):  # the pass is not to fail for that
+            with suppress(Exception):  # an error in the search must not fail the pass
                 found = explain()
         self.note("nan", node=number, name=name, version=control.version if halts else -1, inherited=found)
         if halts:
             self._pause(control)
 
     def _pause(self, control: Control) -> None:
-        """Halt before each node from now on: that to which it was to run is here."""
+        """Halt before every node from now on, until a newer control comes: the pass is where it was to halt."""
         with self._changed:
             if self._control is control:
                 self._control = control._replace(paused=True, until="")
 
     def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
-        """Wait before a node until the watcher lets it go, or has it otherwise."""
+        """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
+
+        The halt is announced again under every newer control. If the watcher has resumed and paused again while the
+        first announcement was on its way, it has ignored that announcement.
+
+        Raises:
+            Stopped: the pass was given up.
+        """
         with self._halting:
             self._halts += 1
             announced = -1
             while self._halts_before(control := self._control, number, sends=sends) and self._over < self._halts:
                 if announced != control.version:
-                    # Again where it has been told something new: the watcher may have taken what it knew of this halt
-                    # for over, when it let all go on, which has been overtaken here by that they halt again.
                     self.note("halted", node=number, name=name, halt=self._halts, version=control.version, **known)
                     self.flush()
                     announced = control.version
@@ -279,5 +327,5 @@ class Observer:
 
 
 def are_finite(gradients: Gradients) -> bool:
-    """Return whether there is no NaN and no Inf in any of these."""
+    """Return whether none of these gradients holds a NaN or Inf; None counts as finite."""
     return all(is_finite(gradient) for gradient in gradients)

@@ -1,7 +1,16 @@
-"""Brings together who watches the passes of a context, and the workers that run them.
+"""Connects the watch of a context with the workers that run its passes.
 
-A context is watched from one worker. All that it touches are told so by its maker, which knows them; and every message
-of a pass says who watches it, so that whoever comes to a pass observes it, however it came there.
+::
+
+    watcher --- Watch ---> maker of the context --- Watch ---> every worker in the context, also those that join later
+    root of a pass --- Head.watching, in every message of the pass ---> every worker that the pass reaches
+    worker  --- Observed ---> watcher --- Steer, Go ---> worker
+    root    --- Over -------> watcher
+
+A worker has at most one open watch of a context, and any worker that the context reaches may have one. The maker passes
+a watch on, because only the maker knows all workers of the context. `Context.watching` is then what a pass that begins
+on a worker gives to its messages; so every worker that a pass reaches observes it, even one that has not heard of the
+watch by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
     from nbdist.autograd.run import Run
 
     class Transport(watching.Transport, Protocol):
-        """What observing needs of an agent."""
+        """The methods of an agent that observing needs."""
 
         @property
         def name(self) -> str:
@@ -37,29 +46,34 @@ if TYPE_CHECKING:
 __all__ = ["Observing"]
 
 _AWAITED = 64
-"""So many watches whose contexts are over wait for what is on its way to them; those before are complete or lost."""
+"""The number of closed watches to keep for batches that may still come; older ones have all, or never will."""
 
 
 class Observing:
-    """The watches and observers of one worker."""
+    """The watches of one worker, and the observers of the passes that run there; `Passes` has one on each worker."""
 
     def __init__(self, transport: Transport, contexts: Contexts) -> None:
         self._transport = transport
         self._contexts = contexts
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
-        """Watches whose contexts are over, but not all is here that was seen of the passes."""
+        """Closed watches, by context and number, for which not everything that workers saw has come."""
 
     # -- for whoever watches ------------------------------------------------------------------
 
     def watch(self, context: Context, *, paused: bool, norms: bool) -> Watch:
-        """See from here the passes of a context, wherever they begin."""
+        """Watch the passes of a context from this worker; with ``paused``, every pass halts before its first node.
+
+        Raises:
+            UsageError: this worker has an open watch of the context.
+        """
         if context.watch is not None and not context.watch.closed:
-            raise UsageError(f"the context {context.id} is watched already: close() that watch first")
+            raise UsageError(f"context {context.id} is watched already: close() its other watch first")
         watch = context.watch = Watch(self._transport, context.id, paused=paused, norms=norms, ended=self._unwatch)
         self._have_watched(context, watch.watching, over=False)
         return watch
 
     def _unwatch(self, watch: Watch) -> None:
+        """Tell the workers of the context that a watch is closed; keep the watch while batches are on their way."""
         if not watch.complete:
             self._awaiting[watch.context_id, watch.id] = watch
             while len(self._awaiting) > _AWAITED:
@@ -69,6 +83,7 @@ class Observing:
             self._have_watched(context, watch.watching, over=True)
 
     def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
+        """Send the begin or the end of a watch to the maker of the context, which passes it on to all its workers."""
         message = messages.Watch(context.id, context.maker, watching, over)
         if context.maker != self._transport.me:
             self._transport.tell(context.maker, message)
@@ -76,33 +91,39 @@ class Observing:
             self.on_watch(message)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """To the watcher: what was seen."""
+        """On the watcher: give a batch of what a worker saw to its watch."""
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_observed(message, sender)
             self._forget_complete(watch)
 
     def on_over(self, message: messages.Over) -> None:
-        """To the watcher: a pass has ended."""
+        """On the watcher: tell the watch that a pass has ended."""
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_over(message)
             self._forget_complete(watch)
 
     def _find(self, context_id: int, id: int) -> Watch | None:
+        """Return a watch of this worker, open or closed but incomplete, or None."""
         context = self._contexts.find(context_id)
         if context is not None and context.watch is not None and context.watch.id == id:
             return context.watch
         return self._awaiting.get((context_id, id))
 
     def _forget_complete(self, watch: Watch) -> None:
+        """Drop a closed watch when everything has come."""
         if watch.complete:
             self._awaiting.pop((watch.context_id, watch.id), None)
 
     # -- for all that a context touches -------------------------------------------------------
 
     def on_watch(self, message: messages.Watch) -> None:
-        """The passes that begin here are watched, or not any more."""
+        """Take in that a watch of a context begins or ends; the maker tells all other workers of the context.
+
+        The end of a watch also ends its halts here. An end that overtakes its begin is remembered, and the begin is
+        ignored.
+        """
         context = self._contexts.enter(message.context, message.maker)
         if context is None:
             return
@@ -121,14 +142,17 @@ class Observing:
                 self._transport.tell(worker, message)
 
     def on_join(self, context: Context, worker: int) -> None:
-        """A worker comes to a context."""
+        """On the maker: tell a worker that joins a context about its watch."""
         if context.watching is not None and context.maker == self._transport.me:
             self._transport.tell(worker, messages.Watch(context.id, context.maker, context.watching, False))
 
     # -- for the workers that run a pass ------------------------------------------------------
 
     def observer(self, head: Head, context: Context, *, in_engine: bool = True) -> Observer | None:
-        """Who sees a pass here; None where nobody wants to know."""
+        """Return the observer of a pass or step on this worker; None if nobody watches.
+
+        The observer has sent ``began`` to the watcher already. ``in_engine`` is as in `Observer`.
+        """
         watching, me = head.watching, self._transport.me
         if watching is None or (watching.watcher, watching.watch) in context.watches_over:
             return None
@@ -145,24 +169,27 @@ class Observing:
         explain = partial(inherited.explain, context, self._transport.name, self._transport.name_of)
         observer = Observer(self._transport.name, context.numbers, watching, send, explain, in_engine=in_engine)
         observer.note("began")
-        observer.flush()  # so that the watcher knows of whom to ask what it wants
+        observer.flush()  # at once: the watcher steers only workers that it has heard from
         return observer
 
     # -- for the steps of pipelines -----------------------------------------------------------
 
     def is_watched(self, context: Context) -> bool:
-        """Return whether somebody wants to see what begins here in a context."""
+        """Return whether a pass or step that begins here in a context is watched."""
         return context.watching is not None or (context.watch is not None and not context.watch.closed)
 
     def begin_step(self, context: Context, id: PassId, plan: Plan) -> Head | None:
-        """Tell the watcher what a step consists of that begins here; return what its workers have to know of it."""
+        """Show the plan of a pipeline step that begins here; return the head that its workers need to observe it.
+
+        Returns None if nobody watches any more.
+        """
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         if watch is not None:
             watch.prepare_step(plan)
         elif context.before_step is not None:
             context.before_step(plan)
         watching = watch.watching if watch is not None else context.watching
-        if watching is None:  # not any more
+        if watching is None:  # the watch has ended meanwhile
             return None
         if watch is not None:
             watch.begin(id, "smart")
@@ -170,7 +197,7 @@ class Observing:
 
     @contextmanager
     def observed_step(self, head: Head, context: Context) -> Iterator[Observer | None]:
-        """Observe this worker's share of a step for the time of the block."""
+        """Observe this worker's share of a pipeline step during the block; yield None if nobody watches."""
         observer = self.observer(head, context, in_engine=False)
         if observer is None:
             yield None
@@ -185,13 +212,16 @@ class Observing:
             observer.flush()
 
     def end(self, run: Run, error: str = "") -> None:
-        """A pass is over; its root tells that to whoever watches it."""
+        """On the root of a pass that is over: tell the watcher, with the error that ended the pass if there is one."""
         ledger, watching = run.ledger, run.head.watching
         if ledger is not None and watching is not None:
             self.tell_over(run.head, run.context, error, ledger.observed)
 
     def tell_over(self, head: Head, context: Context, error: str, observed: dict[int, int]) -> None:
-        """Tell the watcher that a pass is over, and how often each worker has told of it."""
+        """Tell the watcher that a pass or step is over; ``observed`` has the number of batches sent, by incarnation.
+
+        After an error the watcher awaits no batches, because the workers' numbers are not known.
+        """
         watching = head.watching
         if watching is None:
             return
@@ -202,7 +232,7 @@ class Observing:
             self.on_over(over)
 
     def on_steer(self, message: messages.Steer, sender: int) -> None:
-        """The watcher says how a context's passes are to go on."""
+        """Take a newer control from the watcher, for passes that begin here and for those under way, and end halts."""
         context = self._contexts.find(message.context)
         if context is None:
             return
@@ -215,14 +245,14 @@ class Observing:
                 observer.steer(message.control, over.get(id, 0))
 
     def on_go(self, message: messages.Go) -> None:
-        """The watcher lets a halted node run."""
+        """End the halts of one pass here up to the number in the message; the control stays as it is."""
         context = self._contexts.find(message.context)
         for id, observer in _observers(context) if context is not None else ():
             if id == message.id:
                 observer.steer(None, message.halts)
 
     def on_lost(self, worker: int) -> None:
-        """A worker is gone: what it watched goes on, and what it has not told will not come."""
+        """Handle the loss of a worker: passes that it watched run without halts, and watches await nothing from it."""
         for watch in list(self._awaiting.values()):
             watch.on_lost(worker)
             self._forget_complete(watch)
@@ -236,12 +266,15 @@ class Observing:
                     observer.leave()
 
     def begun(self, run: Run) -> None:
-        """A pass has begun here: by now, its watcher may be gone."""
+        """Let a pass that has just begun here run without halts if its watcher is gone already.
+
+        `on_lost` saw no observer of this pass if the watcher was lost before the pass was entered in its context.
+        """
         if run.observer is not None and not self._transport.is_there(run.observer.whose[0]):
             run.observer.leave()
 
 
 def _observers(context: Context) -> list[tuple[PassId, Observer]]:
-    """Return who observes something that is under way in a context, with the pass or the step that it is."""
+    """Return the observers of the passes and steps under way in a context, each with its id."""
     of_passes = [(id, run.observer) for id, run in list(context.runs.items()) if run.observer is not None]
     return [*of_passes, *list(context.step_observers.items())]

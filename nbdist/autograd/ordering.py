@@ -1,8 +1,11 @@
-"""Gradients that are to be summed in a fixed order, though they may arrive in any.
+"""Makes gradients enter a worker's graph in a fixed order, though they may arrive in any.
 
-Where several tensors that were made with the same parameters leave a worker, their gradients come back as they come,
-and so do the parts of the parameters' sums; rounding shows in which order. Tensors that are *ordered* are let in one
-after the other, the last one first: as a local pass does it with what was made first and last.
+If several tensors that were computed with the same parameters leave a worker, their gradients come back in any order,
+and each adds to the parameters' gradients. Floating-point sums depend on the order. So tensors that are *ordered* let
+their gradients in one after the other, the highest index first, as a local pass runs what was computed last first.
+
+A pipeline that is called in a context, rather than trained by its own schedule, orders the tensors that leave a worker;
+the index is the micro-batch.
 """
 
 from __future__ import annotations
@@ -37,18 +40,22 @@ _ORDERED: Any = _Ordered._backward_cls
 
 
 def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
-    """The tensor to send: its gradient enters after those of the group's that have a higher index."""
+    """Return the tensor to send for ``tensor``: its gradient enters after those of higher indices in its group."""
     found: torch.Tensor = _Ordered.apply(tensor, group, index)
     return found
 
 
 class Lines:
-    """Who waits for whom among the gates of one worker."""
+    """The queues of one worker's ordered gates: in each group, which gate may let its gradient in next.
+
+    The worker's `Part` calls the methods with its lock held.
+    """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self.places: dict[Slot, tuple[object, int]] = {}
-        """The group and the place in it of each gate that has to wait for its turn; nearly always there are none."""
+        """The group and the index of each gate that is ordered; nearly always there are none."""
         self._left: dict[object, dict[int, set[Slot]]] = {}
+        """By group and index, the gates that have not let their gradients in."""
         for slot in slots:
             node: Node = slot.edge[0]
             if type(node) is _ORDERED:
@@ -56,7 +63,7 @@ class Lines:
                 self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
 
     def has_turn(self, slot: Slot) -> bool:
-        """Whether nobody is left that is to go in before."""
+        """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered."""
         place = self.places.get(slot)
         if place is None:
             return True
@@ -64,7 +71,7 @@ class Lines:
         return slot not in group.get(place[1], ()) or place[1] == max(group)
 
     def leave(self, slot: Slot) -> None:
-        """It has gone in, or never will."""
+        """Take a gate out of its queue: its gradient has entered, or never will."""
         place = self.places.get(slot)
         if place is not None:
             group = self._left[place[0]]

@@ -1,11 +1,17 @@
-"""Notes where the nodes of a graph come from: the module, and the line of the user's code, that made them.
+"""Notes which module, and which line of the user's code, made each node of a graph: ``context(lines=True)``.
 
-And has what the user's code computes looked at for NaN (`nbdist.autograd.nans`), which are to be told by the same.
+The same mode of torch that notes lines has every operation checked for NaN (`nbdist.autograd.nans`), whose errors name
+the module and the line::
 
-Functions of the user's own (`torch.autograd.Function`) are not seen by what sees torch's, and have no note; but it is
-known where their backward is. It is for looking only, and costs some 50 microseconds for each operation; so it is done
-where it was asked for, on the threads that run in such a context, on all workers. The note lies with the node, in the
-dictionary in which torch keeps what its anomaly mode notes; so it lives as long as the node does.
+    context(lines=True)   `noted` enters a `_Noting` mode   `_note` puts an `Origin` on new nodes   `origin_of` reads it
+    context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
+
+The note lies in ``node.metadata``, the dictionary in which torch's anomaly mode keeps its own notes, so it lives as
+long as the node. Noting costs some 50 microseconds for each operation; so it happens only in contexts that ask for it,
+on the threads that run in them, on all workers.
+
+Torch's function modes do not see a user's ``torch.autograd.Function``, so its node has no note. `origin_of` returns
+the line of its backward instead.
 """
 
 from __future__ import annotations
@@ -35,22 +41,24 @@ __all__ = ["Origin", "noted", "origin_of"]
 _KEY = "nbdist.origin"
 _INNER = (
     *(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, nbdist)),
-    threading.__file__,  # where the thread begins that runs a function of torch's for a call
+    threading.__file__,  # the outermost frame of a thread that runs one of torch's functions for a call
 )
+"""The files whose frames are not the user's code."""
 
 
 class Origin(NamedTuple):
-    """Where a node comes from."""
+    """The place in the user's code that made a node; all fields are empty if it is not known."""
 
     module: str | None = None
+    """The module whose forward made it, by its path from the class of the outermost module, `Net.fc1`."""
     file: str = ""
     number: int = 0
     text: str = ""
-    """The line, where its source is known on that worker."""
+    """The text of the line, if its source is known on the worker that made the node."""
 
     @property
     def line(self) -> str | None:
-        """Where in the user's code that is, and what stands there if that is known there or here."""
+        """The place as text, ``model.py:12: return x.exp()``, without the code if that is unknown; or None."""
         if not self.file:
             return None
         where = f"{'cell' if 'ipykernel' in self.file else Path(self.file).name}:{self.number}"
@@ -66,31 +74,32 @@ class _Running:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.path = ""
-        """Its path, once somebody has asked for it: to find it takes a walk over all modules."""
+        """Its path, once somebody has asked for it: to find the path takes a walk over all modules."""
 
 
 class _PerThread(threading.local):
     modules: list[_Running] | None = None
-    """Those whose forward runs on this thread, the outermost first; None where nothing is noted."""
+    """The modules whose forward runs on this thread, outermost first; None if this thread notes nothing."""
     checking: _Noting | None = None
-    """The mode that looks for NaN in what this thread computes."""
+    """The mode that checks for NaN what this thread computes."""
 
 
 _thread = _PerThread()
 _lock = threading.Lock()
 _users = 0
+"""The number of `noted` blocks that are open in the process; while there are any, `_hooks` are on all modules."""
 _hooks: list[Any] = []
 
 
 def origin_of(node: Node) -> Origin:
-    """What has been noted of a node; of a function of the user's own, where its backward is written."""
+    """Return the noted origin of a node; for a user's own Function, the line of its ``backward``."""
     found: Origin | None = node.metadata.get(_KEY)
     if found is None:
         backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
         code = getattr(inspect.unwrap(backward) if backward is not None else None, "__code__", None)
         if code is not None and not code.co_filename.startswith(_INNER):
             file, number = code.co_filename, code.co_firstlineno
-            while (text := linecache.getline(file, number).strip()).startswith("@"):  # what decorates it
+            while (text := linecache.getline(file, number).strip()).startswith("@"):  # a decorator
                 number += 1
             return Origin(None, file, number, text)
     return found or Origin()
@@ -100,15 +109,18 @@ def origin_of(node: Node) -> Origin:
 def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
     """Note the origins of what the calling thread computes in the block, which may end on another thread.
 
+    A block that ends on another thread stops noting at once; the first thread drops its mode at its next `noted`.
+
     Args:
-        lines: Whether to note them with the nodes of the graph.
-        check: What looks for NaN, and raises in the block where it finds one; None looks for none.
+        lines: Whether to note origins on the nodes of the graph.
+        check: The check that raises in the block when it finds a NaN, or None. A thread whose outer context checks
+            already does not check twice.
     """
     thread = threading.get_ident()
     outer, _thread.modules = _thread.modules, []
     checking = _thread.checking
     if checking is not None and not checking.is_over:
-        check = None  # it is looked for already, by the context that the thread is in
+        check = None  # the outer context of this thread checks already
     _use_hooks(1)
     _leave(None)
     mode: Any = _Noting(lines, check)
@@ -126,7 +138,7 @@ def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
-    """End a mode, also where others were entered since, and those that other threads have ended."""
+    """Leave a mode that may lie below others on the stack, and all modes of `noted` blocks that have ended."""
     kept = []
     while function_modes():
         top = pop_function_mode()
@@ -137,7 +149,7 @@ def _leave(mode: TorchFunctionMode | None) -> None:
 
 
 def _use_hooks(more: int) -> None:
-    """Hooks on all modules of the process are there only while somebody wants them."""
+    """Change the number of users of the hooks on all modules: the first sets the hooks, the last removes them."""
     global _users
     with _lock:
         _users += more
@@ -150,11 +162,16 @@ def _use_hooks(more: int) -> None:
 
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
+    """Note that a module begins its forward on this thread: a hook on all modules."""
     if not torch.compiler.is_compiling() and _thread.modules is not None:
         _thread.modules.append(_Running(module))
 
 
 def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
+    """Note that a module ends its forward on this thread, and check what it returned: a hook on all modules.
+
+    Modules above it on the list ended without this hook, and are dropped too.
+    """
     __tracebackhide__ = True
     modules = _thread.modules if not torch.compiler.is_compiling() else None
     if modules is None or not any(running.module is module for running in modules):
@@ -170,8 +187,8 @@ def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
 
 
 def _path(index: int) -> str:
-    """Return the path of one of the modules whose forward runs on this thread, from the outermost one."""
-    assert _thread.modules is not None  # or there would be none
+    """Return the path of module ``index`` of those whose forward runs on this thread, from the outermost one."""
+    assert _thread.modules is not None  # else no module could be running
     root, running = _thread.modules[0].module, _thread.modules[index]
     if not running.path:
         module = running.module
@@ -181,9 +198,10 @@ def _path(index: int) -> str:
 
 
 class _Noting(TorchFunctionMode):
-    """Sees every function of torch that this thread calls."""
+    """The mode that sees every function of torch that a thread calls: it notes origins, and checks for NaN."""
 
     is_over = False
+    """True once the `noted` block has ended; then the mode does nothing."""
 
     def __init__(self, lines: bool, check: Check | None) -> None:
         super().__init__()
@@ -193,7 +211,7 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True  # IPython leaves this frame out
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # what is compiled is the user's code alone
+        if torch.compiler.is_compiling():  # compile the user's code without ours
             return func(*args, **kwargs)
         run = self._noted if self._lines and not self.is_over else _call
         check = self.check if not self.is_over else None
@@ -210,10 +228,12 @@ class _Noting(TorchFunctionMode):
         return result
 
     def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and note the origin of the nodes that it made."""
         __tracebackhide__ = True
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.grad_fn is not None:
-                # Made where nothing was noted: what comes after must not be taken for its origin.
+                # A node of an input that has no note was made where nothing is noted: it must not get the note of
+                # this operation.
                 node: Node = tensor.grad_fn
                 node.metadata.setdefault(_KEY, None)
         result = func(*args, **kwargs)
@@ -224,11 +244,13 @@ class _Noting(TorchFunctionMode):
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function without noting anything."""
     __tracebackhide__ = True
     return func(*args, **kwargs)
 
 
 def _note(nodes: list[Node]) -> None:
+    """Set the present origin on these nodes and all new nodes behind them, up to nodes that have one."""
     origin = None
     stack = nodes
     while stack:
@@ -242,12 +264,12 @@ def _note(nodes: list[Node]) -> None:
 
 
 def _here() -> Origin:
-    """Return where in the user's code the calling thread is."""
+    """Return where in the user's code the calling thread is, with the module."""
     return Origin(_path(-1) if _thread.modules else None, *_line())
 
 
 def _line() -> tuple[str, int, str]:
-    """Where in the user's code the calling thread is."""
+    """Return the file, number and text of the user's line at which the calling thread is; empty if there is none."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_INNER):
         if frame.f_back is None:

@@ -1,10 +1,10 @@
 """Finds the names of leaves: `fc1.weight` for a parameter of a module, `x` for a tensor that a cell named.
 
-Nothing is registered while programs run. When somebody looks at a graph, the modules of this process are found once
-among all objects that Python's garbage collector knows, and the name of each parameter is remembered as long as the
-parameter lives. So the first look at a model costs one scan (0.2 s where there are a million objects), and later
-looks cost a dictionary's look-up for each leaf. No code of the user's is called: modules are read through the
-dictionaries in which `torch.nn.Module` keeps their parts, and classes through `type`.
+Nothing is registered while programs run. When a graph is shown, the modules of this process are looked up once among
+all objects that Python's garbage collector knows, and each parameter's name is remembered as long as the parameter
+lives. So the first look at a model costs one scan (0.2 s for a million objects), and later looks cost one dictionary
+look-up for each leaf. No code of the user's is called: modules are read through the dictionaries in which
+`torch.nn.Module` keeps its children and parameters, and classes through `type`.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ _PARTS: Any = torch.nn.Module.__dict__["__dict__"]
 
 
 class ParameterName(NamedTuple):
-    """What a leaf is called."""
+    """The name of a leaf."""
 
     label: str
     """The dotted path within the outermost module, `fc1.weight`; or the name of a variable of `__main__`."""
     module: str | None = None
-    """The module that holds it, by its path from the class of the outermost one: `Net.fc1`."""
+    """The module that holds it, by its path from the class of the outermost one, `Net.fc1`."""
 
 
 class _Known(NamedTuple):
-    """The name of one parameter, and by what it is known to be that still."""
+    """The name of one parameter, with weak references by which `_is_known` checks it."""
 
     parameter: weakref.ref[torch.Tensor]
     root: weakref.ref[torch.nn.Module] | None
     """The outermost module; None for a parameter that no module holds."""
     path: tuple[str, ...]
+    """The names of the modules below the outermost one, and the parameter's own name."""
 
 
 _CHUNK = 20_000
-"""So many objects are looked at without a pause."""
+"""The number of objects to scan before other threads get their turn."""
 _known: dict[int, _Known] = {}
-"""By the `id` of the parameter: its ``==`` compares elements, so it is no key itself."""
+"""By the `id` of the parameter, whose ``==`` compares elements, so that it cannot be a key itself."""
 _lock = threading.Lock()
 
 
 def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
-    """Return the names of these leaves by their `id`, as far as they have any.
+    """Return the names of these leaves by their `id`, without the leaves that have none.
 
-    Any thread may call this. Only a parameter that has not been asked for before makes it scan the process.
+    Any thread may call this. A parameter that is new, or has moved to another module, makes it scan the process.
     """
     leaves = list(leaves)
     parameters = [leaf for leaf in leaves if _is_a(type(leaf), torch.nn.Parameter)]
@@ -74,12 +75,12 @@ def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
 
 
 def _is_a(kind: type, base: type) -> bool:
-    """Return whether a class is a subclass; unlike `issubclass` this asks no class of the user's."""
+    """Return whether a class is a subclass of another; unlike `issubclass` this calls no code of the user's."""
     return base in type.__dict__["__mro__"].__get__(kind)
 
 
 def _is_known(parameter: torch.Tensor) -> bool:
-    """Return whether the name of a parameter is known, and its module still has it in that place."""
+    """Return whether the name of a parameter is known, and its module still has the parameter in that place."""
     known = _known.get(id(parameter))
     if known is None or known.parameter() is not parameter:
         return False
@@ -92,7 +93,10 @@ def _is_known(parameter: torch.Tensor) -> bool:
 
 
 def _part(module: Any, name: str) -> dict[str, Any]:
-    """Return a copy of a module's children or parameters, which other threads may change; nothing if it is unusual."""
+    """Return a copy of a module's children or parameters, which other threads may change meanwhile.
+
+    ``name`` is ``"_modules"`` or ``"_parameters"``. An object that keeps something unusual there gives an empty dict.
+    """
     if module is None or not _is_a(type(module), torch.nn.Module):
         return {}
     found = _PARTS.__get__(module).get(name)
@@ -100,10 +104,11 @@ def _part(module: Any, name: str) -> dict[str, Any]:
 
 
 _PLAIN = (dict, type(torch.nn.Module()._modules))
+"""The types of dictionary in which torch keeps the parts of a module."""
 
 
 def _scan(parameters: Iterable[torch.Tensor]) -> None:
-    """Find the modules of this process, and remember what they call these parameters; with the lock held."""
+    """Find the modules of this process, and remember what they call these parameters; the lock is held."""
     modules = list(_modules())
     inner = {id(child) for module in modules for child in _part(module, "_modules").values()}
     wanted = {id(parameter): parameter for parameter in parameters}
@@ -119,7 +124,7 @@ def _scan(parameters: Iterable[torch.Tensor]) -> None:
         for path, parameter in held:
             key = id(parameter)
             if key in wanted:
-                # Where several modules hold it, the largest names it; then it is not by chance which one that is.
+                # If several modules hold it, the largest one names it; the class and path break a tie.
                 rank = (-len(held), type(root).__name__, path)
                 if key not in found or rank < found[key][0]:
                     found[key] = rank, _Known(weakref.ref(wanted[key]), weakref.ref(root), path)
@@ -132,8 +137,8 @@ def _scan(parameters: Iterable[torch.Tensor]) -> None:
 def _modules() -> Iterator[Any]:
     """Yield every module of this process.
 
-    The classes are compared by their `id`, because a metaclass may define ``==``. Each chunk is filtered without
-    bytecode, which takes half the time; between two chunks other threads get their turn.
+    Classes are compared by their `id`, because a metaclass may define ``==``. Each chunk is filtered without bytecode,
+    which takes half the time; between two chunks other threads get their turn.
     """
     kinds = {id(kind) for kind in _subclasses(torch.nn.Module)}
     everything = gc.get_objects()
@@ -143,6 +148,7 @@ def _modules() -> Iterator[Any]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    """Yield a class and all classes below it."""
     yield kind
     below: list[type] = type.__subclasses__(kind)
     for each in below:
@@ -150,9 +156,9 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def walk(root: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], torch.nn.Module]]:
-    """Yield a module and all below it, each once, with its path from the first.
+    """Yield a module and all modules below it, each once, with its path from the first.
 
-    It is `named_modules` without a call of it: a class may have another one of its own.
+    This is `named_modules` without calling it, because a class may override that method.
     """
     seen = set[int]()
     stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
@@ -166,6 +172,6 @@ def walk(root: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], torch.nn.Modu
 
 
 def _variables() -> dict[int, str]:
-    """Return the variables of `__main__` by the `id` of their values, without IPython's own, ``_`` and ``_5``."""
+    """Return the names of the variables of `__main__` by the `id` of their values, without IPython's ``_`` and such."""
     there = list(vars(sys.modules["__main__"]).items())  # other threads may add some meanwhile
     return {id(value): name for name, value in reversed(there) if not name.startswith("_")}

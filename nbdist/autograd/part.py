@@ -1,17 +1,51 @@
-"""One worker's share of one pass: what has come, what is still to come, and what can run now.
+"""One worker's part of one pass: decides what can run now, and has torch's engine run it.
 
-torch's engine runs it, as a local pass: each node once, with its full gradient and with all of its hooks. The
-one thing that it cannot do is wait, so it is called again with every gradient that arrives. Nodes behind a gate
-whose gradient is still to come are *held back*. As long as no edge leads from what can run into what is held
-back, a call is a plain one. Otherwise the missing gates are roots of that call as well, of the lowest priority:
-the engine holds back all that depends on them, and when it comes to one of them, nothing else is left to run.
-The gate ends the call by an error, and what had crossed into nodes held back is *kept* for a later one.
+torch's engine runs each node once, with its full gradient and all of its hooks, but it cannot wait for another worker.
+So it is called again as gradients arrive; each call is a *step*. A graph in the middle of a pass, with gradients that
+flow downwards::
 
-What has nothing in common with what runs (but leaves, which any number of calls may add to) is a *step* of its own, and
-another thread may run it at the same time: so what came first goes on first, and does not wait for what came with it.
+    gate 1: ARRIVED          gate 2: EXPECTED
+       |                        |
+       a  free                  b  held back by gate 2
+       |                        |
+       +------- kept ---------> c  held back by gate 2
+       |                        |
+    receive  free             leaf  held back by gate 2
 
-Whether a gate takes part at all is found out by marking (`nbdist.autograd.passes`); until that is over, the gates
-not marked might.
+=========== ==============================================================================================
+gate        the node in front of the history of one sent tensor (a slot), where the tensor's gradient enters;
+            its `State` says whether the gradient has come. UNSURE and EXPECTED gates are *pending*
+held back   of a node: it lies behind a pending gate, so it cannot run yet (`Part._holders`)
+free        of a node: it lies behind no pending gate, so it can run now
+kept        of a gradient: a free node has computed it for a held-back one, here ``a`` for ``c``. It is
+            stored as a `Crossing` (`Part._kept`), and a later step enters it into that node
+=========== ==============================================================================================
+
+The states of a gate. In SMART mode gradients may arrive without a mark before them: what a worker can run at once, it
+does not mark first::
+
+    SMART:  UNSURE --- mark() ---> EXPECTED --- arrive() ---> ARRIVED
+              |                                                  ^
+              +-------------------- arrive() --------------------+
+              |
+              +--- end_marking() ---> UNUSED
+
+    FAST:   EXPECTED --- arrive() ---> ARRIVED
+
+There are two kinds of steps:
+
+plain
+    No graph edge leads from the nodes that run into held-back ones, except into leaves at which nothing but
+    accumulation happens: those may get their gradient in instalments. This is one ordinary call of torch's engine.
+contested
+    Other graph edges lead into held-back nodes, as from ``a`` to ``c``. The pending gates become *barriers*: more roots
+    of the call, with the lowest priority. The engine does not run ``c``, which still waits for a gradient from gate 2.
+    It comes to gate 2 when no other node is left to run, and the gate ends the call by raising `Held`. Hooks on the
+    free nodes have kept the gradients for held-back nodes. A contested step runs alone, and only if a receive node is
+    free: otherwise no other worker waits for its results, and its entries wait for the next gradient.
+
+Steps that have no nodes in common but leaves at which nothing but accumulation happens, and no received message, may
+run at the same time, in several threads; so a message does not wait for others that came with it.
 """
 
 from __future__ import annotations
@@ -39,23 +73,25 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "Marks", "Part", "Roots", "State"]
 
 _LAST = 0
+"""The sequence number of barriers. Of the nodes that are ready, torch's engine runs the one with the highest number."""
 _FIRST = 1 << 62
+"""The sequence number of a gate that is to run before all other nodes."""
 _MOST = 16
-"""If more messages than this have come together, they are run together: they are likely to be small."""
+"""If more messages than this are ready, they run in one step: they are likely to be small."""
 _one = torch.ones((), device="cpu")
 
 
 class State(Enum):
-    """How far a gate is, in one pass."""
+    """The state of a gate in one pass; the module's docstring shows how it changes."""
 
-    UNSURE = "unsure"  # it has not been marked, and may still be
+    UNSURE = "unsure"  # not marked, but may still be
     EXPECTED = "expected"
     ARRIVED = "arrived"
     UNUSED = "unused"
 
 
 class Crossing(NamedTuple):
-    """A gradient on its way into a node."""
+    """A gradient that is kept for an output of a held-back node."""
 
     node: Node
     output: int
@@ -63,7 +99,7 @@ class Crossing(NamedTuple):
 
 
 class Roots:
-    """The roots of a pass, on the worker that began it."""
+    """The graph edges from which a pass begins, with a gradient for each; only the pass's root has them."""
 
     def __init__(self, edges: Sequence[tuple[Node, int]], gradients: Sequence[torch.Tensor]) -> None:
         self.edges = list(edges)
@@ -72,7 +108,7 @@ class Roots:
 
 
 class _Arrived(msgspec.Struct, eq=False):
-    """A gate, and the gradient that has come for it."""
+    """The gradient that has arrived for one slot. ``gradients`` has one item, and none once it is kept or has run."""
 
     edges: list[tuple[Node, int]]
     gradients: list[torch.Tensor | None]
@@ -80,22 +116,28 @@ class _Arrived(msgspec.Struct, eq=False):
 
 
 class _Step(msgspec.Struct, eq=False):
-    """One call of the engine."""
+    """One call of torch's engine."""
 
     call: Callable[[], None]
     region: Region
     entries: Sequence[Entry]
     alone: bool = False
-    """True if no other call of the engine may run at the same time."""
+    """True for a contested step, during which no other step of the part may run."""
 
 
 Entry = Roots | _Arrived
 Marks = dict[Received, list[int]]
-"""Which tensors of which messages are going to get gradients."""
+"""The indices of the tensors that will get a gradient, for each message that this worker received."""
 
 
 class Part:
-    """One worker's share of one pass."""
+    """One worker's part of one pass: its gates, the gradients that have arrived, and the steps that run.
+
+    ``sends`` are the messages that this worker has sent in the context; their slots are the part's gates.
+    ``send_back(received, indices, gradients)`` sends gradients back to the worker that sent the tensors, and
+    ``send_marks(marks)`` tells workers which of their tensors will get gradients. Neither is called with a lock held.
+    Several threads may call the methods at the same time.
+    """
 
     def __init__(
         self,
@@ -112,6 +154,7 @@ class Part:
         self._send_marks = send_marks
         self._observer = observer
         self._due: dict[Received, list[int]] = {}
+        """Marks that `_next_step` has found necessary, until `run` has released the lock and sends them."""
         self._lock = threading.Lock()
         self._sends: dict[int, Sent] = {}
         self.states: dict[Slot, State] = {}
@@ -120,27 +163,38 @@ class Part:
             self.states.update(dict.fromkeys(sent.slots, State.UNSURE if head.smart else State.EXPECTED))
         self._lines = Lines(self.states)
         self.ready: list[Entry] = []
-        """The roots and gradients that have arrived, and that no call of the engine has taken yet."""
+        """The entries that no step has taken yet."""
         self._running: list[_Step] = []
         self._hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
+        """For each leaf's node: functions that return the hooks it has now."""
         self._kept: list[Crossing] = []
         self._regions: dict[object, Region] = {}
+        """The region behind each slot or entry that has been walked."""
         self._holders: dict[Node, int] = {}
+        """The held-back nodes, each with the number of pending gates that it lies behind."""
         self._counted: set[Slot] = set()
+        """The slots whose gates are counted in `_holders`."""
         self._awaited: dict[Received, set[int]] = {}
+        """The tensors of each received message that will get a gradient, as far as is known."""
         self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
+        """The gradients that have come to receive nodes, and wait for others of their message."""
         self._gone_back: dict[Received, set[int]] = {}
+        """The tensors whose gradients have been sent back."""
         self.root_edges: list[tuple[Node, int]] = []
         self._barriers: set[Slot] = set()
         self.reduces = False
-        """Whether a DDP module here is reached."""
-        self._may_reduce = not head.smart  # which needs to know of all that take part
+        """True if the pass reaches a DistributedDataParallel module on this worker; only found out in SMART mode."""
+        self._may_reduce = not head.smart
+        """False as long as such modules must wait: marking must be over, and the pass must have its turn."""
         self._stopped = False
 
     # -- marking ------------------------------------------------------------------------------
 
     def mark(self, message: int, outputs: Sequence[int]) -> Marks:
-        """Those of a message's tensors are going to get gradients; what is to be marked because of that."""
+        """Expect gradients for some tensors of a sent message; return the marks to send because of that.
+
+        Marks that come again, or after the gradients, change nothing.
+        """
         found: Marks = {}
         with self._lock:
             for index in outputs:
@@ -151,7 +205,11 @@ class Part:
         return found
 
     def _reach(self, of: Slot | Entry, marks: Marks | None) -> None:
-        """In SMART mode: all behind this is going to run, at once or after others have been told so by ``marks``."""
+        """In SMART mode, note that all nodes behind a slot or entry will run; add what others must know to ``marks``.
+
+        ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers. Called
+        with the lock held.
+        """
         region = self._regions.get(of) or self._region(of)
         if ddp.living and ddp.own(region.leaves):
             self.reduces = True
@@ -163,7 +221,7 @@ class Part:
                     marks.setdefault(end, []).extend(sorted(new))
 
     def end_marking(self) -> None:
-        """All has been marked that is going to be: the gates left over take no part, and what reduces may do so."""
+        """Set the gates that are still UNSURE to UNUSED, since no mark will come, and let DDP modules reduce."""
         with self._lock:
             self._may_reduce = True
             for slot, state in self.states.items():
@@ -175,12 +233,15 @@ class Part:
     # -- arriving -----------------------------------------------------------------------------
 
     def begin(self, roots: Roots) -> None:
-        """Here the pass begins."""
+        """Make the roots of the pass the first entry; called once, on the worker where the pass begins."""
         self.ready.append(roots)
         self.root_edges = list(roots.edges)
 
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of some of a message's tensors have come, with a mark before, after, or none."""
+        """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message.
+
+        A gradient may be None. Its mark may have come before, may come later, or not at all.
+        """
         slots = self._sends[message].slots
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
@@ -189,38 +250,41 @@ class Part:
                 self._release(slot)
                 entry = _Arrived([slot.edge], [gradient], slot)
                 if (region := self._regions.pop(slot, None)) is not None:
-                    self._regions[entry] = region  # the same edge leads there
+                    self._regions[entry] = region  # slot and entry have the same graph edge
                 self.ready.append(entry)
 
     def missing(self) -> list[Slot]:
-        """The gates whose gradients have not come."""
+        """Return the slots whose gates are EXPECTED: their gradients have not come."""
         with self._lock:
             return [slot for slot, state in self.states.items() if state is State.EXPECTED]
 
     def peers(self) -> set[int]:
-        """The workers to which gradients are going from here, or have gone."""
+        """Return the workers to which this part sends gradients, by incarnation."""
         with self._lock:
             return {end.peer for end in self._awaited}
 
     @property
     def unsure(self) -> bool:
-        """Whether something waits for the end of the marking."""
+        """True if entries or kept gradients are left that the end of the marking may let run."""
         left = bool(self.ready or self._kept)
         return left and (State.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
-        """Run nothing more."""
+        """Begin no further step. Steps that run now go on to their end."""
         self._stopped = True
 
     # -- running ------------------------------------------------------------------------------
 
     def run(self, before_step: Callable[[], None]) -> bool:
-        """Run what can run, until there is nothing more; whether something waits for the end of the marking.
+        """Run steps until no more can run; return whether something then waits for the end of the marking.
 
-        Any number of threads may do so, each of which calls ``before_step()`` before it runs something. The answer is
-        as it was when nothing more could run, and tells something if no other thread has run anything since. Asked for
-        later, it might have come to an end meanwhile, and what waited, though not run yet, would be taken for dealt
-        with.
+        Any number of threads may do this at the same time. Each calls ``before_step()`` before each of its steps.
+
+        The answer is found under the same lock as the absence of a step. Asked later, the marking might be over, and
+        the caller would report what waits as settled though it has not run. The answer is worth something only if no
+        other thread has begun a step since.
+
+        An error of a step is raised here, after the step's entries have been dropped.
         """
         while not self._stopped:
             with self._lock:
@@ -237,7 +301,7 @@ class Part:
                 before_step()
                 step.call()
                 if self.smart:
-                    # What has run was not marked first, so its gradients must go before it is reported as dealt with.
+                    # What has run was not marked first: its gradients must be sent before the entry counts as settled.
                     for end in step.region.receives:
                         if end in self._crossed:
                             self._return(end)
@@ -249,13 +313,17 @@ class Part:
         return False
 
     def _leave(self, entry: Entry) -> None:
-        """It has run: nothing of it is kept for as long as the pass goes on."""
+        """Free what an entry that has run refers to: the pass may last much longer. Called with the lock held."""
         if entry.slot is not None and self._lines.places:
             self._lines.leave(entry.slot)
         self._regions.pop(entry, None)
         entry.gradients = []
 
     def _next_step(self) -> _Step | None:
+        """Take the next step out of what is ready and kept; return None if nothing can run now.
+
+        Also collects the marks for entries that cannot run at once (`_due`). Called with the lock held.
+        """
         if not self.ready and not self._kept:
             return None
         if self._running and any(step.alone for step in self._running):
@@ -270,7 +338,7 @@ class Part:
                 for entry in entries:
                     self._reach(entry, None)
             return self._plain_step(entries)
-        if len(self._counted) < len(pending):  # it has none but those
+        if len(self._counted) < len(pending):  # every counted slot is pending: with fewer, some are missing
             self._hold(pending)
         held = self._held_nodes(entries) if ddp.living else self._holders.keys()
         launched: list[Entry] = []
@@ -292,25 +360,30 @@ class Part:
             return self._plain_step(launched, held)
         free = [node for node in region.nodes if node not in held]
         if self._running or not any(type(node) is RECEIVE for node in free):
-            # What runs may come to the same nodes. Or nobody waits for what could run: one call later does instead of
-            # one now and one later.
+            # A step that runs now may come to the same nodes. Or no other worker waits for what could run: then one
+            # step later costs less than one now and one later.
             self.ready = launched + self.ready
             return None
         self._kept = [crossing for crossing in self._kept if crossing.node in held]
         missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held_here)]
-        # What waits without a gate before it gets one.
+        # Leaves of DistributedDataParallel modules may be held back without a gate: they get one as a barrier.
         missing += [Slot(-1, 0, node.variable) for node in held_here if node not in self._holders]
         crossings = {
             node: crossing
             for node in free
             if (crossing := [(i, to, nr) for i, (to, nr) in enumerate(node.next_functions) if to in held])
-        }  # all of this now, with the lock held: what arrives during the call changes who holds what
+        }  # computed here, with the lock held: what arrives during the call changes which nodes are held back
         call = partial(self._contested_call, launched, kept, free, crossings, missing)
         return _Step(call, region, launched, alone=True)
 
     def _plain_step(self, entries: Sequence[Entry], held: Set[Node] = frozenset()) -> _Step | None:
-        """Of what can run at once, all that hangs together and has nothing to do with what runs already."""
-        if len(entries) == 1 and not self._kept and not self._running:  # as nearly always
+        """Return a step for some of these entries, which all can run; None if there is none to run now.
+
+        Entries that touch each other run in one step, and entries that touch a running step wait: they go back to
+        `ready`, as do all others that are left out. Kept gradients for nodes outside ``held`` run as well. Called with
+        the lock held.
+        """
+        if len(entries) == 1 and not self._kept and not self._running:  # the usual case
             region = self._regions.get(entries[0]) or self._region(entries[0])
             return _Step(partial(self._call, entries, (), region.nodes, region.leaves), region, entries)
         kept = [crossing for crossing in self._kept if crossing.node not in held]
@@ -332,7 +405,10 @@ class Part:
         return _Step(partial(self._call, chosen, kept, region.nodes, region.leaves), region, chosen)
 
     def _first_free(self, groups: Sequence[list[Entry]]) -> list[Entry]:
-        """The first of these messages that does not touch what runs, with all others that touch it."""
+        """Return the entries of the first message that touches no running step, and of all messages that touch it.
+
+        Returns an empty list if every message touches a running step.
+        """
         left = [(group, self._joint([self._region(entry) for entry in group], ())) for group in groups]
         while left:
             chosen, region = left.pop(0)
@@ -345,10 +421,11 @@ class Part:
         return []
 
     def _take_ready(self) -> list[Entry]:
-        """What has come; but roots that reach what reduces wait as a whole for the pass's turn.
+        """Take the entries that may enter now; the others stay ready.
 
-        That comes soon, as nothing has been begun yet that the marking would have to wait for. And then the averaging
-        goes on while gradients are computed, as in a local pass.
+        Roots that reach a DistributedDataParallel module stay until the pass has its turn. That costs little: no
+        gradient is under way yet for which the marking would have to wait. And the module can then average while other
+        gradients are computed, as in a local pass.
         """
         entries, self.ready = self._in_turn(self.ready)
         if ddp.living and not self._may_reduce:
@@ -360,12 +437,16 @@ class Part:
         return entries
 
     def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Those that may go in now, and those that have to wait for others (`nbdist.autograd.ordering`)."""
+        """Split entries into those that may enter now, and those that wait in a line (`nbdist.autograd.ordering`)."""
         now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
         return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
 
     def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
-        """The nodes that have to wait; a DDP module's leaves wait for each other, and for the pass's turn."""
+        """Return the held-back nodes, where DistributedDataParallel modules are alive.
+
+        If one leaf of such a module is held back, all its leaves are. Before the pass may reduce, so are the leaves of
+        all such modules.
+        """
         holders = self._holders
         kind: Any = ACCUMULATE
         held = (id(node.variable) for node in holders if type(node) is kind)
@@ -377,7 +458,7 @@ class Part:
         return holders.keys() | {leaf for leaf in leaves if id(leaf.variable) in blocked}
 
     def _keep_if_held(self, entry: Entry, held: Set[Node]) -> bool:
-        """Keep those gradients of an entry that lead into held nodes; whether some are left to launch."""
+        """Move the gradients of an entry that lead into held-back nodes to `_kept`; return whether any are left."""
         if not any(node in held for node, _ in entry.edges):
             return True
         edges, gradients = entry.edges, entry.gradients
@@ -386,13 +467,13 @@ class Part:
             if node not in held:
                 entry.edges.append((node, output))
                 entry.gradients.append(gradient)
-            elif gradient is not None:  # a node that gets none from here still runs, by what holds it back
+            elif gradient is not None:  # without a gradient from here, the node still runs: by the pending gate
                 self._kept.append(Crossing(node, output, gradient))
         self._regions.pop(entry, None)
         return bool(entry.edges)
 
     def _touch(self, one: Region, other: Region) -> bool:
-        """Whether two calls have more in common than leaves at which nothing but accumulation happens."""
+        """Return whether two regions have more in common than leaves at which nothing but accumulation happens."""
         if one.nodes.isdisjoint(other.nodes):
             return not one.receives.keys().isdisjoint(other.receives)
         return not self._are_plain(one.nodes & other.nodes)
@@ -402,18 +483,22 @@ class Part:
         return all(type(node) is ACCUMULATE and self._is_plain(node, owned) for node in nodes)
 
     def _is_plain(self, node: Node, owned: Set[int]) -> bool:
-        """Whether nothing but accumulation happens at a leaf, so that it may as well happen in instalments."""
+        """Return whether nothing but accumulation happens at a leaf: no hooks, no DistributedDataParallel.
+
+        Such a leaf may get its gradient in instalments, in several steps.
+        """
         leaf = node.variable
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
             return False
         hooks = self._hooks.get(node)
         if hooks is None:
             if any(node in step.region.nodes for step in self._running):
-                return False  # to look at it is to change it, and the engine may be reading it now
+                return False  # `_hooks_of` changes the node, which the engine may be reading now
             hooks = self._hooks[node] = [_hooks_of(node.register_prehook), _hooks_of(node.register_hook)]
         return not any(known() for known in hooks)
 
     def _joint(self, regions: Sequence[Region], kept: Sequence[Crossing]) -> Region:
+        """Return one region for several and for what lies behind kept gradients."""
         if len(regions) == 1 and not kept:
             return regions[0]
         joint = Region()
@@ -426,13 +511,14 @@ class Part:
     # -- what is held back --------------------------------------------------------------------
 
     def _region(self, of: Slot | Entry) -> Region:
+        """Return the region behind a slot or entry, which is walked once."""
         region = self._regions.get(of)
         if region is None:
             region = self._regions[of] = walk([of.edge] if isinstance(of, Slot) else of.edges)
         return region
 
     def _hold(self, slots: Iterable[Slot]) -> None:
-        """Hold back all that lies behind these gates."""
+        """Hold back all nodes behind these pending gates; gates that hold already are not counted twice."""
         holders = self._holders
         for slot in slots:
             if slot not in self._counted:
@@ -441,6 +527,7 @@ class Part:
                     holders[node] = holders.get(node, 0) + 1
 
     def _release(self, slot: Slot) -> None:
+        """Let a gate that is no longer pending hold no nodes back."""
         if slot in self._counted:
             self._counted.discard(slot)
             holders = self._holders
@@ -455,6 +542,10 @@ class Part:
     def _call(
         self, entries: Sequence[Entry], kept: Sequence[Crossing], nodes: Collection[Node], leaves: Iterable[Node]
     ) -> None:
+        """Call torch's engine with entries and kept gradients; ``leaves`` are claimed meanwhile.
+
+        Waits until no other pass claims one of the leaves. An observer sees ``nodes`` run.
+        """
         roots: list[Any] = []
         gradients: list[torch.Tensor] = []
         for entry in entries:
@@ -462,9 +553,9 @@ class Part:
                 if gradient is not None:
                     roots.append(torch.autograd.graph.GradientEdge(node, output))
                     gradients.append(gradient)
-                else:  # the engine takes no root without a gradient, but a node may give none
+                else:  # the engine takes no root without a gradient; but the gate's node may return None
                     assert entry.slot is not None  # roots have gradients
-                    entry.slot.node._set_sequence_nr(_FIRST)  # it may have been a barrier before
+                    entry.slot.node._set_sequence_nr(_FIRST)  # it may have been a barrier of an earlier step
                     roots.append(entry.slot.gate)
                     gradients.append(_one)
         for crossing in kept:
@@ -491,6 +582,12 @@ class Part:
         crossings: Mapping[Node, Sequence[tuple[int, Node, int]]],
         missing: Sequence[Slot],
     ) -> None:
+        """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers.
+
+        ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). For the
+        barriers to run last, no free node may have their sequence number; every thread of torch counts from 0, so
+        several nodes may have it.
+        """
         self._barriers = set(missing)
         handles = [node.register_hook(self._keeper(crossing)) for node, crossing in crossings.items()]
         for node in free:
@@ -511,6 +608,8 @@ class Part:
                 handle.remove()
 
     def _keeper(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
+        """Return a hook for a free node that keeps the gradients on these graph edges."""
+
         def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
             for index, node, output in crossing:
                 gradient = gradients[index]
@@ -522,13 +621,20 @@ class Part:
     # -- from the nodes -----------------------------------------------------------------------
 
     def enter(self, slot: Slot) -> torch.Tensor | None:
-        """A gate runs: because no gradient came for it, or because none has come and nothing else can run."""
+        """Return None as the gradient of a gate that torch's engine runs; called by the gate's node.
+
+        None is what has arrived for that gate. If the gate is a barrier, its gradient has not arrived, and nothing else
+        can run: this raises `Held`, which ends the contested call.
+        """
         if slot in self._barriers:
             raise Held
         return None
 
     def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A receive runs: what it got goes to where its tensors came from, with all that is to go there."""
+        """Take the gradients of a receive node, which begin at tensor ``first`` of the message; called by the node.
+
+        Sends them back as soon as all gradients that are awaited for the message are here.
+        """
         crossed = self._crossed.setdefault(end, {})
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())
@@ -537,10 +643,14 @@ class Part:
             self._return(end)
 
     def _return(self, end: Received) -> None:
+        """Send the gradients that are here for a message back to the worker that sent its tensors.
+
+        In FAST mode, tensors without a gradient get zeros.
+        """
         crossed = self._crossed.pop(end)
         self._gone_back[end].update(crossed)
         if self.smart:
-            outputs = sorted(crossed.keys() & self._awaited[end])  # one node may have made several
+            outputs = sorted(crossed.keys() & self._awaited[end])  # one node may have made several tensors
             self._send_back(end, outputs, list(map(crossed.get, outputs)))
         else:
             self._send_back(
@@ -548,12 +658,13 @@ class Part:
             )
 
     def _awaited_of(self, end: Received) -> set[int]:
-        """In FAST mode, find out once which tensors of which messages get gradients; return those of one."""
+        """In FAST mode, walk once to find the tensors of all messages that get gradients; return those of one."""
         self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
 
 
 def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Group entries by their message, in the order in which the messages came; roots form one group."""
     groups: dict[int | None, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.slot.message if entry.slot is not None else None, []).append(entry)
@@ -561,7 +672,7 @@ def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 
 def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torch.Tensor:
-    """In FAST mode what is not used gets zeros, as in torch: its history runs, and hooks there expect a tensor."""
+    """Return a gradient, or zeros where there is none: as torch does, since hooks there may expect a tensor."""
     if gradient is not None:
         return gradient
     shape, dtype, device = end.like[output]
@@ -569,7 +680,10 @@ def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torc
 
 
 def _hooks_of(register: Callable[[Callable[..., None]], Any]) -> Callable[[], Mapping[int, Any] | None]:
-    """Those of a node, now and later: there is no other way to see them than to register one."""
+    """Return a function that returns a node's hooks as they are when it is called.
+
+    torch shows them only to someone who registers a hook, so this registers one and removes it.
+    """
     handle = register(_nothing)
     handle.remove()
     hooks: Callable[[], Mapping[int, Any] | None] = handle.hooks_dict_ref
@@ -577,4 +691,4 @@ def _hooks_of(register: Callable[[Callable[..., None]], Any]) -> Callable[[], Ma
 
 
 def _nothing(*_: Any) -> None:
-    """A hook registered to see which others there are."""
+    """Do nothing: the hook that `_hooks_of` registers and removes."""

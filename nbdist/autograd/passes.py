@@ -1,17 +1,44 @@
-"""Runs backward passes over workers: SMART and FAST.
+"""Runs backward passes over workers, in SMART and FAST mode.
 
-A pass has a *root*, the worker on which it was begun. In SMART mode it first finds out which gates take part:
-each worker walks its graph from what was given to it, and for every receive that it newly reaches it sends a
-*mark* to the worker at the other end, which walks on. Gradients follow as soon as they are there; they may run
-what no gate can hold back that might still be marked. In FAST mode all gates of the context take part, and
-nothing is marked.
+The messages of a SMART pass that began on the root and needs a tensor of worker1::
 
-Every mark and gradient is accounted for at the root (`nbdist.autograd.ledger`). So it knows when nothing goes on
-anywhere: then all is done, or, in FAST mode, gates wait for gradients that will never come, which is an error that
-names them.
+    root                                     worker1
+    begin, wait
+      |------------ Mark ---------------------->|  on_mark: the tensor's gate is EXPECTED; marks to other workers
+      |<----------- Report: mark settled -------|
+      |------------ Gradients ----------------->|  on_gradients: the part runs; gradients to other workers
+      |<----------- Report: gradients settled --|
+    the ledger has no open token: the pass is over
 
-An error anywhere goes to the root, which gives the pass up everywhere. So does the loss of a worker that takes
-part, and the user's interrupt. The gradients of a pass that was given up are dropped.
+Marks go ahead only where gradients must wait for others; what can run at once is not marked, and the gradients are the
+first message. A worker whose gradients may be held back by gates without a mark reports that it ``waits``. When the
+root's ledger says that no mark can come any more, the root sends `Marked` to the workers that wait. In FAST mode all
+gates of the context take part, and there are no marks.
+
+The ledger (`nbdist.autograd.ledger`) accounts for every mark and gradient message, so the root knows when no worker has
+anything left to do. Then the pass is over; in FAST mode it fails if gates still wait for gradients, and the error names
+them.
+
+An error on any worker goes to the root (`Failed`), which gives the pass up on all workers (`Cancel`). The loss of a
+worker that takes part does the same, and so does Ctrl-C. The gradients of a pass that was given up are dropped.
+
+The locks of autograd, and the order in which a thread may take them:
+
+======================= ==========================================================================================
+while it holds          a thread may take
+======================= ==========================================================================================
+`Context.lock`          `Numbers._lock`, `Gradients._lock`, `Observer._sending`, `Observer._changed`,
+                        `Watch._changed`
+`Run.lock`              `Part._lock`
+`Observer._halting`     `leaves._lock`, `Observer._sending`, `Observer._changed`, `Watch._changed`. The thread that
+                        halts a pass holds it until the halt is over
+`Watch._changed`        `Recorder._freezing`
+any other               no other lock of autograd: `Part._lock`, `leaves._lock`, `TurnTaking._lock`, ...
+======================= ==========================================================================================
+
+No message is sent while `Run.lock`, `Part._lock` or `leaves._lock` is held: to send one may take long. No thread waits
+for claimed leaves while it holds a lock of the table. The handlers ``on_...`` run in threads of the agent's pool, but
+`on_report` runs in the thread that reads messages, and `on_lost` in the thread that notices the loss.
 """
 
 from __future__ import annotations
@@ -49,16 +76,16 @@ if TYPE_CHECKING:
     from nbdist.autograd import observing
 
     class Transport(observing.Transport, Protocol):
-        """What passes need of an agent."""
+        """The methods of an agent's recorder that passes call."""
 
         def post(self, to: int, message: messages.Message, body: Any = None) -> None:
-            """Send; a WorkerLost where there is nobody any more."""
+            """Send a message; raise WorkerLost if the worker is gone."""
 
         def submit(self, job: Any) -> None:
             """Run a job on another thread."""
 
         def noting(self, context: Context) -> AbstractContextManager[None]:
-            """Return what a thread enters that computes in a context whose lines are noted, or that is checked."""
+            """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks."""
 
 
 __all__ = ["Passes", "UnusedOutputs"]
@@ -67,11 +94,28 @@ _log = logging.getLogger("nbdist.autograd")
 
 
 class UnusedOutputs(UsageError):
-    """A FAST pass in a context some of whose calls do not contribute to its roots."""
+    """Raised by a FAST pass if a tensor that was sent in its context does not contribute to the roots.
+
+    The message names the worker and the function of each such tensor. With ``mode="smart"`` the pass succeeds.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     unused = rpc.rpc_sync("worker1", torch.add, args=(w, 1))
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+        ...     try:
+        ...         dist_autograd.backward(context_id, [loss], mode="fast")
+        ...     except UnusedOutputs as error:
+        ...         print(error)
+        this backward pass ran in FAST mode, ... These got no gradient:
+          what worker0 sent to worker1 (add)
+          what worker1 sent to worker0 (add)
+        Use mode="smart".
+    """
 
 
 class Passes:
-    """The passes that touch one worker."""
+    """All passes that touch one worker: begins them, acts on their messages and ends them."""
 
     def __init__(self, transport: Transport, contexts: Contexts) -> None:
         self.observing = Observing(transport, contexts)
@@ -79,8 +123,11 @@ class Passes:
         self._me = transport.me
         self._contexts = contexts
         self._numbers = itertools.count(1)
+        """The numbers of passes that begin on this worker."""
         self._tokens = itertools.count(1)
+        """The numbers of tokens that this worker sends."""
         self._runs: dict[PassId, Run] = {}
+        """The passes under way here. Read without a lock: the usual message finds its run in one look."""
         self.turns = TurnTaking(transport)
 
     # -- at the root --------------------------------------------------------------------------
@@ -95,7 +142,11 @@ class Passes:
         retain_graph: bool = False,
         accumulate: bool = False,
     ) -> Run:
-        """Begin a pass here, and run nothing yet; ``outcome`` is settled with its end, else only `wait` tells of it."""
+        """Return the run of a new pass, of which this worker is the root; nothing runs before `go`.
+
+        ``outcome`` is settled at the end of the pass. Without it, one thread has to call `wait` to learn of the end.
+        A token stands for the roots, as if they had arrived in a message: the pass cannot seem to be over before `go`.
+        """
         me = self._transport.me
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         if watch is not None:
@@ -119,11 +170,15 @@ class Passes:
         return run
 
     def new_id(self) -> PassId:
-        """Return the id of one more pass that begins here."""
+        """Return a new id for a pass, or for a pipeline's step, that begins on this worker."""
         return PassId(self._transport.me, next(self._numbers))
 
     def go(self, run: Run) -> None:
-        """Run on this thread what can run at once of a pass that has begun here."""
+        """Run on this thread what can run at once of a pass that has begun here.
+
+        An error in the pass settles its outcome, and is not raised. KeyboardInterrupt and the like are raised, and give
+        the pass up.
+        """
         try:
             self._advance(run)
         except BaseException:
@@ -131,7 +186,10 @@ class Passes:
             raise
 
     def wait(self, run: Run, read: Callable[[Latch], None] | None = None) -> None:
-        """Wait for the end of a pass that began here; ``read`` as for `Latch.wait`."""
+        """Wait for the end of a pass that began here, and commit it; ``read`` is for `Latch.wait`.
+
+        If the pass has failed, or if Ctrl-C ends the wait, the pass is given up on all workers and the error is raised.
+        """
         outcome = run.outcome
         assert outcome is not None  # it began here
         try:
@@ -140,11 +198,14 @@ class Passes:
             self.give_up(run)
             raise
         finally:
-            del outcome  # it has the error, which by its traceback has this frame
+            del outcome  # it refers to the error, whose traceback refers to this frame
         self.commit(run)
 
     def commit(self, run: Run) -> None:
-        """A pass is over: its gradients are the context's."""
+        """End a pass on this worker, and add its gradients to the context's; the root also tells the pass's watch.
+
+        The root calls this at the end of the pass; other workers do when a later pass of the same root tells them.
+        """
         self._runs.pop(run.head.id, None)
         run.outcome = None
         run.context.commit(run)
@@ -154,13 +215,14 @@ class Passes:
     def _begin(
         self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | Latch | None = None
     ) -> Run:
+        """Make the run of a pass on this worker; called with `Context.lock` held, except on the root."""
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
         run.observer = self.observing.observer(head, context) if head.watching is not None else None
-        # A thread that runs a pass may stop on its way if it is watched, or averages gradients.
+        # In a pass that is watched or averages gradients a thread may block, and others would block with it.
         run.most_threads = 1 if run.observer is not None or ddp.living else _most_threads()
-        # Not by the run itself, which has the part: a circle would keep all of them until the next collection.
+        # A weak reference, since the run refers to the part: a cycle would live until the next garbage collection.
         known = weakref.ref(run)
         run.part = Part(sends, head, partial(self._send_back, known), partial(self._send_marks, known), run.observer)
         context.runs[head.id] = self._runs[head.id] = run
@@ -169,7 +231,11 @@ class Passes:
         return run
 
     def _find(self, head: Head) -> Run | None:
-        """Return a pass that this worker may not know of yet; None if it is over or given up."""
+        """Return the run of the pass that a message belongs to, new if this worker has none.
+
+        Returns None if the context has ended or the pass was given up. The message's head also tells which passes of
+        the same root are over: they are committed here.
+        """
         context = self._contexts.find(head.context)
         if context is None:
             return None
@@ -187,7 +253,7 @@ class Passes:
     # -- messages -----------------------------------------------------------------------------
 
     def on_mark(self, message: messages.Mark) -> None:
-        """Others' tensors that were made of ours take part."""
+        """Expect gradients for tensors that were sent from here, and mark what they depend on."""
         run = self._runs.get(message.head.id) or self._find(message.head)
         if run is None:
             return
@@ -203,7 +269,7 @@ class Passes:
         self._report(run)
 
     def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
-        """What flows back into this worker."""
+        """Enter gradients for tensors that were sent from here, and run what can run."""
         run = self._runs.get(message.head.id) or self._find(message.head)
         if run is None:
             return
@@ -217,34 +283,37 @@ class Passes:
         self._advance(run)
 
     def on_marked(self, message: messages.Marked) -> None:
-        """No gate will be marked any more."""
+        """End the marking on this worker, and run what has waited for that."""
         run = self._runs.get(message.id)
         if run is not None:
             run.part.end_marking()
             self._advance(run)
 
     def on_granted(self, message: messages.Granted, sender: int) -> None:
-        """To the root: it is the pass's turn to reduce."""
+        """On the root: the pass has its turn, so let the workers go on that wait to average gradients."""
         run = self._runs.get(message.id)
-        if run is None or run.ended:  # that it was over may have overtaken that it asked
+        if run is None or run.ended:  # the message that ends the turn may have overtaken the one that asked for it
             self._transport.tell(sender, messages.Turn(message.id, True))
         else:
             self._let_go_on(run, self.turns.granted(run))
 
     def on_report(self, message: Report, sender: int) -> None:
-        """News for the root."""
+        """On the root: enter a worker's report in the ledger."""
         run = self._runs.get(message.id)
         if run is not None:
             self._enter(run, sender, message)
 
     def on_failed(self, message: messages.Failed, failure: Failure) -> None:
-        """To the root: it went wrong somewhere."""
+        """On the root: end the pass with an error of another worker."""
         run = self._runs.get(message.id)
         if run is not None:
             self._settle(run, rebuild(failure))
 
     def on_cancel(self, message: messages.Cancel) -> None:
-        """The pass is given up."""
+        """Give up a pass on this worker, and on those that this one has sent something of it.
+
+        A pass whose first message comes later than this one does not begin here.
+        """
         context = self._contexts.find(message.context)
         if context is None:
             return
@@ -256,7 +325,10 @@ class Passes:
             self._end(run, tell=set())
 
     def on_lost(self, worker: int, name: str, why: str) -> None:
-        """A worker is gone."""
+        """Give up the passes that began on a lost worker, and fail the passes that need it; ``why`` is for the error.
+
+        A pass that does not need the worker goes on.
+        """
         self.turns.on_lost(worker)
         for context in self._contexts.all():
             for run in list(context.runs.values()):
@@ -267,17 +339,24 @@ class Passes:
                     self._transport.submit(partial(self._fail, run, error))
 
     def release(self, context: Context) -> None:
-        """A context is over: so are its passes."""
+        """End all passes of a context that has ended; those that began here fail."""
         for run in list(context.runs.values()):
             if not run.ended:
                 self._settle(run, UsageError(f"the context {context.id} ended during its backward pass"))
-            self._drop(run)  # whoever else has it is told of the context's end
+            self._drop(run)  # without Cancel messages: all workers are told that the context has ended
         context.runs.clear()
 
-    # -- going on -----------------------------------------------------------------------------
+    # -- running ------------------------------------------------------------------------------
 
     def _advance(self, run: Run) -> None:
-        """Run what can run, unless there are enough threads that do so; the last of them reports it."""
+        """Run on this thread what can run of a pass, and report to the root if this is its last thread.
+
+        If enough threads run the pass, this only sets `Run.again`: one of them looks again for something to run. The
+        last thread settles the tokens of what has arrived; those of a part that waits for the end of the marking stay
+        open, and are reported as marked.
+
+        Errors of the pass go to its root. KeyboardInterrupt and the like are raised as well.
+        """
         with run.lock:
             if run.threads >= run.most_threads:
                 run.again = True
@@ -293,7 +372,7 @@ class Passes:
             start = time.monotonic()
             try:
                 if run.context.check:
-                    # What a checkpoint recomputes in a pass is a forward pass: that is checked as the first one was.
+                    # A checkpoint computes a forward pass anew here, which is checked for NaN as the first one was.
                     with self._transport.noting(run.context):
                         waits = run.part.run(partial(self._before_step, run))
                 else:
@@ -313,10 +392,10 @@ class Passes:
                     run.threads -= 1
                     last = False
                 elif not alone or run.entries > entries:
-                    continue  # others have run something since: what was found is out of date
+                    continue  # other threads have run steps since: ``waits`` is out of date
                 else:
                     taken, run.taken = run.taken, []
-                    if waits:  # it will run when the marking is over, and is not dealt with before
+                    if waits:  # these run when the marking is over, and are settled only then
                         run.arrived = taken + run.arrived
                         run.marked += taken
                     else:
@@ -325,27 +404,28 @@ class Passes:
                     last = True
             break
         if not last:
-            self._empty_outbox(run)  # the report may be far
+            self._empty_outbox(run)  # the other threads may take long to report
             return
         if run.observer is not None:
             run.observer.waits_for({slot.message for slot in run.part.missing()})
         self._report(run)
 
     def _may_keep(self, run: Run) -> bool:
-        """Return whether gradients for the root may wait for this worker's report, to go in one message.
+        """Return whether gradients for the root may wait in the outbox for the report, to travel in one message.
 
-        They may if the report comes soon: one thread runs the pass, and nothing can stop that thread on its way.
+        They may if the report comes soon: one thread runs the pass, and cannot block before it reports.
         """
         return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:
-        """The calling thread is going to be busy: it leaves nothing behind, and lets others take what is left."""
-        if run.outbox is not None:  # whoever fills it empties it
+        """Send what waits in the outbox, and have another thread run what is left, because this one will be busy."""
+        if run.outbox is not None:  # no lock: the thread that fills the outbox also empties it
             self._empty_outbox(run)
         if run.part.ready and run.threads < run.most_threads:
             self._transport.submit(partial(self._advance, run))
 
     def _empty_outbox(self, run: Run) -> None:
+        """Send the gradients that wait for the next report."""
         with run.lock:
             out, run.outbox = run.outbox, None
         if out is not None:
@@ -358,8 +438,9 @@ class Passes:
         outputs: Sequence[int],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
+        """Send gradients to the worker that sent the tensors; those for the root may wait in the outbox."""
         run = known()
-        assert run is not None  # whoever runs its part has it
+        assert run is not None  # the thread that runs the part refers to the run
         with run.lock:
             token = Token(self._me, next(self._tokens), False)
             run.sent.append((token, end.peer))
@@ -372,6 +453,7 @@ class Passes:
             self._post(run, end.peer, *out)
 
     def _send_marks(self, known: weakref.ref[Run], marks: Marks) -> None:
+        """Send the marks that a part has found necessary."""
         run = known()
         assert run is not None
         with run.lock:
@@ -379,26 +461,34 @@ class Passes:
         self._post_marks(run, out)
 
     def _announce(self, run: Run, marks: Marks) -> list[tuple[int, messages.Mark]]:
+        """Return one Mark for each worker, and note their tokens; called with `Run.lock` held.
+
+        They are sent when the lock has been released. The report that settles their cause names the tokens, too.
+        """
         by_peer: dict[int, list[tuple[int, list[int]]]] = {}
         for end, outputs in marks.items():
             by_peer.setdefault(end.peer, []).append((end.message, outputs))
         return [(peer, messages.Mark(run.head, self._mark_token(run, peer), sends)) for peer, sends in by_peer.items()]
 
     def _mark_token(self, run: Run, to: int) -> Token:
+        """Make the token of a mark, and note it for the next report."""
         token = Token(self._me, next(self._tokens), True)
         run.sent.append((token, to))
         return token
 
     def _post_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
+        """Send marks that `_announce` has made; called without a lock."""
         for peer, message in out:
             self._post(run, peer, message)
 
     def _post(self, run: Run, to: int, message: messages.Message, body: Any = None) -> None:
+        """Send a message of a pass, unless the pass has ended; raises WorkerLost."""
         run.told.add(to)
         if not run.ended:
             self._transport.post(to, message, body)
 
     def _report(self, run: Run) -> None:
+        """Tell the root what has been settled and sent here since the last report, if there is anything to tell."""
         waits = run.part.unsure
         missing: list[Missing] = []
         if not run.head.smart:
@@ -428,14 +518,15 @@ class Passes:
                 else:
                     message, gradients = outbox
                     self._post(run, root, msgspec.structs.replace(message, report=report), gradients)
-            except NbdistError:  # the loss of the root ends the pass here
-                _log.debug("the root of %s is gone", run.head.id)
+            except NbdistError:  # `on_lost` gives the pass up on this worker
+                _log.debug("the worker that began the pass %s is gone: it gets no report", run.head.id)
 
     # -- the end ------------------------------------------------------------------------------
 
     def _enter(self, run: Run, sender: int, report: Report) -> None:
+        """Enter a report in the root's ledger; end the pass, or the marking, if the ledger says so."""
         ledger = run.ledger
-        assert ledger is not None  # reports go to the root
+        assert ledger is not None  # reports go to the root only
         with run.lock:
             if run.ended:
                 return
@@ -451,7 +542,7 @@ class Passes:
             self._let_go_on(run, self.turns.wait(run, ledger, waiting))
 
     def _let_go_on(self, run: Run, workers: set[int]) -> None:
-        """Tell workers that all has been marked, and that they may reduce."""
+        """Tell workers that the marking is over, and that their DistributedDataParallel modules may reduce."""
         for worker in workers:
             if worker == self._me:
                 self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))
@@ -462,6 +553,7 @@ class Passes:
                     self._fail(run, error)
 
     def _unused(self, owed: Sequence[tuple[int, Missing]]) -> UnusedOutputs:
+        """Return the error of a FAST pass that names the gates which got no gradient."""
         name = self._transport.name_of
         lines = [f"  what {name(worker)} sent to {name(missing.peer)} ({missing.function})" for worker, missing in owed]
         return UnusedOutputs(
@@ -470,6 +562,7 @@ class Passes:
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
+        """On the root, settle the outcome of a pass, with an error or without; does nothing if it is settled."""
         outcome = run.outcome
         if outcome is None:
             return
@@ -482,7 +575,7 @@ class Passes:
         outcome.try_settle(None, error)
 
     def _fail(self, run: Run, error: BaseException) -> None:
-        """It cannot go on here."""
+        """End a pass with an error of this worker: on the root settle its outcome, elsewhere tell the root."""
         if run.ended:
             return
         outcome = run.outcome
@@ -491,13 +584,13 @@ class Passes:
             outcome.try_settle(None, error)
             run.part.stop()
             if run.observer is not None:
-                run.observer.stop()  # who waits for the outcome may be halted in the pass itself
+                run.observer.stop()  # the thread that waits for the outcome may be halted in a node of the pass
             return
         failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
         self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
 
     def give_up(self, run: Run) -> None:
-        """End a pass that began here without its result."""
+        """End a pass that began here without its gradients, on all workers that take part, and tell its watch."""
         context = run.context
         with context.lock:
             context.given_up.add(run.head.id)
@@ -508,6 +601,7 @@ class Passes:
         self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
 
     def _drop(self, run: Run) -> None:
+        """End a pass on this worker: run no more steps, let nobody halt in it, give its turn back."""
         with run.lock:
             run.ended = True
         self._runs.pop(run.head.id, None)
@@ -518,11 +612,13 @@ class Passes:
             run.observer.stop()
 
     def _end(self, run: Run, tell: set[int]) -> None:
+        """Drop a pass here, and cancel it on the workers that this one has sent something, and on those of ``tell``."""
         self._drop(run)
         for worker in (run.told | tell) - {self._transport.me}:
             self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
 
     def _needed(self, run: Run) -> set[int]:
+        """Return the workers without which a pass cannot end, by incarnation, as far as this worker knows."""
         needed = run.told | run.part.peers()
         needed.update(run.context.sends[slot.message].peer for slot in run.part.missing())
         if run.ledger is not None:
@@ -531,6 +627,6 @@ class Passes:
 
 
 def _most_threads() -> int:
-    """As many as there are cores for, if each uses as many as torch has been told to."""
+    """Return how many threads may run one pass, so that all of torch's threads together have a core each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // torch.get_num_threads())

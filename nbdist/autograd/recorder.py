@@ -1,4 +1,20 @@
-"""Ties the recording of calls, and the passes, to an agent: every agent has one recorder."""
+"""Connects autograd with an agent: every agent has one `Recorder`.
+
+========================== ===========================================================================
+the agent calls            when
+========================== ===========================================================================
+`Recorder.current`         a call is about to be sent: is its thread in a context?
+`Recorder.outgoing`        a call or answer is sent in a context: makes gates for its tensors
+`Recorder.withdraw`        that message could not be sent
+`Recorder.enter`           a call or answer of a context has come: makes the context here if it is new
+`Recorder.incoming`        its tensors are made: makes their receive nodes
+`Recorder.running`         its function runs: in the context, and in the caller's gradient mode
+`Recorder.warn`            tensors that require grad are sent outside of any context
+========================== ===========================================================================
+
+The recorder also sends the messages of `nbdist.autograd.messages`, and hands those that come to `Passes`, `Observing`
+and `TurnTaking`. It is the ``transport`` of these three.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +55,14 @@ __all__ = ["Recorder"]
 _OURS = str(Path(nbdist.__file__).parent)
 
 failure_words: Callable[[Exception, int], Exception] | None = None
-"""Returns what is raised for the error of a pass that worker ``root`` began; compat puts torch's words here."""
+"""Set by `nbdist.compat`: called with the error of a pass and the id of its root, returns the error to raise."""
 
 _NO_EDGE = -1
+"""The number of the edge of a message without tensors."""
 
 
 def _carry() -> Surroundings | None:
-    """A context goes along into what is done when a future is done."""
+    """Return a function that makes the block for a future's callback: the present context; None outside of any."""
     try:
         recorder = current_agent().recorder
     except NotInitialized:
@@ -61,7 +78,7 @@ set_carrier(_carry)
 
 
 class Recorder:
-    """Records an agent's messages, and runs its share of the passes over them."""
+    """Records the messages of one agent, and runs its parts of backward passes."""
 
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me.incarnation
@@ -72,11 +89,16 @@ class Recorder:
         self.passes = Passes(self, self.contexts)
         self._agent = agent
         self._warned: set[tuple[str, int]] = set()
+        """The places in the user's code, as (file, line), for which `warn` has warned."""
         self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []
+        """What `when_opened` was given."""
         self._paused: set[int] = set()
+        """The contexts with a pass that is paused from here."""
         self._freezes = 0
+        """The number of Freeze messages sent."""
         self._freezing = threading.Lock()
         self._frozen: dict[int, int] = {}
+        """The number of the newest Freeze message of each other agent, by incarnation."""
         agent.on_lost(self._on_lost)
         agent.at_close(self._close)
         passes, observing = self.passes, self.passes.observing
@@ -99,20 +121,21 @@ class Recorder:
 
     @property
     def membership(self) -> Membership:
-        """Who is in the world."""
+        """The members of the agent's world."""
         return self._agent.membership
 
     # -- contexts -----------------------------------------------------------------------------
 
     def open(self, *, lines: bool = False, check: bool = False) -> Context:
-        """Make a context and have the calling thread enter it."""
+        """Make a context and have the calling thread enter it; raises UsageError if the thread is in one already."""
         if self.contexts.current is not None:
             raise UsageError(
-                f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not nest"
+                f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not "
+                "nest. End that one first: leave its `with` block, or close() it"
             )
         watchers = list(self._watchers)
         if watchers:
-            wanted = [wants_lines() for _, wants_lines in watchers]  # each of them is asked
+            wanted = [wants_lines() for _, wants_lines in watchers]  # each must be asked, so no any() of a generator
             lines = lines or any(wanted)
         context = self.contexts.new(lines=lines, check=check)
         self.contexts.set_current(context)
@@ -128,13 +151,14 @@ class Recorder:
         return context
 
     def noting(self, context: Context) -> AbstractContextManager[None]:
-        """Return what a thread enters that computes in a context whose lines are noted, or that is checked."""
+        """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks."""
         return noted(lines=context.lines, check=Check(self.name, self.name_of) if context.check else None)
 
     def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
-        """Call ``then`` with each context that is made here from now on; returns a function that ends that.
+        """Call ``then`` with each context that is opened here from now on; return a function that ends that.
 
-        Both are called by the thread that makes one; lines are noted in it if ``wants_lines()`` says so before.
+        The thread that opens the context first calls ``wants_lines()``, which says if lines are to be noted in it, and
+        then ``then``. An error of ``then`` closes the context and is raised by `open`.
         """
         watcher = (then, wants_lines)
         self._watchers.append(watcher)
@@ -146,7 +170,7 @@ class Recorder:
         return forget
 
     def close(self, context: Context) -> None:
-        """End a context everywhere."""
+        """End a context on all workers. Only the maker knows all of them, so call it there."""
         if self.contexts.current is context:
             self.contexts.set_current(None)
         for worker in context.workers - {self._agent.me.incarnation}:
@@ -154,12 +178,13 @@ class Recorder:
         self._release(context.id, context.maker)
 
     def _release(self, id: int, maker: int) -> None:
+        """End a context on this worker, if it is here; later messages of it are not recorded."""
         context = self.contexts.release(id, maker)
         if context is not None:
             self._end(context)
 
     def _end(self, context: Context) -> None:
-        """End what belongs to a context that is here no more: its passes, its watch."""
+        """End the passes, the pipeline steps and the watch of a context that has ended."""
         self.passes.release(context)
         for observer in list(context.step_observers.values()):
             observer.stop()
@@ -169,26 +194,27 @@ class Recorder:
             context.watch.close()
 
     def _on_entered(self, message: messages.Entered, sender: int) -> None:
+        """Note that a context of this maker has come to a worker; tell that worker if the context has ended."""
         context = self.contexts.find(message.context)
         if context is not None:
             self._join(context, sender)
-        if context is None or self.contexts.find(message.context) is None:  # it may have ended in between
+        if context is None or self.contexts.find(message.context) is None:  # it may have ended just now
             self.tell(sender, messages.Release(message.context, self.me))
 
     # -- what the agent asks ------------------------------------------------------------------
 
     def current(self) -> Context | None:
-        """Return the context in which the calling thread is; None if in none, as with almost every call."""
+        """Return the context in which the calling thread is; None if in none. Every call asks, so it must be fast."""
         return self.contexts.current if self.contexts.here.context is not None else None
 
     def _join(self, context: Context, worker: int) -> None:
-        """A worker comes to a context."""
+        """Note that a worker has a context, and tell it of the watch if there is one."""
         if worker not in context.workers:
-            context.workers.add(worker)  # before: whoever begins to watch now tells all that are there
+            context.workers.add(worker)  # first: a watch that begins now tells all workers that are in the set
             self.passes.observing.on_join(context, worker)
 
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Make gates for the tensors of a message."""
+        """Make gates for the tensors of a message that require grad; return the recording that travels with it."""
         if to not in context.workers:
             self._join(context, to)
         message = _NO_EDGE
@@ -198,13 +224,16 @@ class Recorder:
         return Recording(context.id, context.maker, message, torch.is_grad_enabled(), context.lines, context.check)
 
     def withdraw(self, recording: Recording) -> None:
-        """A message did not go out."""
+        """Forget the gates of a message that was not sent."""
         context = self.contexts.find(recording.context)
         if context is not None:
             context.sends.pop(recording.message, None)
 
     def enter(self, recording: Recording, sender: int) -> Context | None:
-        """The context of a message that has come."""
+        """Return the context of a message that has come, new here or not; None if the context has ended.
+
+        If another worker than the maker has brought it, the maker is told.
+        """
         maker = recording.maker
 
         def entered() -> None:
@@ -214,30 +243,33 @@ class Recorder:
         return self.contexts.enter(recording.context, maker, entered, lines=recording.lines, check=recording.check)
 
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
-        """How to make the tensors of a message that has come."""
+        """Return the function that gives the tensors of a message their receive nodes, when they have been decoded."""
 
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
             made = edges.receive(end, tensors)
             if context.lines or context.watching is not None or context.watch is not None:
-                end.look(made)  # by its lines, which come with the call, a watched context is known here in time
+                end.look(made)  # a live view asks for lines, which the call itself says; its watch may come later
             context.receives[recording.message] = end
             return made
 
         return attach
 
     def running(self, context: Context, recording: Recording) -> AbstractContextManager[None]:
-        """A function runs for a call that was made in a context: it is in it, and in the caller's grad mode."""
+        """Return a block that runs a function in the context of its call, and in the caller's gradient mode."""
         return _Running(self, context, recording.grad)
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Run a pass from one tensor."""
+        """Run a backward pass from one tensor and wait for its end, for ``RRef.backward``."""
         run = self.begin(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
         self.passes.go(run)
         self.wait(run)
 
     def warn(self, function: str, worker: str) -> None:
-        """Tensors that require grad go out of reach: say so, once at each place in the user's code."""
+        """Warn of tensors that are sent to a function on another worker outside of any context, once for each place.
+
+        A place is a line of the user's code: the innermost frame outside of nbdist.
+        """
         frame = sys._getframe(1)
         level = 2
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
@@ -263,13 +295,16 @@ class Recorder:
         /,
         **options: bool,
     ) -> Run:
-        """Begin a pass from these roots; `Passes.go` runs it."""
+        """Begin a pass from these roots, with a gradient for each; ``options`` and the rest as for `Passes.begin`."""
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
         return self.passes.begin(context, Roots(edges, gradients), outcome, **options)
 
     def wait(self, run: Run) -> None:
-        """Wait for the end of a pass; its error is raised, in the words of `failure_words`."""
+        """Wait for the end of a pass; its error is raised, in the words of `failure_words`.
+
+        The thread may read messages for the agent meanwhile.
+        """
         try:
             self.passes.wait(run, self._agent.read_as_guest)
         except Exception as error:
@@ -279,29 +314,32 @@ class Recorder:
             try:
                 raise said from error
             finally:
-                del said  # or the error, by its traceback and this frame, would hold itself
+                del said  # or the error would refer to itself, by its traceback and this frame
 
     # -- what passes ask ----------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """This agent's name."""
+        """The name of this agent."""
         return self._agent.me.name
 
     def name_of(self, worker: int) -> str:
-        """A worker's name."""
+        """Return the name of a worker, dead or alive."""
         return self._agent.name_of(worker)
 
     def is_there(self, worker: int) -> bool:
-        """Whether it is still a member."""
+        """Return whether this agent is still connected to a worker."""
         return self._agent.links.connected(worker) is not None
 
     def submit(self, job: Job) -> None:
-        """Run a job on another thread."""
+        """Run a job in a thread of the agent's pool."""
         self._agent.submit(job)
 
     def post(self, to: int, message: messages.Message, body: Any = None) -> None:
-        """Send a message to another worker, or to this one."""
+        """Send a message to another worker, or to this one; ``body`` travels as its payload.
+
+        Raises WorkerLost if the worker is gone.
+        """
         topic, data, agent = _TOPICS[type(message)], messages.encode(message), self._agent
         if body is None:
             agent.post(to, Cast(topic, data, _NO_PAYLOAD))
@@ -322,7 +360,10 @@ class Recorder:
         agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
 
     def _devices(self, to: Record | None) -> dict[str, str]:
-        """Gradients go the way back of what the forward pass sent, in either direction."""
+        """Return the device map for gradients to a worker: the reverse of its own map for this agent, and this agent's.
+
+        Where the two differ, this agent's map holds.
+        """
         if to is None or not (to.device_maps or self._agent.options.device_maps):
             return {}
         back = {theirs: ours for ours, theirs in to.device_maps.get(self.name, {}).items()}
@@ -330,16 +371,19 @@ class Recorder:
         return {**back, **there}
 
     def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
-        """Send a message to whoever is still there to take it."""
+        """Send a message, and do nothing if the worker is gone."""
         try:
             self.post(to, message, body)
         except NbdistError:
-            return  # it is gone, and with it what it had of the context
+            return  # the worker is gone, and with it all that the message is about
 
     # -- what watches ask ---------------------------------------------------------------------
 
     def freeze(self, context_id: int, frozen: bool) -> None:
-        """Have nobody's time run as long as a pass of some context is paused from here."""
+        """Tell all members that a pass of a context is paused from here, or that none is paused any more.
+
+        While any context has a paused pass, the members stop the clocks of their calls, so that none times out.
+        """
         with self._freezing:
             before = bool(self._paused)
             (self._paused.add if frozen else self._paused.discard)(context_id)
@@ -351,34 +395,44 @@ class Recorder:
                 self.tell(record.incarnation, message)
 
     def _on_freeze(self, message: messages.Freeze, sender: int) -> None:
+        """Stop the clocks of all calls of this agent, because the sender has paused a pass, or let them run again."""
         if message.number < self._frozen.get(sender, 0):
-            return  # it has been overtaken
+            return  # a newer one has come before it
         self._frozen[sender] = message.number
         if message.frozen:
             self._agent.freeze(sender)
-        if not message.frozen or not self.is_there(sender):  # it may have been lost just now
+        if not message.frozen or not self.is_there(sender):  # the sender's loss may have come before this freeze
             self._agent.thaw(sender)
 
     # -- what comes ---------------------------------------------------------------------------
 
     def _handle(self, kind: type, act: Callable[[Any, int], Job | None]) -> None:
+        """Register ``act(message, sender)`` for a kind of message; the reading thread calls it.
+
+        If ``act`` returns a job, the job runs in a thread of the pool.
+        """
+
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job | None:
             return act(messages.decode(cast.data), sender)
 
         self._agent.handle_cast(_TOPICS[kind], on_cast)
 
     def _handle_with_value(self, kind: type, act: Callable[[Any, Any, Payload, list[bytes]], None]) -> None:
-        """Have a job call ``act`` with a message and its value, which may be `codec.NOT_DECODED`."""
+        """Register ``act(message, value, payload, frames)`` for a kind of message, in a thread of the pool.
+
+        The value is what small payloads hold; of larger ones it is `codec.NOT_DECODED`, and ``act`` decodes it.
+        """
 
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job:
-            # What is small is decoded before another thread is woken to read: making tensors lets go of the GIL.
+            # Small values are decoded before another thread is woken to read: making tensors releases the GIL, which
+            # that thread would take.
             value = codec.decode_early(cast.payload, frames)
             return partial(act, messages.decode(cast.data), value, cast.payload, frames)
 
         self._agent.handle_cast(_TOPICS[kind], on_cast)
 
     def _on_gradients(self, message: messages.Gradients, value: Any, payload: Payload, frames: list[bytes]) -> None:
-        """Hand gradients to their pass; where they cannot be read here, fail the pass at its root, which waits."""
+        """Hand gradients to their pass; if they cannot be decoded here, tell the root that the pass has failed."""
         try:
             gradients = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:
@@ -388,7 +442,7 @@ class Recorder:
             self.passes.on_gradients(message, gradients)
 
     def _on_failed(self, message: messages.Failed, value: Any, payload: Payload, frames: list[bytes]) -> None:
-        """Fail a pass that began here; also where the error itself cannot be read here."""
+        """Fail a pass that began here with another worker's error, or with that of decoding it."""
         try:
             failure = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:
@@ -396,6 +450,7 @@ class Recorder:
         self.passes.on_failed(message, failure)
 
     def _on_lost(self, record: Record, why: str) -> None:
+        """Deal with the loss of a worker: its contexts end, the passes that need it fail, its pauses are over."""
         for context in self.contexts.all():
             context.workers.discard(record.incarnation)
         self._frozen.pop(record.incarnation, None)
@@ -406,12 +461,16 @@ class Recorder:
             self._agent.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
+        """End all contexts here, because the agent ends."""
         for context in self.contexts.all():
             self._release(context.id, context.maker)
 
 
 class _Running:
-    """The time in which a function runs in a context."""
+    """The block in which a function runs in a context, and in the gradient mode of its caller.
+
+    A class and no generator, because it is entered for every call in a context.
+    """
 
     __slots__ = ("_before", "_context", "_contexts", "_grad", "_grad_before", "_noting", "_recorder")
 

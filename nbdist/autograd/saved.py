@@ -1,4 +1,4 @@
-"""Reads what the nodes of torch's graph have saved of the forward pass, as it is kept: no hook is called."""
+"""Reads what the nodes of torch's graph have saved of the forward pass, without calling any hook for saved tensors."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from nbdist.autograd.edges import Node
 __all__ = ["Saved", "saved_by"]
 
 _RAW = "_raw_saved_"
+"""The beginning of the names under which torch's nodes keep saved values as they were packed."""
 
 _names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
-"""The attributes under which the nodes of a class keep what they have saved; each Function of a user's has a class."""
+"""The names of the attributes with saved values, for each class of nodes. Every user's Function has its own class."""
 
 
 class Saved(NamedTuple):
-    """Something that a node has saved."""
+    """One value that a node has saved for its backward."""
 
     name: str
-    """As torch calls it: ``self``, ``other``, ``result``; ``tensors`` of a user's Function."""
+    """torch's name for it, such as ``self``, ``other`` or ``result``; ``tensors`` in a user's Function."""
     tensor: torch.Tensor | None
-    """None where hooks have packed it into something else."""
+    """The tensor; None if hooks have packed it into something else."""
     data: Any
-    """What is kept: the tensor, or whatever hooks have made of it."""
+    """The tensor, or what hooks have packed it into."""
     packed: bool
-    """Whether hooks for saved tensors have packed it: to unpack it is to call the user's code, or a checkpoint's."""
+    """True if hooks for saved tensors have packed it: to unpack it would call the user's code, or a checkpoint's."""
 
 
 def saved_by(node: Node) -> list[Saved]:
-    """Return what a node has saved, as far as no pass has let go of it."""
+    """Return what a node has saved and no pass has freed yet."""
     names = _names.get(type(node))
     if names is None:
         names = _names[type(node)] = tuple(name for name in dir(type(node)) if name.startswith(_RAW))
@@ -40,12 +41,12 @@ def saved_by(node: Node) -> list[Saved]:
     for name in names:
         try:
             raw = getattr(node, name)
-        except RuntimeError:  # a pass has been here, and let go of it
+        except RuntimeError:  # a pass has freed it
             continue
         for each in raw if issubclass(type(raw), tuple | list) else (raw,):
-            if type(each).__name__ != "SavedTensor":  # a node that keeps something else under such a name
+            if type(each).__name__ != "SavedTensor":  # some nodes have other values under such a name
                 continue
-            with contextlib.suppress(RuntimeError, AttributeError):  # there is none, or it has been let go of
+            with contextlib.suppress(RuntimeError, AttributeError):  # there is none, or a pass has freed it
                 data = each.data
                 tensor = data if issubclass(type(data), torch.Tensor) else None
                 packed = getattr(each, "unpack_hook", None) is not None or (tensor is None and data is not None)

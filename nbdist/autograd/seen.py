@@ -1,4 +1,4 @@
-"""What has been seen of a backward pass, as data."""
+"""The data of a watch: what was seen of each backward pass."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ from nbdist.rpc.peeking import Histogram
 __all__ = ["Event", "Key", "Pass", "Share"]
 
 Key = tuple[str, int]
-"""A node: the name of its worker, and its number there."""
+"""A node, as (name of its worker, its number there)."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a pass.
+    """Something that happened in a backward pass on one worker; `Watch` collects events, a user makes none.
+
+    ``what`` is one of these:
 
     ``began``
-        a worker takes part.
-    ``marked``, ``arrived``, ``sent``
-        a message's tensors are going to get gradients, have got them, and have sent them on.
+        The worker takes part in the pass.
+    ``marked``
+        Tensors of ``message``, which the worker sent, will get gradients.
+    ``arrived``
+        Gradients for ``message``, which the worker sent, have come.
+    ``sent``
+        The worker has sent gradients for ``message``, which it received, to the sender.
     ``waiting``
-        nothing more can run on a worker before a message's gradients have come.
-    ``running``, ``done``
-        a node, with the norm and the distribution of the gradients it was given where norms are asked for, and the
-        time it took.
-    ``halted``, ``nan``
-        a node before which the pass was paused; a NaN or Inf that was looked for was given to it or made by it, also
-        the first that a worker comes to in a pass whose norms are asked for.
+        Nothing more can run on the worker before gradients for ``message``, which it sent, have come.
+    ``running``
+        A node begins; ``norm`` and ``histogram`` are those of the gradients it was given, in a watch with norms.
+    ``done``
+        A node has run, in ``seconds``.
+    ``halted``
+        The pass is halted before a node.
+    ``nan``
+        A node was given a NaN or Inf, or has made one. It is reported if `Watch.run` looks for it, and in a watch with
+        norms for the first one on each worker.
     """
 
     time: float
@@ -37,18 +46,18 @@ class Event:
     worker: str
     what: str
     node: int | None = None
-    """Its number in the context's `trace`."""
+    """The node's number, as in the `trace` of the context."""
     name: str | None = None
     message: int | None = None
     seconds: float | None = None
     norm: float | None = None
     histogram: Histogram | None = None
     inherited: Inherited | None = None
-    """Of a ``nan``: where it is from, if the forward pass gave it to the node; None if the backward pass made it."""
+    """For a ``nan``: where the forward pass made it; None if the backward pass made it, or gave it to the node."""
 
     @property
     def told(self) -> str:
-        """In a sentence: of a ``nan``, also whether the forward pass gave it to the node, and from where."""
+        """The event in a sentence; for a ``nan`` also whether it is from the forward pass, and from where."""
         node = _named(self.worker, self.name or "", self.node)
         if self.what == "nan":
             return inherited.told(self.inherited, node, lambda end: _named(end.worker, end.name, end.node))
@@ -56,56 +65,81 @@ class Event:
 
     @property
     def key(self) -> Key | None:
-        """The node, as `run` takes it."""
+        """The node, as (worker, number), which `Watch.run` takes as ``until``; None for an event without a node."""
         return None if self.node is None else (self.worker, self.node)
 
 
 def _named(worker: str, name: str, node: int | None) -> str:
-    """Return how a node is called in a sentence."""
+    """Return the words for a node, such as ``Mul@worker1 (node 3)``."""
     short = name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
     return f"{short}@{worker} (node {node})"
 
 
 @dataclass
 class Share:
-    """How far one worker is known to be with a pass."""
+    """One worker's progress in a pass, as far as its watch knows."""
 
     taken: int = 0
+    """The number of `Observed` messages of the worker that have been read, in their order."""
     overtaken: dict[int, messages.Observed] = field(default_factory=dict)
+    """Messages that came before earlier ones, by their numbers."""
     version: int = 0
+    """The version of the control that the worker had at its last message."""
     halt: int = 0
-    """The halt at which it is, or was last."""
+    """The number of the worker's last halt that the watch knows."""
     gone: int = 0
-    """The halts that it was allowed to leave."""
+    """The number of the last halt that the watch has ended."""
     at: Event | None = None
-    """Where it is halted."""
+    """The node before which the worker is halted now."""
     resting: bool = True
+    """True if nothing can run on the worker before another message comes."""
 
 
 @dataclass
 class Pass:
-    """One backward pass, as it was seen."""
+    """One backward pass, as its `Watch` has seen it; `Watch.passes` lists them.
+
+    It grows while the pass runs, and shows itself in one line.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     watch = dist_autograd.watch()
+        ...     dist_autograd.backward(context_id, [(w * 2).sum()])
+        ...     seen = watch.passes[0]
+        >>> seen
+        <Pass 1 of worker0, smart: 3 nodes on 1 workers in ... ms, over>
+        >>> [event.name for event in seen.events if event.what == "done"][:2]
+        ['SumBackward0', 'MulBackward0']
+    """
 
     root: str
-    """The worker that began it."""
+    """The name of the worker that began the pass."""
     number: int
+    """The number of the pass among those that began on that worker."""
     mode: str
+    """``smart`` or ``fast``; empty as long as that is not known."""
     events: list[Event] = field(default_factory=list)
+    """What has happened, in the order in which the watch learned of it; `Watch.passes` sorts it by time."""
     over: bool = False
+    """True once the pass is known to be over."""
     error: str = ""
+    """The error that ended the pass, as text; empty if there was none."""
     shares: dict[int, Share] = field(default_factory=dict, repr=False)
+    """The progress of each worker, by incarnation."""
     told: dict[int, int] = field(default_factory=dict, repr=False)
+    """The number of messages that each worker has sent about the pass, known once it is over."""
 
     @property
     def complete(self) -> bool:
-        """Whether it is over, and all is here that was seen of it."""
+        """True if the pass is over and every event of it has come."""
         return self.over and all(
             worker in self.shares and self.shares[worker].taken >= count for worker, count in self.told.items()
         )
 
     @property
     def seconds(self) -> float:
-        """From its first event to its last."""
+        """The time from the first event to the last."""
         times = [event.time for event in self.events]
         return max(times) - min(times) if times else 0.0
 

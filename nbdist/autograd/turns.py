@@ -1,11 +1,21 @@
-"""One order, on all workers, for the passes that average gradients over the same ones.
+"""Lets only one pass at a time average gradients over workers in DistributedDataParallel (DDP) modules.
 
-DistributedDataParallel's workers have to begin their collectives in the same order. But passes come to each worker as
-messages do: one may come to the module of this pass first, another to that of another; and then averages would be made
-of gradients that have nothing to do with each other. So a pass in which several workers reduce asks one of them, the
-same for every pass over the same workers, for its turn, and has it until its end.
+The workers of a DDP module have to begin their collectives in the same order. But the messages of two passes may reach
+them in different orders; then averages would be made of gradients of different passes. So a SMART pass in which several
+workers reduce needs its *turn*. The one of these workers with the lowest incarnation, the leader, gives it to one pass
+after another::
 
-`Turns` is pure: passes in, the one whose turn it is out.
+    worker that reduces              root of the pass                 leader
+      |---- Report (waits, reduces) ---->|
+      |                                  |  the marking is over
+      |                                  |---- Turn ------------------->|  Turns.ask: queue the pass
+      |                                  |                              |  it is first in the queue
+      |<--- Marked ----------------------|<--- Granted -----------------|
+      | reduces                          |
+                                         |  the pass is over
+                                         |---- Turn(over) ------------->|  Turns.end: the next pass has its turn
+
+`Turns` is pure: passes go in, the pass whose turn it is comes out. `TurnTaking` sends the messages.
 """
 
 from __future__ import annotations
@@ -23,44 +33,47 @@ if TYPE_CHECKING:
     from nbdist.autograd.run import Run
 
     class Transport(Protocol):
-        """What taking turns needs of an agent."""
+        """The methods of an agent's recorder that `TurnTaking` calls."""
 
         def tell(self, to: int, message: messages.Message) -> None:
-            """Send, if it is there."""
+            """Send a message; do nothing if the worker is gone."""
 
         def is_there(self, worker: int) -> bool:
-            """Whether it is still a member."""
+            """Return whether this agent is still connected to a worker."""
 
 
 __all__ = ["TurnTaking", "Turns"]
 
 
 class Turns:
-    """The passes that have asked one worker for their turn; it is the first one's."""
+    """The queue of passes that have asked a leader for their turn; the first one has it."""
 
     def __init__(self) -> None:
         self._queue: list[PassId] = []
 
     def ask(self, id: PassId) -> PassId | None:
-        """One more; the pass to be told that it is its turn, if any is now."""
+        """Queue a pass; return it if it has its turn at once, else None."""
         self._queue.append(id)
         return id if len(self._queue) == 1 else None
 
     def end(self, id: PassId) -> PassId | None:
-        """A pass is over, or does not want its turn any more; the one whose turn it becomes."""
+        """Remove a pass that needs no turn any more; return the pass that gets the turn by that, or None.
+
+        A pass that is not in the queue changes nothing.
+        """
         first = self._queue[:1]
         self._queue = [other for other in self._queue if other != id]
         return self._queue[0] if self._queue and self._queue[:1] != first else None
 
     def lose(self, root: int) -> PassId | None:
-        """A worker is gone, and with it the passes that began there; the one whose turn it becomes."""
+        """Remove the passes that began on a lost worker; return the pass that gets the turn by that, or None."""
         first = self._queue[:1]
         self._queue = [other for other in self._queue if other.root != root]
         return self._queue[0] if self._queue and self._queue[:1] != first else None
 
 
 class TurnTaking:
-    """One worker's share in it: as the root of passes, and as one that is asked."""
+    """Asks for turns as the root of passes, and gives turns as the leader for others; one object on each worker."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -70,7 +83,11 @@ class TurnTaking:
     # -- as the root of a pass ----------------------------------------------------------------
 
     def wait(self, run: Run, ledger: Ledger, workers: set[int]) -> set[int]:
-        """Of workers that want to go on, those that need not wait for the pass's turn; `granted` tells the others."""
+        """Return those of ``workers`` that may go on at once, now that the marking is over.
+
+        If several workers reduce, these must wait for the pass's turn: the first call asks the leader for it, and
+        `granted` returns the workers that have waited.
+        """
         if len(ledger.reducing) < 2:
             return workers
         with run.lock:
@@ -85,32 +102,33 @@ class TurnTaking:
         return workers - ledger.reducing
 
     def granted(self, run: Run) -> set[int]:
-        """It is a pass's turn; who has waited for that."""
+        """Note that a pass has its turn; return the workers that have waited for it."""
         with run.lock:
             run.its_turn = True
             waiting, run.waiting_for_turn = run.waiting_for_turn, set()
         return waiting
 
     def end(self, run: Run) -> None:
-        """A pass that began here needs no turn any more."""
+        """Give back the turn of a pass that began here, or withdraw its request; harmless if it never asked."""
         with run.lock:
             leader, run.leader = run.leader, None
         if leader is not None:
             self._transport.tell(leader, messages.Turn(run.head.id, True))
 
-    # -- as the one that is asked -------------------------------------------------------------
+    # -- as the leader ------------------------------------------------------------------------
 
     def on_turn(self, message: messages.Turn) -> None:
-        """A pass asks for its turn, or is over."""
+        """Queue a pass that asks for its turn, or end the turn of one that is over; called in the reading thread."""
         with self._lock:
             self._grant(self._turns.end(message.id) if message.over else self._turns.ask(message.id))
 
     def on_lost(self, worker: int) -> None:
-        """A worker is gone."""
+        """Drop the passes that began on a lost worker, and give their turn to the next pass."""
         with self._lock:
             self._grant(self._turns.lose(worker))
 
     def _grant(self, turn: PassId | None) -> None:
+        """Tell the root of a pass that it has its turn; passes whose root is gone are skipped. Needs the lock."""
         while turn is not None and not self._transport.is_there(turn.root):
             turn = self._turns.end(turn)
         if turn is not None:

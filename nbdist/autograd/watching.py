@@ -1,16 +1,28 @@
-"""Watching the passes of a context from one place: what each worker has done of them; and pausing and stepping.
+"""Watches the backward passes of a context from one worker: shows what all workers do, pauses and steps the passes.
 
->>> with dist_autograd.context() as context_id:                         # doctest: +SKIP
-...     loss = forward()
-...     watch = dist_autograd.watch(context_id, paused=True)
-...     handle = context_id.backward_async(loss)
-...     watch.step(3)              # three nodes, wherever they are
-...     watch.run(until="nan")     # up to where the first NaN or Inf comes up
-...     watch.run()
-...     handle.wait()
+::
 
-It is the real pass that is paused, not a record of it. What the workers see comes to the watch by itself, in batches;
-nothing is asked of them, and nothing is seen by anybody as long as there is no watch.
+    Watch, on the watcher                       Observer, on each worker that runs the pass
+      pause() run() step()   --- Steer, Go --->   changes its Control, or ends a halt
+      on_observed            <--- Observed ----   what happened there, in batches
+      on_over                <--- Over --------   from the root: the pass is over
+
+A `Control` says how passes run; the watch sends a new version of it to all workers that run one of its passes:
+
+=============== =========================================================================
+paused          halt before every node
+until "nan"     halt where the first NaN or Inf comes up
+until "message" halt before the next node that sends gradients to another worker
+until "node"    halt before one node of one worker
+none of these   run
+=============== =========================================================================
+
+A worker numbers its halts 1, 2, … in each pass. `Share.halt` is the number of its last halt, `Share.at` the event of
+that halt while it lasts, and `Share.gone` the number up to which halts are ended by `run` or `step`. So an order to
+go on that crosses a new halt on its way does not end the new halt.
+
+The pass itself is paused, not a record of it. Workers send what happens without being asked, and record nothing as
+long as there is no watch.
 """
 
 from __future__ import annotations
@@ -35,23 +47,23 @@ if TYPE_CHECKING:
     from nbdist.autograd.inspection import Plan
 
     class Transport(Protocol):
-        """What a watch needs of an agent."""
+        """The methods of an agent that a watch needs."""
 
         @property
         def me(self) -> int:
             """This worker's incarnation."""
 
         def name_of(self, worker: int) -> str:
-            """A worker's name."""
+            """Return the name of a worker, given its incarnation."""
 
         def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
-            """Send, if it is there."""
+            """Send a message to a worker; drop it if the worker is gone."""
 
         def is_there(self, worker: int) -> bool:
-            """Whether it is still a member."""
+            """Return whether this agent is still connected to a worker."""
 
         def freeze(self, context_id: int, frozen: bool) -> None:
-            """Have nobody's time run, or run again, on all workers."""
+            """Stop the clocks of all timeouts on all workers while a pass is paused, or start them again."""
 
 
 __all__ = ["Until", "Watch"]
@@ -60,10 +72,28 @@ _ids = itertools.count(1)
 _log = logging.getLogger("nbdist.autograd")
 
 Until = Literal["nan", "message"] | Key | None
+"""Where `Watch.run` halts: at a NaN or Inf, at a message, or before a node, given by its worker and number."""
 
 
 class Watch:
-    """What is seen of the backward passes of one context, and the way to pause them."""
+    """A view of the backward passes of one context, which can pause and step them; `nbdist.autograd.watch` makes one.
+
+    A watch sees the passes that begin after it, on whichever worker they begin, until `close` or the context's end. As
+    a context manager it closes itself. `pause`, `run` and `step` raise UsageError on a closed watch. Any thread may
+    call the methods.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum()
+        ...     with dist_autograd.watch(context_id, paused=True) as watch:
+        ...         handle = dist_autograd.backward_async(context_id, loss)
+        ...         [first] = watch.step()
+        ...         watch.run()
+        ...         handle.wait()
+        >>> first.what, first.worker
+        ('done', 'worker0')
+    """
 
     def __init__(
         self, transport: Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
@@ -76,35 +106,39 @@ class Watch:
         self._control = Control(1, paused)
         self._passes: dict[PassId, Pass] = {}
         self._reached: Event | None = None
-        """What the passes were to run to."""
+        """The event at which the passes halted that `run` was waiting for."""
         self._lost = set[int]()
         self._frozen = False
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self.on_begin: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
-        """Called where a pass begins on this worker, before there is anything of it."""
+        """Called with the mode and the roots before a pass begins on this worker, by the thread that begins it."""
         self.on_step: Callable[[Plan], None] | None = None
-        """The same, where a step of a pipeline begins."""
+        """Called with the plan before a step of a pipeline begins on this worker, by the thread that begins it."""
         self.on_news: Callable[[], None] | None = None
-        """Called when something was seen, by whatever thread; it must not block."""
+        """Called after something was seen, by any thread; it must not block."""
         self.view: Any = None
-        """Who draws it."""
+        """The view that draws this watch, if any."""
 
     # -- looking ------------------------------------------------------------------------------
 
     @property
     def watching(self) -> Watching:
-        """What passes are to know that begin now."""
+        """A record of this watch, with its present `Control`; the head of every pass that begins now carries it."""
         return Watching(self._transport.me, self.id, self._norms, self._control)
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the watch has ended, by `close` or with its context."""
         return self._closed
 
     @property
     def passes(self) -> list[Pass]:
-        """The passes, oldest first; of those that are over, with all that was seen on any worker."""
+        """The passes, oldest first.
+
+        This waits until everything that the workers saw of finished passes has come, unless the watch is closed. A pass
+        under way has what is known now.
+        """
         with blocking_wait(), self._changed:
             while any(seen.over and not seen.complete for seen in self._passes.values()) and not self._closed:
                 self._changed.wait()
@@ -114,13 +148,13 @@ class Watch:
 
     @property
     def complete(self) -> bool:
-        """Whether all is here that was seen of the passes that have begun."""
+        """Return whether every pass is over and everything that the workers saw of it has come."""
         with self._changed:
             return all(seen.complete for seen in self._passes.values())
 
     @property
     def halted(self) -> list[Event]:
-        """Where passes are halted now, the longest wait first."""
+        """The events at which passes are halted now; the one that has waited longest is first."""
         with self._changed:
             found = [worker.at for seen in self._open() for worker in seen.shares.values() if worker.at is not None]
         return sorted(found, key=lambda event: event.time)
@@ -134,7 +168,10 @@ class Watch:
         return "\n".join(lines)
 
     def seen(self, id: PassId) -> tuple[Pass | None, list[Event], list[Event]]:
-        """What is known now of one pass: itself, what has happened, and where it is halted. It is not waited for."""
+        """Return one pass, its events, and the events at which it is halted, as known now; this does not wait for news.
+
+        The pass is None if nothing has been heard of it.
+        """
         with self._changed:
             known = self._passes.get(id)
             if known is None:
@@ -143,39 +180,54 @@ class Watch:
 
     @property
     def paused(self) -> bool:
-        """Whether passes are to halt."""
+        """Return whether workers halt before every node."""
         return self._control.paused
 
     @property
     def latest(self) -> PassId | None:
-        """The pass that was heard of last."""
+        """The id of the pass that was the last to be heard of for the first time, or None."""
         with self._changed:
             return next(reversed(self._passes), None)
 
     def _open(self) -> list[Pass]:
+        """Return the passes that are not over; the lock is held."""
         return [seen for seen in self._passes.values() if not seen.over]
 
     # -- acting -------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Halt every worker before its next node."""
+        """Halt every worker before its next node; this returns at once, before the workers have halted.
+
+        While a pass is paused, no RPC of any worker times out.
+
+        Raises:
+            UsageError: The watch is closed.
+        """
         self._steer(paused=True)
 
     def run(self, until: Until = None) -> Event | None:
-        """Let the passes go on.
+        """Resume the passes, and with ``until`` wait until they halt again.
 
-        Without ``until`` this returns at once. Else it waits until they are halted, where the first NaN or Inf comes up
-        (``"nan"``), before the next node that sends gradients to another worker (``"message"``), or before a certain
-        node (``("worker1", 5)``, by the numbers of the context's `trace`); or until they are over. What it returns
-        tells where that was; None where it did not come to that. Of a NaN, its ``told`` and ``inherited`` say so if the
-        node was given it by the forward pass already, and by which message it came.
+        Args:
+            until: None resumes and returns at once. ``"nan"`` runs to where the first NaN or Inf comes up,
+                ``"message"`` to the next node that sends gradients to another worker, and a node such as ``("worker1",
+                5)``, by the numbers of the context's `trace`, to just before that node.
+
+        Returns:
+            The ``nan`` or ``halted`` event of the worker that came there; all other workers then halt too. None if all
+            passes ended before, or if none is under way: passes that begin later halt there all the same. None also if
+            the watch is closed meanwhile. Of a NaN, ``Event.told`` says in a sentence, and ``Event.inherited`` as data,
+            whether the forward pass gave it to the node, and by which message it came.
+
+        Raises:
+            UsageError: The watch is closed, or ``until`` is none of these.
         """
         if until is None:
             self._steer()
             return None
         how, worker, node = ("node", *until) if isinstance(until, tuple) else (until, "", -1)
         if how not in ("nan", "message", "node"):
-            raise UsageError(f'until must be "nan", "message" or a node such as ("worker1", 5), not {until!r}')
+            raise UsageError(f'until must be "nan", "message", or a node such as ("worker1", 5), not {until!r}')
         with blocking_wait(), self._changed:
             self._reached = None
             self._steer(until=how, worker=worker, node=node)
@@ -186,9 +238,20 @@ class Watch:
             return self._reached
 
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
-        """Let that many nodes run, one after the other, wherever the passes are halted, or on one worker.
+        """Run nodes one after the other, and return the events of those that ran.
 
-        Returns what ran; that is less where the passes are over before, or that worker has to wait for others.
+        The node that has been halted longest runs next. A watch that is not paused is paused first.
+
+        Args:
+            count: The number of nodes to run.
+            worker: The name of the only worker to step; None means any.
+
+        Returns:
+            One ``done`` event a node. They are fewer than ``count`` if the passes end before, or if the worker can run
+            nothing until other workers have sent it gradients.
+
+        Raises:
+            UsageError: The watch is closed.
         """
         if not self._control.paused:
             self.pause()
@@ -205,6 +268,7 @@ class Watch:
         return ran
 
     def _next_halt(self, name: str | None) -> tuple[PassId, int] | None:
+        """Return the pass and the worker that have been halted longest, on the worker of that name if given."""
         halts = [
             (worker.at.time, id, number)
             for id, seen in self._passes.items()
@@ -214,7 +278,10 @@ class Watch:
         return min(halts)[1:] if halts else None
 
     def _may_go_on(self, name: str | None) -> bool:
-        """Whether some pass may come to a halt yet, as far as can be known before it is tried."""
+        """Return whether a pass may still halt, on the worker of that name if given; the lock is held.
+
+        A worker that waits for gradients does not count, because it can run nothing until others have run.
+        """
         if name is None:
             return bool(self._open())
         for seen in self._open():
@@ -224,7 +291,11 @@ class Watch:
         return False
 
     def _let_go(self, id: PassId, number: int) -> list[Event]:
-        """Let one halted node run; its end, if it comes to that."""
+        """End one halt, and wait until the node has run; the lock is held, and released while waiting.
+
+        Returns the node's ``done`` event in a list, or nothing if the watch is closed or the pass ends before the node
+        is done.
+        """
         seen = self._passes[id]
         worker = seen.shares[number]
         halt, node = worker.halt, worker.at.node if worker.at is not None else None
@@ -241,12 +312,22 @@ class Watch:
             self._changed.wait()
 
     def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
+        """Make a new version of the control, and send it to every worker that runs a pass.
+
+        Unless ``paused``, this ends all halts that are known.
+
+        Raises:
+            UsageError: the watch is closed.
+        """
         with self._changed:
             if self._closed:
-                raise UsageError(f"the watch of context {self.context_id} has ended, with the context or by close()")
+                raise UsageError(
+                    f"the watch of context {self.context_id} has ended: its context ended, or close() was called. Call "
+                    "watch() in an open context for a new one"
+                )
             self._control = Control(self._control.version + 1, paused, until, worker, node)
             if not paused:
-                # Who is known to be halted goes on from there, also where what it is to run to is there again.
+                # Every halt that is known ends, even one at the node to which this run is to go.
                 for seen in self._passes.values():
                     for each in seen.shares.values():
                         each.gone, each.at = each.halt, None
@@ -255,19 +336,22 @@ class Watch:
             self._freeze()
 
     def _tell(self, number: int) -> None:
-        """Have one worker know how it is to go on; with the lock held."""
+        """Send one worker the control and the number of its ended halts in every pass; the lock is held."""
         over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
         self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
 
     def _freeze(self) -> None:
-        """While a pass is paused, nobody's patience runs out; with the lock held."""
+        """Stop the timeouts of all workers while a pass is paused, and start them again after; the lock is held."""
         frozen = not self._closed and self._control.paused and bool(self._open())
         if frozen != self._frozen:
             self._frozen = frozen
             self._transport.freeze(self.context_id, frozen)
 
     def close(self) -> None:
-        """Let the passes go on, and watch no more; what was seen stays."""
+        """Resume the passes and stop watching; what was seen stays. A second call does nothing.
+
+        Every context closes its watch when it ends.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -280,7 +364,7 @@ class Watch:
         self._tell_news()
         self.on_begin = self.on_step = None
         if self.complete:
-            self.on_news = None  # else what is still on its way is news
+            self.on_news = None  # else more events are on their way
 
     def __enter__(self) -> Watch:
         return self
@@ -293,27 +377,34 @@ class Watch:
     # -- what comes ---------------------------------------------------------------------------
 
     def prepare(self, mode: Literal["smart", "fast"], roots: Sequence[tuple[Node, int]]) -> None:
-        """A pass is going to begin here; whoever wants to see it before is given the time for that."""
+        """Show a pass that is about to begin on this worker: call `on_begin` with its mode and roots.
+
+        The thread that begins the pass calls this. An error of the view is logged, and the pass begins all the same.
+        """
         if self.on_begin is not None:
             try:
                 self.on_begin(mode, roots)
             except Exception:
-                _log.exception("a backward pass could not be drawn")
+                _log.exception("drawing a backward pass failed; the pass begins all the same")
 
     def prepare_step(self, plan: Plan) -> None:
-        """Show what a step of a pipeline consists of that is going to begin here."""
+        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its plan."""
         if self.on_step is not None:
             self.on_step(plan)
 
     def begin(self, id: PassId, mode: Literal["smart", "fast"]) -> None:
-        """A pass begins here."""
+        """Record that a pass, or a step of a pipeline, begins on this worker."""
         with self._changed:
             self._of(id, mode)
             self._freeze()
         self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """News from a worker."""
+        """Take in a batch of what one worker saw; batches are taken in the order in which the worker sent them.
+
+        If a worker halted where `run` was to halt, all other workers are paused. A worker that acted by an older
+        version of the control is sent the present one.
+        """
         with self._changed:
             seen = self._of(message.id, "smart" if message.smart else "fast")
             worker = seen.shares.setdefault(sender, Share())
@@ -324,7 +415,7 @@ class Watch:
                 for happening in following.happenings:
                     self._enter(seen, worker, self._transport.name_of(sender), happening)
             if self._reached is not None and self._control.until:
-                self._steer(paused=True)  # it has come to what it was to run to: so halt the others
+                self._steer(paused=True)  # a worker has come to where `run` halts: halt the others too
             elif worker.version < self._control.version:
                 self._tell(sender)
             self._freeze()
@@ -332,7 +423,7 @@ class Watch:
         self._tell_news()
 
     def on_over(self, message: messages.Over) -> None:
-        """A pass has ended."""
+        """Record that a pass has ended, and how many batches each worker has sent of it."""
         with self._changed:
             seen = self._of(message.id, "")
             seen.over, seen.error = True, message.error
@@ -342,12 +433,16 @@ class Watch:
         self._tell_news()
 
     def on_lost(self, worker: int) -> None:
-        """A worker is gone; what it has not told will not come."""
+        """Record that a worker is gone: a pass that began there is over, and the watch awaits nothing more from it."""
         with self._changed:
             self._lost.add(worker)
             for id, seen in self._passes.items():
-                if id.root == worker and not seen.over:  # who would have said so
-                    seen.over, seen.error, seen.told = True, f"WorkerLost: {seen.root}, where it began, is gone", {}
+                if id.root == worker and not seen.over:  # only the root would have sent Over
+                    seen.over, seen.error, seen.told = (
+                        True,
+                        f"WorkerLost: {seen.root}, where the pass began, is gone",
+                        {},
+                    )
                 seen.told.pop(worker, None)
                 known = seen.shares.get(worker)
                 if known is not None:
@@ -357,11 +452,13 @@ class Watch:
         self._tell_news()
 
     def _tell_news(self) -> None:
+        """Call `on_news`, without the lock."""
         then = self.on_news
         if then is not None:
             then()
 
     def _of(self, id: PassId, mode: str) -> Pass:
+        """Return the record of a pass, made now if it is new; the lock is held."""
         seen = self._passes.get(id)
         if seen is None:
             seen = self._passes[id] = Pass(self._transport.name_of(id.root), id.number, mode)
@@ -369,6 +466,10 @@ class Watch:
         return seen
 
     def _enter(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
+        """Record one happening on a worker as an event, and update where the worker is halted; the lock is held.
+
+        Repeated announcements of a halt that is known, and the happening ``resting``, make no event.
+        """
         event = Event(
             happening.time,
             name,
@@ -391,9 +492,9 @@ class Watch:
         now = happening.version == self._control.version
         reached = self._reached is None and bool(self._control.until) and now
         if event.what == "halted" and worker.at is not None and happening.halt == worker.halt and not reached:
-            return  # as is known
+            return  # announced before
         if event.what == "halted" and happening.halt > worker.gone and (now or self._control.paused):
-            worker.halt, worker.at = happening.halt, event  # else it is going to hear that it need not halt
+            worker.halt, worker.at = happening.halt, event  # else an order to go on is on its way
         if reached:
             self._reached = event
         seen.events.append(event)

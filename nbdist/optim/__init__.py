@@ -1,8 +1,14 @@
-"""Optimizers whose parameters live on other workers, and are updated there.
+"""Optimizers for parameters that live on other workers; each worker updates its own parameters.
 
-`optimizer` has one local optimizer on every worker that owns parameters, and `local` is what runs there;
-`scheduler` changes their learning rates, and `distributed` is what the two have in common; `clipping` looks at the
-gradients of all of them together.
+::
+
+    DistributedOptimizer      DistributedLRScheduler      clip_grad_norm_         on the worker that calls
+            |  step                   |  step                   |  norms, factor
+    LocalOptimizer            a scheduler of torch        the context's gradients on every owner of parameters
+
+`optimizer`, `scheduler` and `clipping` hold what users call. `distributed` calls a method on all owners at once;
+`local` is what runs on an owner, and raises `StepFailed` if several owners fail; `parameters` reads and names the
+parameters, and `saving` joins the owners' states into one that does not depend on the workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a context together, and keeping it small."""
+"""Clips the gradients of a context by the norm of all of them together, on whichever workers they are."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nbdist.rpc.rref import RRef
 __all__ = ["clip_grad_norm_"]
 
 _EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch does."""
 
 
 def clip_grad_norm_(
@@ -25,20 +26,46 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale the gradients of these parameters in the context so that their norm is at most ``max_norm``.
+    """Scale the gradients of these parameters in the context so that their total norm is at most ``max_norm``.
 
-    The norm is that of all of them as one vector, wherever they are; it is returned, as it was before. As
-    `torch.nn.utils.clip_grad_norm_`, which does this in one process.
+    Like `torch.nn.utils.clip_grad_norm_`, but for gradients on several workers: each owner computes the norms of its
+    own gradients, and scales them in the context. Parameters without a gradient in the context are skipped.
+
+    Args:
+        context_id: The context that holds the gradients; call this after `nbdist.autograd.backward`.
+        params_rref: References to the parameters, local ones too.
+        max_norm: The largest norm allowed.
+        norm_type: The order of the norm; ``float("inf")`` takes the largest absolute value.
+        error_if_nonfinite: Raise an error, and scale nothing, if the total norm is NaN or Inf.
+
+    Returns:
+        The total norm before clipping, as a float64 tensor; 0 if there are no gradients.
+
+    Raises:
+        UsageError: A context of that id is not known on an owner, or ``error_if_nonfinite`` is set and the norm is not
+            finite.
+        StepFailed: The call failed on several owners. If it failed on one, that owner's error is raised.
+
+    Example:
+        >>> weight = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(2),))
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = weight.rpc_sync().mul(torch.tensor([3.0, 4.0])).sum()
+        ...     dist_autograd.backward(context_id, [loss])
+        ...     clip_grad_norm_(context_id, [weight], max_norm=1.0)
+        tensor(5., dtype=torch.float64)
     """
     owners = by_owner(params_rref)
     id, kind = int(context_id), float(norm_type)
     answers = ask_all([(owner, local_norms, (id, rrefs, kind)) for owner, rrefs in owners.items()])
     norms = torch.tensor([norm for answer in answers for norm in answer], dtype=torch.float64)
-    if not norms.numel():  # no gradients: nothing to clip, and of nothing torch has no largest
+    if not norms.numel():  # no gradients: vector_norm(inf) of an empty tensor would raise
         return norms.sum()
     total: torch.Tensor = torch.linalg.vector_norm(norms, kind)
     if error_if_nonfinite and not math.isfinite(total):
-        raise UsageError(f"the total norm of order {norm_type} of the gradients is {total.item()}: nothing was clipped")
+        raise UsageError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}: nothing was clipped. "
+            'context(check="nan") finds a NaN of the forward pass, watch(norms=True) one of the backward pass'
+        )
     factor = min(1.0, max_norm / (total.item() + _EPSILON))
     if factor < 1.0 or math.isnan(factor):
         ask_all([(owner, scale_local, (id, rrefs, factor)) for owner, rrefs in owners.items()])
@@ -46,12 +73,12 @@ def clip_grad_norm_(
 
 
 def local_norms(context_id: int, rrefs: Sequence[RRef[Any]], kind: float) -> list[float]:
-    """The norm of each parameter's gradient."""
+    """Return the norm of order ``kind`` of the gradient of each parameter that has one; runs on the owner."""
     gradients = recorder().contexts.get(context_id).gradients()
     found = [gradients.get(rref.local_value()) for rref in rrefs]
     return [torch.linalg.vector_norm(gradient, kind).item() for gradient in found if gradient is not None]
 
 
 def scale_local(context_id: int, rrefs: Sequence[RRef[Any]], factor: float) -> None:
-    """Multiply each parameter's gradient in the context."""
+    """Multiply the context's gradients of these parameters by ``factor``; runs on the owner."""
     recorder().contexts.get(context_id).scale([rref.local_value() for rref in rrefs], factor)

@@ -1,4 +1,4 @@
-"""What an optimizer and a scheduler over workers have in common: a local one on each of several workers."""
+"""The common base of optimizers and schedulers over workers: one local object on each worker, called together."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ __all__ = ["Distributed"]
 
 
 class Distributed:
-    """Local objects on several workers, of each worker one, that are called together."""
+    """Local objects on several workers, at most one on each, whose methods are called on all of them at once."""
 
     def __init__(self, parts: Sequence[RRef[Any]]) -> None:
         self._parts = {rref.owner_name(): rref for rref in parts}
 
     def call_all(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of all local ones at the same time; the results by the names of the workers."""
+        """Call a method on all local objects at once, wait for all of them, and return the results by worker name.
+
+        Errors are raised as in `nbdist.optim.local.ask_all`, after every worker has answered.
+        """
         results = ask_all([(rref.owner(), call_local, (rref, method, *args)) for rref in self._parts.values()])
         return dict(zip(self._parts, results, strict=True))
 
     def give_all(self, method: str, values: Mapping[str, Any]) -> None:
-        """Call a method of all local ones at the same time, each with the value for its worker."""
+        """Call a method on all local objects at once, each with its worker's value, and wait for all of them.
+
+        ``values`` has the values by worker name.
+        """
         ask_all([(rref.owner(), call_local, (rref, method, values[name])) for name, rref in self._parts.items()])

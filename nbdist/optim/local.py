@@ -1,4 +1,4 @@
-"""What runs on the worker that owns parameters; and asking all of them at once."""
+"""Local optimizers, on the workers that own parameters; and `ask_all`, which calls all owners at once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ __all__ = ["LocalOptimizer", "StepFailed", "ask_all", "by_owner", "on_cpu", "ref
 
 
 class StepFailed(NbdistError):
-    """Several workers failed; each is told of, the first one's error is the cause."""
+    """A call to several workers that failed on at least two of them.
+
+    The message has a line for each worker that failed, with its error; ``__cause__`` is the first of these errors. The
+    workers that did not fail have done their part: after a failed optimizer step, their parameters are updated.
+    """
 
 
 class LocalOptimizer:
-    """An optimizer of torch, for the parameters that one worker owns."""
+    """An optimizer of torch for the parameters that one worker owns; a `DistributedOptimizer` has one on each owner."""
 
     def __init__(
         self, cls: Any, groups: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -35,10 +39,14 @@ class LocalOptimizer:
         plain = len(local) == 1 and set(local[0]) == {"params"}
         self.parameters: list[torch.Tensor] = [parameter for group in local for parameter in group["params"]]
         self.optimizer: torch.optim.Optimizer = cls(local[0]["params"] if plain else local, *args, **kwargs)
-        refuse_closure(type(self.optimizer))  # of a function that makes an optimizer it is only known now
+        refuse_closure(type(self.optimizer))  # a function that makes an optimizer shows its class only now
 
     def step(self, context_id: int) -> None:
-        """Update the parameters by what a context has for them; those that it has nothing for stay as they are."""
+        """Update the parameters with the gradients of a context; parameters without a gradient there stay as they are.
+
+        The optimizer finds the gradients in ``.grad``, where they are for the time of the step only. The step waits
+        until no pass and no other optimizer's step is using the ``.grad`` of these parameters.
+        """
         gradients = recorder().contexts.get(context_id).gradients_of(self.parameters)
         start = time.monotonic()
         with lent(gradients):
@@ -48,48 +56,48 @@ class LocalOptimizer:
             trace.emit("optimizer.stepped", agent=api.current_agent().me.name, start=start, optimizer=name)
 
     def describe(self) -> list[tuple[str | None, list[int]]]:
-        """Return the name, if any is known here, and the shape of each parameter."""
+        """Return the full name (None if unknown on this worker) and the shape of each parameter."""
         return [(name_of(parameter), list(parameter.shape)) for parameter in self.parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own, with all tensors on the CPU."""
+        """Return the state_dict() of the local optimizer, with all tensors on the CPU, ready to be sent."""
         found: dict[str, Any] = on_cpu(self.optimizer.state_dict())
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As the optimizer's own."""
+        """Load a state that `state_dict` returned; torch moves its tensors to the devices of the parameters."""
         self.optimizer.load_state_dict(state)
 
 
 def new_local_optimizer(
     cls: Any, groups: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[RRef[LocalOptimizer], list[tuple[str | None, list[int]]]]:
-    """Make an optimizer where the caller has it made; return it, and what `LocalOptimizer.describe` says."""
+    """Make a `LocalOptimizer` on the worker that this call reaches; return a reference to it, and its `describe()`."""
     optimizer = LocalOptimizer(cls, groups, args, kwargs)
     return RRef(optimizer), optimizer.describe()
 
 
 def refuse_closure(cls: type) -> None:
-    """Raise an error if an optimizer's ``step`` needs a closure, as that of LBFGS does.
+    """Raise a UsageError if the ``step`` of an optimizer class needs a closure, as LBFGS does.
 
-    Raises:
-        UsageError: it needs one. Such an optimizer evaluates the loss several times within one step, each time with
-            other parameters. A context has the gradients of one evaluation, and each worker would search by itself.
+    Such an optimizer evaluates the loss several times in one step, each time with other parameters. A context has the
+    gradients of one evaluation, and each worker would search by itself. A ``cls`` without a ``step`` that can be
+    inspected passes: using it fails with a better message than could be made here.
     """
     try:
         closure = inspect.signature(cls.step).parameters.get("closure")  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
-        return  # no class of an optimizer, which the optimizer's first use says better
+        return
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"{cls.__name__} computes the loss several times in a step, by a closure, but a context has the gradients "
             "of one computation: a DistributedOptimizer cannot use it. Use an optimizer whose step() needs no closure, "
-            "such as torch.optim.SGD or Adam"
+            "such as torch.optim.SGD or torch.optim.Adam"
         )
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a state, ready to travel: its tensors, those in lists and dicts too, on the CPU."""
+    """Return a state with all its tensors on the CPU, ready to be sent; tensors in dicts, lists and tuples too."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, Mapping):
@@ -100,12 +108,12 @@ def on_cpu(value: Any) -> Any:
 
 
 def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:
-    """Call a method of what lives here."""
+    """Call a method of the local object that `rref` refers to; runs on its owner."""
     return getattr(rref.local_value(), method)(*args)
 
 
 def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[RRef[Any]]]:
-    """References by the worker on which their values live, in the order given."""
+    """Return the references grouped by the worker that owns their values, each group in the order given."""
     owners: dict[WorkerInfo, list[RRef[Any]]] = {}
     for rref in rrefs:
         owners.setdefault(rref.owner(), []).append(rref)
@@ -113,9 +121,10 @@ def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[RRef[Any]]]:
 
 
 def ask_all(calls: Sequence[tuple[WorkerInfo, Any, tuple[Any, ...]]]) -> list[Any]:
-    """Call functions on several workers at the same time; the results in order.
+    """Call functions on several workers at once, wait for every answer, and return the results in the given order.
 
-    One error is raised as it is, several as one that tells of each.
+    ``calls`` has the worker, the function and its arguments. If one call fails, its error is raised unchanged; if
+    several fail, `StepFailed` lists them all. Either way all other calls have ended by then.
     """
     agent = api.current_agent()
     outcomes = [agent.begin(to, function, *args) for to, function, args in calls]

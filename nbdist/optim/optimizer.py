@@ -1,4 +1,4 @@
-"""An optimizer for parameters on other workers."""
+"""DistributedOptimizer: an optimizer for parameters that live on several workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,32 @@ __all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer(Distributed):
-    """One optimizer of a class of torch's on every worker that owns some of the parameters.
+    """An optimizer over workers: every worker that owns some of the parameters runs one of torch's optimizers for them.
 
-    ``params_rref`` are references to parameters, local ones too, ``(name, reference)`` pairs, or groups as torch's
-    optimizers take them: ``[{"params": [rref, …], "lr": 0.1}, …]``. Further arguments are the optimizer's. Every local
-    optimizer has all groups, some perhaps without a parameter.
+    The local optimizers are made at once, on the owners. Each of them has all parameter groups, some perhaps empty, so
+    group numbers mean the same on every worker.
+
+    Args:
+        optimizer_class: A class of torch's, such as ``torch.optim.Adam``, or a function that returns an optimizer.
+        params_rref: A list of references to parameters (local ones too), of ``(name, reference)`` pairs, or of groups
+            as torch's optimizers take them: ``[{"params": [rref, ...], "lr": 0.1}, ...]``. `state_dict` uses the names.
+        *args: Given to every local optimizer.
+        **kwargs: Given to every local optimizer, such as ``lr``.
 
     Raises:
-        UsageError: ``params_rref`` has something else than references, or the optimizer calls a closure (LBFGS).
+        UsageError: ``optimizer_class`` is not callable or makes an optimizer that needs a closure (LBFGS),
+            ``params_rref`` is empty or has an entry that is no reference, or two parameters have the same name.
+        StepFailed: Several workers could not make their optimizer. If one could not, its error is raised.
+
+    Example:
+        >>> weight = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(2),))
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = weight.rpc_sync().mul(torch.tensor([2.0, 4.0])).sum()
+        ...     dist_autograd.backward(context_id, [loss])
+        ...     optimizer.step(context_id)
+        >>> weight.to_here().detach()
+        tensor([ 0., -1.])
     """
 
     def __init__(self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any) -> None:
@@ -74,32 +92,44 @@ class DistributedOptimizer(Distributed):
         }
 
     def step(self, context_id: int | None = None) -> None:
-        """Update all parameters by the gradients of a context, the current one if none is given.
+        """Update all parameters with the gradients of a context; parameters without a gradient there stay as they are.
 
-        Each owner updates its own, all at the same time. Steps of several optimizers that share parameters
-        follow each other.
+        All owners make their step at the same time, and this returns when the last one has. Steps of two optimizers
+        that share a parameter run one after the other on its owner.
+
+        Args:
+            context_id: The context; None means the one that the calling thread is in.
+
+        Raises:
+            UsageError: The context has ended or is not known on an owner, or the thread is in none and no id is given.
+            StepFailed: The step failed on several workers. If it failed on one, its error is raised. The parameters of
+                the other workers are updated in either case.
         """
         self.call_all("step", current_id() if context_id is None else int(context_id))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all workers' optimizers keep, on the CPU, by parameter.
+        """Return the state of all workers' optimizers as one state, keyed by parameter, with all tensors on the CPU.
 
-        The key of a parameter of a `Pipeline` is its full name in the model, that of a ``(name, reference)`` pair the
-        name, and that of any other one its position among all parameters. So the state fits wherever the parameters
-        live when it is loaded. `torch.save` writes it and ``torch.load(weights_only=True)`` reads it.
+        A parameter's key is the name it was given in a ``(name, reference)`` pair, or its full name in the model if it
+        belongs to a `Pipeline`, or else its position among all parameters. The state does not say which worker had
+        what, so it can be loaded when the parameters live on other workers. `torch.save` writes it, and
+        ``torch.load(weights_only=True)`` reads it.
 
         Raises:
-            UsageError: the workers' optimizers differ in something that belongs to no parameter.
+            UsageError: The workers' optimizers differ in something that belongs to no parameter, so one state cannot
+                hold both.
         """
         found = self.call_all("state_dict")
         parts = {worker: (keys, found[worker]) for worker, keys in self._keys.items()}
         return {**gather(self._groups, parts), "shapes": dict(self._shapes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each worker's optimizer its parameters' part of what `state_dict` returned.
+        """Load a state that `state_dict` returned, on whichever workers the parameters lived then.
+
+        Each worker's optimizer gets the part that belongs to its parameters.
 
         Raises:
-            UsageError: the state is of other parameters or groups, or of the older form, by the names of workers. No
-                optimizer has been changed.
+            UsageError: The state has other parameters, shapes or groups, is no such state, or is one of the older form
+                that was keyed by workers. No optimizer has been changed.
         """
         self.give_all("load_state_dict", scatter(state, self._groups, self._shapes, self._keys))

@@ -1,18 +1,16 @@
-"""Reads which parameters a `DistributedOptimizer` is given, and names them.
-
-What an optimizer keeps of a parameter is saved under the parameter's *key*:
+"""Reads the ``params_rref`` of a `DistributedOptimizer`, and chooses the key of each parameter's saved state.
 
 ============================================ =====================================================
 the parameter                                its key
 ============================================ =====================================================
 came as a pair, ``("decoder.weight", rref)`` that name
-is one of a `nbdist.nn.Pipeline`             its full name in the model, ``"0.weight"``
+belongs to a `nbdist.nn.Pipeline`            its full name in the model, ``"0.weight"``
 is anything else: a bare RRef, a parameter   its position among all parameters of the optimizer, an
 of a `RemoteModule`, one of two pipelines    int, as in the state of torch's own optimizers
 that use the same name
 ============================================ =====================================================
 
-No key depends on the worker on which the parameter lives.
+No key depends on the worker on which the parameter lives, so a saved state fits any placement.
 """
 
 from __future__ import annotations
@@ -39,15 +37,18 @@ class Group:
 
     rrefs: list[RRef[Any]]
     names: list[str | None]
-    """The name that came with each reference, or None."""
+    """The name from the ``(name, reference)`` pair of each reference, or None for a bare one."""
     options: dict[str, Any]
+    """The entries of the group besides ``params``, such as ``lr``."""
 
 
 def read_groups(given: Any) -> list[Group]:
     """Return the parameter groups of ``params_rref``: references, ``(name, reference)`` pairs, or dicts of them.
 
+    References and pairs make one group without options. Empty groups are dropped.
+
     Raises:
-        UsageError: there is no parameter, something else than a reference, or a name that is used twice.
+        UsageError: there is no parameter, an entry is no reference, or two parameters have the same name.
     """
     if isinstance(given, RRef | torch.Tensor | str | Mapping):
         raise UsageError(
@@ -68,14 +69,19 @@ def read_groups(given: Any) -> list[Group]:
         raise UsageError("optimizer got an empty parameter list")
     twice = [name for name, count in Counter(n for g in groups for n in g.names if n is not None).items() if count > 1]
     if twice:
-        raise UsageError(f"two parameters have the name {twice[0]!r}, under which the state of one is to be saved")
+        raise UsageError(
+            f"two parameters have the name {twice[0]!r}, but a name is the key of one parameter's state: "
+            "give each parameter its own name"
+        )
     return groups
 
 
 def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
+    """Return the group that a dict describes; ``index`` is its place in ``params_rref``, for messages."""
     if "params" not in entry:
         raise UsageError(
-            f"group {index} of params_rref has no 'params'; it has {', '.join(map(str, entry)) or 'nothing'}"
+            f"group {index} of params_rref has no 'params'; it has {', '.join(map(str, entry)) or 'nothing'}. "
+            "Put its references under 'params'"
         )
     params = entry["params"]
     options = {name: value for name, value in entry.items() if name != "params"}
@@ -91,6 +97,7 @@ def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
 
 
 def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group:
+    """Return a group of these references and pairs; ``where`` names the list in messages."""
     group = Group([], [], options)
     for index, entry in enumerate(entries):
         name, rref = entry if _is_pair(entry) else (None, entry)
@@ -98,7 +105,7 @@ def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group
             instead = (
                 "a group beside bare references: make all of them groups"
                 if isinstance(rref, Mapping)
-                else "not an RRef: a parameter that is here goes as rpc.RRef(parameter)"
+                else "not an RRef: wrap a parameter of this worker as rpc.RRef(parameter)"
             )
             raise UsageError(f"entry {index} of {where} is {_shown(rref)}, {instead}")
         group.rrefs.append(rref)
@@ -111,6 +118,7 @@ def _is_pair(entry: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as an error message shows it: a tensor by its shape, anything else by the start of its repr."""
     if isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     text = repr(value)
@@ -118,7 +126,10 @@ def _shown(value: Any) -> str:
 
 
 def keys_of(given: Sequence[str | None], known: Sequence[str | None]) -> list[Key]:
-    """Return the key of each parameter, from the names that the user gave and those that the owners know."""
+    """Return the key of each parameter, from the names ``given`` by the user and the names ``known`` on the owners.
+
+    A given name goes before a known one. A name that several parameters have is no key: they get their positions.
+    """
     names = [own or other for own, other in zip(given, known, strict=True)]
     counts = Counter(names)
     return [name if name is not None and counts[name] == 1 else index for index, name in enumerate(names)]
@@ -127,11 +138,11 @@ def keys_of(given: Sequence[str | None], known: Sequence[str | None]) -> list[Ke
 # --- on the owner ---------------------------------------------------------------------------------
 
 _names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-"""By id, because tensors compare element by element and cannot be keys of a weak dictionary."""
+"""Full names by the id of the parameter: tensors compare element by element, so they cannot be keys of a dict."""
 
 
 def name_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Remember the full name of a parameter that lives in this process, for as long as the parameter lives."""
+    """Remember the full name of a parameter of this process until the parameter dies; a pipeline's stage calls this."""
     key = id(parameter)
 
     def forget(dead: weakref.ref[torch.Tensor]) -> None:
@@ -142,6 +153,6 @@ def name_parameter(parameter: torch.Tensor, name: str) -> None:
 
 
 def name_of(parameter: Any) -> str | None:
-    """Return the full name of a parameter that lives in this process, or None."""
+    """Return the full name of a parameter of this process, or None if it was not named."""
     found = _names.get(id(parameter))
     return found[1] if found is not None and found[0]() is parameter else None

@@ -1,4 +1,4 @@
-"""Puts the states of local optimizers together into one, keyed by parameters, and takes one apart again: pure.
+"""Joins the states of the workers' optimizers into one state keyed by parameters, and splits one again; pure functions.
 
 A *part* is the local optimizer of one worker. All parts have all groups, in the user's order; in each part, a group has
 the parameters that the worker owns, perhaps none::
@@ -7,7 +7,7 @@ the parameters that the worker owns, perhaps none::
     worker0    group 0: a c         group 1: -
     worker1    group 0: b           group 1: d e
 
-The state of the whole is like that of one optimizer of torch, with keys (`nbdist.optim.parameters`) for positions::
+The joint state looks like the state of one optimizer of torch, with keys (`nbdist.optim.parameters`) for positions::
 
     {"state": {key: …}, "param_groups": [{"params": [key, …], "lr": …}, …], "shapes": {key: [size, …]}}
 
@@ -27,17 +27,20 @@ from nbdist.optim.parameters import Key
 __all__ = ["agreed", "gather", "refuse_old_form", "scatter", "some"]
 
 _OWN = ("params", "param_names")
-"""What a group has beside its options."""
+"""The entries of a group in an optimizer's state that are not options."""
 
 
 def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[Sequence[Key]], Any]]) -> dict[str, Any]:
-    """Return one state, from the keys of all groups, and each worker's share of them with its optimizer's state.
+    """Return the joint state of all parts, without ``"shapes"``.
 
-    Where the workers' options of a group differ, because the optimizer adapts them to its gradients, the state has the
-    group in several pieces.
+    ``groups`` has the keys of each group. ``parts`` has, by worker, the keys of each group that the worker owns, and
+    the state of its optimizer.
+
+    If the options of a group differ between workers, because the optimizer adapts them to its gradients, the joint
+    state has several groups in its place, one for each value.
 
     Raises:
-        UsageError: workers differ in something that belongs to no parameter.
+        UsageError: the workers differ in a part of the state that belongs to no parameter.
     """
     state: dict[Any, Any] = {}
     shared: dict[Any, dict[str, Any]] = {}
@@ -74,10 +77,14 @@ def scatter(
     shapes: Mapping[Key, Sequence[int]],
     parts: Mapping[str, Sequence[Sequence[Key]]],
 ) -> dict[str, dict[str, Any]]:
-    """Return for each worker the state that its local optimizer of torch loads.
+    """Return, by worker, the part of a joint state that the worker's optimizer loads: the inverse of `gather`.
+
+    ``groups`` and ``parts`` have the keys as in `gather`, for the optimizer that loads. ``shapes`` has the shapes of
+    its parameters. A worker's group without parameters gets the options of the group's first parameter.
 
     Raises:
-        UsageError: the saved state is of other parameters, or of other groups.
+        UsageError: the saved state has other parameters, shapes or groups, has different options for parameters that
+            are now in one group of one worker, or is no state of an optimizer.
     """
     refuse_old_form(saved, "optimizer", isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys())
     options: dict[Key, dict[str, Any]] = {}
@@ -87,18 +94,21 @@ def scatter(
     group_of = {key: number for number, group in enumerate(groups) for key in group}
     missing, unexpected = group_of.keys() - options.keys(), options.keys() - group_of.keys()
     if missing or unexpected:
-        raise UsageError(f"this is the state of other parameters: {differing(missing, unexpected)}")
+        raise UsageError(
+            f"the saved state is that of other parameters: {differing(missing, unexpected)}. Load it into an "
+            "optimizer with the parameters of the one that was saved"
+        )
     for group in saved["param_groups"]:
         if len(into := {group_of[key] for key in group["params"]}) > 1:
             raise UsageError(
                 f"the saved state has {some(group['params'])} in one group; this optimizer has them in the groups "
-                f"{', '.join(map(str, sorted(into)))}"
+                f"{', '.join(map(str, sorted(into)))}. Make it with the groups of the one that was saved"
             )
     for key, shape in saved.get("shapes", {}).items():
         if key in shapes and list(shape) != list(shapes[key]):
             raise UsageError(
-                f"the saved state is of a parameter {key!r} of shape {tuple(shape)}; here {key!r} has the shape "
-                f"{tuple(shapes[key])}"
+                f"the saved state has a parameter {key!r} of shape {tuple(shape)}; here {key!r} has the shape "
+                f"{tuple(shapes[key])}: load a state of the same parameters"
             )
     shared = {name: value for name, value in saved["state"].items() if name not in options}
     found = {}
@@ -122,50 +132,54 @@ def scatter(
 
 
 def agreed(values: Mapping[str, Any], what: str) -> Any:
-    """Return what all workers have alike.
+    """Return the value that all workers have; ``values`` are by worker, and ``what`` names the value in the error.
 
     Raises:
-        UsageError: two workers differ.
+        UsageError: two workers have different values.
     """
     (first, value), *others = values.items()
     for worker, other in others:
         if not same(value, other):
             raise UsageError(
-                f"{first} and {worker} differ in {what}, so that there is no one state to save: change it on all "
+                f"{first} and {worker} differ in {what}, so one saved state cannot hold both values: change it on all "
                 "workers, or on none"
             )
     return value
 
 
 def refuse_old_form(saved: Any, of: str, is_new: bool) -> None:
-    """Raise an error unless the state is of the form that is saved today.
+    """Raise a UsageError unless ``is_new``, which says that the state has today's form.
 
-    Raises:
-        UsageError: the state is keyed by the names of workers, or is no state of this kind.
+    The message says whether the state has the older form, keyed by worker names, or is no state of this kind at all.
+    ``of`` is "optimizer" or "scheduler".
     """
     if is_new:
         return
     if isinstance(saved, Mapping) and saved and all(isinstance(value, Mapping) for value in saved.values()):
         raise UsageError(
             f"this state of the {of} is of an older form, keyed by workers ({some(saved)}): it does not say to which "
-            "parameters its values belong, and they may be on other workers now. Save it again with this version"
+            "parameters its values belong, and the parameters may be on other workers now. Save it again with this "
+            "version"
         )
-    raise UsageError(f"this is not what the state_dict() of the {of} returns")
+    raise UsageError(f"this is not what the state_dict() of the {of} returns: load a state that it returned")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors among them and parts of lists and dicts included."""
+    """Return whether two values, which may be tensors or dicts and lists of them, are equal.
+
+    A float NaN equals another; a tensor that holds a NaN equals no other tensor.
+    """
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) or (one != one and other != other)  # NaN, as a best loss may be
+    return bool(one == other) or (one != one and other != other)  # NaN: a scheduler's best loss may be one
 
 
 def differing(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
-    """Say which names are missing and which are unknown."""
+    """Return a phrase for an error message that says which names are missing and which are unknown."""
     missing, unexpected = list(missing), list(unexpected)
     told = [f"{len(missing)} names are missing ({some(missing)})"] if missing else []
     told += [f"{len(unexpected)} are unknown ({some(unexpected)})"] if unexpected else []
@@ -173,6 +187,6 @@ def differing(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
 
 
 def some(names: Iterable[Any]) -> str:
-    """Name the first three."""
+    """Return the first three of these names, sorted, as text, with an ellipsis if there are more."""
     shown = sorted(map(str, names))
     return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")

@@ -1,4 +1,4 @@
-"""Learning rates of an optimizer whose parameters are on other workers."""
+"""DistributedLRScheduler: learning rates for an optimizer whose parameters live on several workers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,30 @@ __all__ = ["DistributedLRScheduler"]
 
 
 class DistributedLRScheduler(Distributed):
-    """One scheduler of a class of torch's for every local optimizer of a `DistributedOptimizer`.
+    """A learning rate scheduler over workers: every local optimizer of a `DistributedOptimizer` gets one of torch's.
 
-    Every local optimizer has all groups, so that all schedulers are alike, and arguments that have a value for each
-    group are as in one process.
+    Every local optimizer has all parameter groups. So all schedulers are alike, and arguments with a value for each
+    group are the same as in one process.
+
+    Args:
+        scheduler_class: A class of ``torch.optim.lr_scheduler``.
+        dist_optimizer: The optimizer whose learning rates to change.
+        *args: Given to every scheduler.
+        **kwargs: Given to every scheduler.
+
+    Raises:
+        StepFailed: Several workers could not make their scheduler. If one could not, its error is raised.
+
+    Example:
+        >>> weight = rpc.remote("worker1", torch.nn.Parameter, args=(torch.ones(2),))
+        >>> optimizer = nbdist.optim.DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        >>> scheduler = DistributedLRScheduler(torch.optim.lr_scheduler.StepLR, optimizer, step_size=1)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [weight.rpc_sync().sum()])
+        ...     optimizer.step(context_id)
+        >>> scheduler.step()
+        >>> scheduler.get_last_lr()
+        {'worker1': [0.05]}
     """
 
     def __init__(self, scheduler_class: Any, dist_optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
@@ -29,27 +49,34 @@ class DistributedLRScheduler(Distributed):
         super().__init__(ask_all(calls))
 
     def step(self, *args: Any) -> None:
-        """As the scheduler's own, on all workers."""
+        """Call ``step(*args)`` of every worker's scheduler; do this after the optimizer's step.
+
+        ``ReduceLROnPlateau`` takes a metric; most other schedulers take no argument.
+
+        Raises:
+            StepFailed: It failed on several workers. If it failed on one, its error is raised.
+        """
         self.call_all("step", *args)
 
     def get_last_lr(self) -> dict[str, list[float]]:
-        """Return the learning rates of all groups, by the name of the worker."""
+        """Return the learning rates of all parameter groups, by worker name."""
         return self.call_all("get_last_lr")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scheduler, which is the same on all workers, and that of one process.
+        """Return the state of the scheduler, which is the same on all workers, and the same as in one process.
 
         Raises:
-            UsageError: the workers' schedulers differ: one of them has been changed by itself.
+            UsageError: The workers' schedulers differ, because one of them was changed without the others.
         """
         found: dict[str, Any] = agreed(self.call_all("state_dict"), "the state of the scheduler")
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give all workers' schedulers the state that `state_dict` returned, wherever the parameters were then.
+        """Load a state that `state_dict` returned into every worker's scheduler, wherever the parameters lived then.
 
         Raises:
-            UsageError: the state is of the older form, by the names of workers.
+            UsageError: The state is not that of a scheduler, or is one of the older form that was keyed by workers. No
+                scheduler has been changed.
         """
         of_torch = isinstance(state, Mapping) and any(not isinstance(value, Mapping) for value in state.values())
         refuse_old_form(state, "scheduler", of_torch)
@@ -57,5 +84,5 @@ class DistributedLRScheduler(Distributed):
 
 
 def new_local_scheduler(cls: Any, optimizer: RRef[LocalOptimizer], args: Any, kwargs: Any) -> RRef[Any]:
-    """Make one where the optimizer is."""
+    """Make a scheduler for a local optimizer on its owner, and return a reference to the scheduler."""
     return RRef(cls(optimizer.local_value().optimizer, *args, **kwargs))

@@ -276,7 +276,7 @@ def test_a_nan_inside_of_a_checkpoint_is_blamed_on_no_node_backward(world, where
 
     line, found = reported(make)
     assert f"@{where} (node" in line
-    assert "but may be of the forward pass" in line
+    assert "but the forward pass may have made it" in line
     assert 'context(check="nan") names the operation' in line
     assert found.inherited.end == "hidden"
 
