@@ -1,11 +1,14 @@
-"""Arranges the output of several workers in one place: pure, messages in, messages out.
+"""Arranges the output of several workers in one place. Pure: messages go in, messages to show come out.
 
-From one worker, output goes on as it came. From several, every line says whose it is; what many workers say alike is
-said once; and a progress bar has a line of its own for each worker. Where nobody watches, output is held back
-until all have ended, and comes grouped by worker, in their order: the same from one run to the next.
+Three arrangers do this; `nbdist.cluster.outlet.make_arranger` picks one::
 
-Here is what whoever shows output needs to know of it, and what all ways of arranging share; `live` and `grouped` are
-the ways for several workers.
+    Straight   one worker            messages pass as they come
+    Live       several, watched      every line gets its worker's name; identical lines are shown once; each worker
+                                     has a line of its own for its progress bar
+    Grouped    several, not watched  all output is held back to the end and shown by worker, in the workers' order, so
+                                     that it is the same from one run to the next
+
+This module holds the interface of the arrangers, `Straight`, and the helpers that all share.
 """
 
 from __future__ import annotations
@@ -28,19 +31,20 @@ __all__ = [
 ]
 
 FOLD_AFTER = 0.1
-"""Seconds for which a line waits for others to say the same. Always read as ``arrange.FOLD_AFTER``: it may be set."""
+"""Seconds that a line waits for other workers to print the same. Read it as ``arrange.FOLD_AFTER``: tests set it."""
 
 LEFT_OUT = "nbdist_left_out"
-"""The kind of a message that stands for lines that are left out; no front end sees it."""
+"""The kind of an internal message that stands for lines left out; front ends get `say_left_out` in its place."""
 
 OUTPUT = ("stream", "display_data", "execute_result", "error", LEFT_OUT)
-"""What takes a place below the cell; other messages concern what is there, or a widget."""
+"""The message kinds that take a place below the cell. Others change what is there, or concern a widget."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
+"""A name that ends in a number without leading zeros."""
 
 
 class Published(NamedTuple):
-    """A message to be shown."""
+    """A Jupyter message to show: its type, content, metadata and buffers."""
 
     kind: str
     content: Mapping[str, Any]
@@ -49,51 +53,61 @@ class Published(NamedTuple):
 
 
 class Arranger:
-    """What takes messages of workers and gives messages to be shown."""
+    """Takes messages of workers, and returns the messages to show. ``now`` is in seconds, of any one clock."""
 
     labels = True
-    """Whether a line says whose it is."""
+    """False if the output is shown without the workers' names."""
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """A message of a worker has come."""
+        """Take a message of a worker; return what to show now."""
         raise NotImplementedError
 
     def flush(self, now: float) -> list[Published]:
-        """It is later now."""
+        """Return what is due at the time ``now``."""
         return []
 
     def next_flush(self) -> float | None:
-        """When `flush` has something to do."""
+        """Return when `flush` is due next; None if nothing waits."""
         return None
 
     def ended(self, worker: str, now: float) -> list[Published]:
-        """A worker will say no more, or nothing that others should wait for."""
+        """Note that a worker has ended the cell, so that no line waits for it; return what to show now."""
         return []
 
     def finish(self, now: float) -> list[Published]:
-        """All have ended. What comes all the same, from threads that run on, is shown too."""
+        """Return everything that was held back: all workers have ended.
+
+        Output may still be fed afterwards, from threads that the cell has left running, and is shown too.
+        """
         return []
 
 
 class Straight(Arranger):
-    """One worker's output as it comes, as if the cell had run here."""
+    """Shows one worker's output as it comes, without its name, as if the cell had run in the notebook's kernel."""
 
     labels = False
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """Show it."""
+        """Return the message as it is; a message that stands for lines left out becomes a line that says so."""
         return [say_left_out(message, [worker]) if message.kind == LEFT_OUT else message]
 
 
 def say_left_out(message: Published, workers: Sequence[str], label: str = "") -> Published:
-    """Return the line that says how many lines of these workers are left out, and how to see them."""
+    """Return the line that says how many lines of these workers are left out, and which magic shows them."""
     lines, cell = message.content["lines"], message.content["cell"]
     text = f"{lines:,} lines left out: `%dist_log {say_names(workers)} --cell {cell}`"
     return Published("stream", {"name": "stdout", "text": f"{label}{text}\n"})
 
 
 def say_names(names: Sequence[str]) -> str:
-    """``worker0``, ``worker0,2``, ``worker0-3``: several names in few letters."""
+    """Return several workers' names as a short text, with ranges of their numbers.
+
+    Names with different prefixes, or without a number, are listed in full.
+
+    Example:
+        >>> say_names(["worker0", "worker1", "worker2", "worker5"])
+        'worker0-2,5'
+    """
     if len(names) == 1:
         return names[0]
     parts = [_NUMBERED.fullmatch(name) for name in names]
@@ -113,5 +127,5 @@ def say_names(names: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def label_of(names: tuple[str, ...]) -> str:
-    """``[worker0-3]``: what stands before a line that they said."""
+    """Return the label before a line that these workers printed, such as ``[worker0-3]``."""
     return f"[{say_names(names)}]"

@@ -1,4 +1,4 @@
-"""Asks a worker's kernel for completions, and what a name is. Never waits for a busy worker."""
+"""Asks a worker's kernel for completions and for help on a name. Never waits for a busy worker."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["complete", "inspect"]
 def complete(
     cluster: Cluster, worker: Worker, code: str, cursor: int, patience: float
 ) -> tuple[list[str], int, int] | None:
-    """Return what a worker's kernel would complete, and the range of ``code`` that a completion replaces.
+    """Return a worker's completions of ``code`` at ``cursor``, and the range of ``code`` that a completion replaces.
 
-    Returns None if the worker runs a cell, or does not answer within ``patience`` seconds.
+    Returns None if the worker runs a cell, is dead, or does not answer within ``patience`` seconds.
     """
     content = _ask(cluster, worker, "complete_request", {"code": code, "cursor_pos": cursor}, patience)
     return None if content is None else (content["matches"], content["cursor_start"], content["cursor_end"])
@@ -31,13 +31,14 @@ def inspect(
 ) -> dict[str, Any] | None:
     """Return the content of a worker's `inspect_reply` for the name at ``cursor``: what Shift-Tab shows.
 
-    Returns None if the worker runs a cell, or does not answer within ``patience`` seconds.
+    Returns None if the worker runs a cell, is dead, or does not answer within ``patience`` seconds.
     """
     asked = {"code": code, "cursor_pos": cursor, "detail_level": detail_level}
     return _ask(cluster, worker, "inspect_request", asked, patience)
 
 
 def _ask(cluster: Cluster, worker: Worker, kind: str, asked: dict[str, Any], patience: float) -> dict[str, Any] | None:
+    """Send a request to an idle worker's kernel; return the content of the reply, or None if none arrives in time."""
     if not worker.alive or worker.cells:
         return None
 

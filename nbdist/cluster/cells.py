@@ -1,7 +1,15 @@
-"""One cell on its workers: what was sent, what has come back, and the handle by which it is awaited.
+"""One cell that runs on workers: `Cell` is the handle that users wait for, `Part` is one worker's share of the cell.
 
-Events come in the kernel thread. Whoever waits, mostly the notebook's main thread, sleeps on a queue, from which it
-also learns that a worker asks for input, because only the main thread may ask the user.
+Each part moves through these states; ``began`` and ``done`` are fields of `Part`::
+
+    sent ── execute_input ──> began ── reply and idle, in either order ──────────> done
+      │                         ├───── idle, but no reply within _REPLY_LOST ─────> done, failed
+      │                         └───── reply, but no idle within _IDLE_LOST ──────> done
+      └───── the worker dies, at any time ────────────────────────────────────────> done, WorkerLost
+
+A `Cell` is done when all its parts are. The kernel thread calls the ``on_...`` methods. The thread that waits, usually
+the notebook's main thread, sleeps on a queue. The queue also brings a worker's request for input, because only the
+main thread may ask the user.
 """
 
 from __future__ import annotations
@@ -31,16 +39,19 @@ __all__ = ["Cell", "Part"]
 
 _log = logging.getLogger("nbdist.cluster")
 _IDLE_LOST = 10.0
-"""Seconds after its reply within which a kernel must say that it is idle: much output may have crowded that out."""
+"""Seconds after a reply within which the kernel must report idle. A flood of output can drop that report."""
 
 _REPLY_LOST = 1.0
-"""Seconds after a kernel is idle again within which its reply must come: an interrupt may have eaten it."""
+"""Seconds after a kernel reports idle within which its reply must arrive. An interrupt can drop the reply."""
 
 _ERROR_STANDS = 3.0
-"""Seconds after which an error that a cell has shown is not the one with which it ends."""
+"""Seconds for which an error message is held back, because it may be the error that ends the cell.
+
+The reply that ends a failed cell arrives sooner; after this time the error is shown as ordinary output.
+"""
 
 _TELL_AFTER = 0.3
-"""Seconds after a worker has failed within which the others may fail as well, and the cell ends without a notice."""
+"""Seconds after a worker's failure until a notice says that others still run; no notice if they end sooner."""
 
 _NOT_TO_DEBUG = {
     "Aborted",
@@ -51,34 +62,48 @@ _NOT_TO_DEBUG = {
     "UsageError",
     "WorkerLost",
 }
-"""Errors that leave no frame of the user's on the worker, or no worker."""
+"""Errors for which no `%debug` hint is shown: they leave no frame of the user's code on the worker, or no worker."""
 
 _OUTPUTS = ("stream", "display_data", "execute_result", "error")
+"""The message types that `Cell.outputs` keeps."""
 
 
 @dataclass
 class Part:
-    """One worker's share in a cell."""
+    """One worker's share of a cell."""
 
     worker: str
     id: str
-    """Of the request."""
+    """The id of the execute request that was sent to this worker."""
     began: float | None = None
+    """When the kernel reported that the code starts, by `time.monotonic`; None before."""
     when_begun: list[Callable[[], None]] = field(default_factory=list)
+    """Callbacks for the kernel thread to call once, when the code starts."""
     idle: bool = False
+    """True once the kernel has reported idle, or that report counts as lost."""
     reply: Mapping[str, Any] | None = None
+    """The content of the kernel's ``execute_reply``."""
     error: WorkerError | None = None
     done: bool = False
     note: str = ""
+    """A line for the traceback: an interrupt has broken this worker's process group; "" if it has not."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
+    """The outputs so far, in the format of a notebook file."""
     held: list[Published] = field(default_factory=list)
-    """An error, which may be the cell's end or something that it only shows, and what came after it."""
+    """An error that may be the one that ends the cell, and all output that followed it; not shown yet."""
 
 
 class Cell:
-    """The handle of a cell that runs on workers.
+    """Handle of a cell that runs on workers, which ``Cluster.execute(..., block=False)`` and ``%%remote -a`` return.
 
-    ``wait()`` or ``await`` for its end, ``cancel()`` it, look at ``done`` and ``outputs``.
+    ``wait()`` or ``await`` waits for the end and raises the workers' errors; `cancel` interrupts the cell. `done`,
+    `running`, `outputs` and `errors` may be read at any time, in any thread.
+
+    Example, with a running cluster::
+
+        cell = cluster.execute("train()", block=False)
+        cell.running       # ["worker0", "worker1"]
+        cell.wait(60)      # interrupts the workers after 60 s, and raises CellTimeout
     """
 
     def __init__(
@@ -97,9 +122,17 @@ class Cell:
         quiet: bool = False,
         fail_fast: bool = False,
     ) -> None:
+        """Prepare a cell; `Cluster.execute` sends it.
+
+        ``interrupt(cell)`` interrupts the workers and returns a text for each worker that does not stop.
+        ``answer(worker, text, request)`` sends the user's input to a worker. ``number`` is the cell's execution count,
+        ``above`` the number of lines above the code in the page's cell. ``foreground`` means that a caller waits for
+        the cell; a ``quiet`` cell shows neither its result nor notices; ``fail_fast`` interrupts the other workers when
+        one fails.
+        """
         self.code = code
         self.source = moved_down(code, above)
-        """The code, with its lines where they are in the page's cell, and empty lines above it."""
+        """The code below as many empty lines as stand above it in the page's cell, so that line numbers agree."""
         self.sink = sink
         self.parts = {worker: Part(worker, new_id()) for worker in workers}
         self._outlet = Outlet(thread, arranger, sink, number)
@@ -114,12 +147,14 @@ class Cell:
         self._when_done: list[Callable[[], object]] = []
         self._finished = False
         self.interrupted = False
+        """True once the user, `cancel`, a time limit or ``fail_fast`` has interrupted the cell."""
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
         self._error_shown = False
+        """True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again."""
         self.last_output = time.monotonic()
-        """When a worker of it last put something out, or asked for input; at first, when it was sent."""
+        """When a worker last sent output or asked for input, by `time.monotonic`; at first, when the cell was made."""
         self._told: set[str] = set()
-        """The workers of whose errors a notice has told."""
+        """The workers whose errors a notice has reported."""
 
     def __repr__(self) -> str:
         state = "done" if self.done else f"running on {say_names(self.running) or 'nothing'}"
@@ -132,26 +167,33 @@ class Cell:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended on all its workers."""
+        """True once the cell has ended on all its workers."""
         return self._finished
 
     @property
     def running(self) -> list[str]:
-        """The workers on which it has not ended."""
+        """The names of the workers on which the cell has not ended."""
         return [part.worker for part in self.parts.values() if not part.done]
 
     @property
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
-        """What each worker has put out so far, as a notebook keeps it."""
+        """The outputs of each worker so far, by the worker's name, as dicts in the format of a notebook file."""
         return {worker: list(part.outputs) for worker, part in self.parts.items()}
 
     @property
     def errors(self) -> list[WorkerError]:
-        """The errors that there are."""
+        """The errors of the workers that have failed so far."""
         return [part.error for part in self.parts.values() if part.error is not None]
 
     def error(self) -> BaseException | None:
-        """The error with which it has failed, if it has."""
+        """Return the error with which the cell has failed, or None if no worker has failed so far.
+
+        Returns:
+            A `CellError` that carries the errors of all failed workers in ``errors``. If all have the same class, the
+            result has that class's name, and is an instance of it where the class is Python's or nbdist's
+            (`nbdist.cluster.errors` has the exceptions). A KeyboardInterrupt if the user, `cancel` or a time limit has
+            interrupted the cell and no worker failed with another error.
+        """
         errors = self.errors
         if not errors:
             return None
@@ -163,30 +205,41 @@ class Cell:
         return made
 
     def _how_to_debug(self) -> list[str]:
-        """Return the line that says how to debug a worker that has failed, where somebody could type there."""
+        """Return the line that says how to debug a failed worker; nothing if no user is there to type it."""
         if not self._foreground or self._quiet or not self.sink.interactive:
             return []
         found = next((error.worker for error in self._causes() if error.name not in _NOT_TO_DEBUG), None)
         return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
 
     def _causes(self) -> list[WorkerError]:
-        """The errors, without those of workers that were interrupted because another had failed."""
+        """Return the errors, except those of workers that ``fail_fast`` interrupted after another had failed."""
         errors = self.errors
         causes = [error for error in errors if error.name != "KeyboardInterrupt"]
         return causes if self._fail_fast and causes else errors
 
     def move_to(self, sink: Sink) -> None:
-        """Show what it puts out from now on at another place: its page cell was run again."""
+        """Show further output at another place, because the user has run the same page cell again."""
         self.sink = sink
         self._outlet.move_to(sink)
 
     # -- waiting ------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None, *, begin: Callable[[], object] = lambda: None) -> None:
-        """Wait until it has ended on all workers; raises their errors.
+        """Wait until the cell has ended on all workers, and raise their errors.
 
-        Ctrl-C, or the stop button, interrupts the workers, and so does the end of ``timeout`` (seconds). What sends it
-        is to ``begin`` here: an interrupt that comes just then would else leave it running.
+        Ctrl-C, the notebook's stop button and the end of ``timeout`` interrupt the workers. A worker's request for
+        input is put to the user in the calling thread. A second call returns, or raises the same errors again.
+
+        Args:
+            timeout: Seconds to wait before the workers are interrupted; None waits without limit.
+            begin: Called first, inside the part that Ctrl-C interrupts. `Cluster.execute` sends the cell here: sent
+                earlier, the cell would run on if Ctrl-C came between the sending and the wait.
+
+        Raises:
+            CellError: One or more workers failed; see `error`. The death of a worker is a WorkerLost.
+            CellTimeout: The time was up. The message names the workers that did not stop.
+            KeyboardInterrupt: The user interrupted the cell.
+            UsageError: ``timeout`` is not a number of seconds above 0.
         """
         deadline = None if timeout is None else time.monotonic() + durations.positive(timeout)
         try:
@@ -204,7 +257,7 @@ class Cell:
             if self._finished and not self.running:
                 raise
             raise self._interruption(self._stop()) from None
-        self._events.put(None)  # somebody else may wait too
+        self._events.put(None)  # wakes the next thread that waits
         self._hand_on_payload()
         error = self.error()
         if error is not None:
@@ -212,6 +265,7 @@ class Cell:
             raise error
 
     def __await__(self) -> Generator[Any, None, None]:
+        """Wait for the end without blocking the event loop; raises the workers' errors as `wait` does."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
@@ -227,7 +281,10 @@ class Cell:
             raise error
 
     def when_done(self, action: Callable[[], object]) -> None:
-        """Call ``action``, in the kernel thread, once it has ended."""
+        """Call ``action()`` in the kernel thread when the cell ends, or at once if it has ended.
+
+        If the cluster has been shut down, the calling thread calls ``action`` before this method returns.
+        """
 
         def add() -> None:
             if self._finished:
@@ -235,51 +292,62 @@ class Cell:
             else:
                 self._when_done.append(action)
 
-        if not self._thread.soon(add):  # the cluster has been shut down, and all cells have ended
+        if not self._thread.soon(add):  # the cluster has been shut down, so all cells have ended
             action()
 
     def cancel(self) -> None:
-        """Interrupt it where it runs; it then fails with KeyboardInterrupt."""
+        """Interrupt the cell on the workers that still run it; it then fails with KeyboardInterrupt.
+
+        Waits until the workers have stopped, for about 2 s at most, or 30 s if one is formatting its traceback. Does
+        nothing once the cell has ended.
+        """
         if not self._finished:
             self._stop()
 
     def _stop(self) -> Sequence[str]:
-        """Interrupt the workers; what is to be said of those that did not give way."""
+        """Interrupt the workers; return a text for each that does not stop. Never waits in the kernel thread."""
         self.interrupted = True
         return self._interrupt(self)
 
     def _time_out(self, timeout: float) -> None:
+        """Interrupt the workers that still run, and raise CellTimeout."""
         late = self.running
         stuck = self._stop()
-        text = f"{say_names(late)} had not ended after {timeout:g} s"
+        text = f"{say_names(late)} did not end the cell within {timeout:g} s"
         error = CellTimeout("; ".join([text, *say_stopped(self.errors), *stuck]))
         error.errors = tuple(self.errors)
         error.traceback = [*self._where_interrupted(), f"CellTimeout: {error}"]
         raise error
 
     def _interruption(self, stuck: Sequence[str]) -> CellInterrupted:
+        """Make the KeyboardInterrupt that says where the workers stopped, and which did not stop."""
         error = CellInterrupted("; ".join([*say_stopped(self.errors), *stuck]))
         error.traceback = [*self._where_interrupted(), *stuck] or ["KeyboardInterrupt"]
         return error
 
     def _where_interrupted(self) -> list[str]:
+        """Return the workers' tracebacks, and the notes on process groups that the interrupt broke."""
         errors = self._causes()
         notes = [f"{part.worker}: {part.note}" for part in self.parts.values() if part.note]
         return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
 
     def _hand_on_payload(self) -> None:
-        """What the cell wants of the front end besides output: a page of help, a next cell; each from one worker."""
+        """Pass on the replies' requests to the front end, such as a help page or the text of a next cell.
+
+        Of each kind of request, the first worker's is passed on. A request to end the kernel means the worker's kernel,
+        and is dropped.
+        """
         found: dict[str, Mapping[str, Any]] = {}
         for part in self.parts.values():
             for payload in (part.reply or {}).get("payload", ()):
                 found.setdefault(payload.get("source", ""), payload)
-        found.pop("ask_exit", None)  # means the worker
+        found.pop("ask_exit", None)  # ends the worker's kernel, not the notebook's
         if self._foreground and not self._quiet:
             for payload in found.values():
                 self.sink.hand_on(payload)
 
     def _ask(self, worker: str, request: Message) -> None:
-        """A worker asks for input; only the main thread may ask the user."""
+        """Ask the user for the input that a worker wants, and send the answer. Only the main thread may do this."""
         content = request["content"]
         prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
         text = getpass(prompt) if content.get("password") else input(prompt)
@@ -288,11 +356,11 @@ class Cell:
     # -- events, in the kernel thread ---------------------------------------------------------
 
     def when_part_ends(self, action: Callable[[Cell, str], None]) -> None:
-        """Call ``action(cell, worker)``, in the kernel thread, as soon as it has ended on a worker."""
+        """Set the one callback ``action(cell, worker)``, which the kernel thread calls when a worker's part ends."""
         self._part_ended = action
 
     def on_output(self, worker: str, message: Message) -> None:
-        """A message on the output channel of a worker whose parent is this cell."""
+        """Handle a message of a worker's output channel that belongs to this cell."""
         kind, content = message["msg_type"], message["content"]
         part = self.parts[worker]
         if kind == "status":
@@ -307,27 +375,30 @@ class Cell:
             self._show_or_hold(part, published)
 
     def on_reply(self, worker: str, content: Mapping[str, Any]) -> None:
-        """The reply to this cell has come from a worker."""
+        """Handle a worker's reply to the execute request."""
         part = self.parts[worker]
         part.reply = content
         if content["status"] in ("aborted", "abort"):
-            part.error = WorkerError(worker, "Aborted", "the kernel gave the cell up", ())
+            part.error = WorkerError(
+                worker, "Aborted", "the kernel dropped the cell and did not run it; run it again", ()
+            )
         self._maybe_end(part)
         if not part.done:
             self._thread.loop.call_later(_IDLE_LOST, self._idle_is_lost, part)
 
     def _idle_is_lost(self, part: Part) -> None:
+        """End a part whose kernel has replied and has not reported idle in time."""
         part.idle = True
         self._maybe_end(part)
 
     def on_input(self, worker: str, request: Message) -> None:
-        """A worker asks for input."""
+        """Show what a worker has printed so far, and pass its request for input to the thread that waits."""
         self.last_output = time.monotonic()
-        self._remember(self.parts[worker], self._outlet.release(worker))  # what it printed says for what
+        self._remember(self.parts[worker], self._outlet.release(worker))  # the text that the user has to answer
         self._events.put((worker, request))
 
     def on_lost(self, worker: str, why: str) -> None:
-        """A worker has died."""
+        """Fail the part of a worker that has died; ``why`` follows the worker's name in the error's text."""
         part = self.parts[worker]
         if part.done:
             return
@@ -337,13 +408,14 @@ class Cell:
 
     @staticmethod
     def _on_begin(part: Part) -> None:
-        """Its code is about to run; from now on an interrupt is heard."""
+        """Note that the code starts. From now on the kernel reacts to SIGINT."""
         part.began = time.monotonic()
         actions, part.when_begun = part.when_begun, []
         for action in actions:
             action()
 
     def _on_status(self, part: Part, state: str) -> None:
+        """Note that a kernel is idle. The part ends when the reply is there too, or `_REPLY_LOST` seconds later."""
         if state == "idle":
             part.idle = True
             self._maybe_end(part)
@@ -351,12 +423,14 @@ class Cell:
                 self._thread.loop.call_later(_REPLY_LOST, self._reply_is_lost, part)
 
     def _reply_is_lost(self, part: Part) -> None:
+        """End a part without a reply: with the error that it has shown last, else with KeyboardInterrupt."""
         if not part.done:
             if not self._take_error(part, None):
                 part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
             self._end(part)
 
     def _fail(self, part: Part, content: Mapping[str, Any]) -> None:
+        """Set a part's error from a message; add a hint if the missing name is a notebook variable."""
         traceback = tuple(content.get("traceback", ()))
         if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
             traceback = (
@@ -366,15 +440,19 @@ class Cell:
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
     def _take_error(self, part: Part, name: str | None) -> bool:
-        """Have it fail with the last error that it has shown, if that is called so."""
+        """Fail a part with the last error that it holds back, if its class is called ``name``; return whether it is.
+
+        None stands for any error, and so does ``NoneType``, which a kernel replies if the error's ``repr`` fails.
+        """
         errors = [message for message in part.held if message.kind == "error"]
-        if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):  # NoneType: of a bad repr
+        if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):
             return False
         part.held = [message for message in part.held if message is not errors[-1]]
         self._fail(part, errors[-1].content)
         return True
 
     def _maybe_end(self, part: Part) -> None:
+        """End a part once its kernel has both replied and reported idle."""
         if not part.idle or part.reply is None or part.done:
             return
         if part.reply["status"] == "error" and not self._take_error(part, part.reply["ename"]):
@@ -382,6 +460,7 @@ class Cell:
         self._end(part)
 
     def _end(self, part: Part) -> None:
+        """End a part; end the cell if this was its last part."""
         part.done = True
         self._part_ended(self, part.worker)
         try:
@@ -393,12 +472,12 @@ class Cell:
                 self._thread.loop.call_later(_TELL_AFTER, self._tell_failed)
                 if self._fail_fast:
                     self._stop()
-        finally:  # whatever cannot be shown, who waits must learn of the end
+        finally:  # even if showing the output fails, the waiting threads must wake
             if not self.running:
                 self._tell_end()
 
     def _tell_failed(self) -> None:
-        """Say which workers have failed, if others still run."""
+        """Publish which workers have failed, if others still run."""
         if self._finished or self.interrupted or self._quiet or not self.sink.interactive:
             return
         errors = [error for error in self.errors if error.worker not in self._told]
@@ -409,22 +488,24 @@ class Cell:
             self.sink.page.publish("stream", {"name": "stderr", "text": text})
 
     def _tell_end(self) -> None:
+        """Wake the threads that wait, and call the callbacks. A background cell publishes its error."""
         self._finished = True
         self._events.put(None)
         actions, self._when_done = self._when_done, []
         for action in actions:
             try:
                 action()
-            except Exception:  # such as of an event loop that is gone; the others wait as well
-                _log.exception("what was to follow a cell's end has failed")
+            except Exception:  # such as an event loop that has closed; the other callbacks must still run
+                _log.exception("a callback for the end of a cell failed")
         if not self._foreground and not self._error_shown:
             error = self.error()
             if error is not None:
                 self.sink.publish("error", error_content(error))
 
     def _show_or_hold(self, part: Part, message: Published) -> None:
+        """Show a message, or hold it back while the error that ends the cell may be among the messages held."""
         if message.kind in _OUTPUTS and message.kind != "stream":
-            self._show_held(part)  # an error behind which more than text comes was not the cell's end
+            self._show_held(part)  # an error that is followed by more than text did not end the cell
         if message.kind == "error" and not part.done:
             part.held.append(message)
             self._thread.loop.call_later(_ERROR_STANDS, self._show_held, part, message)
@@ -434,10 +515,11 @@ class Cell:
             self._show(part, message)
 
     def _show(self, part: Part, message: Published) -> None:
+        """Pass a message to the outlet, and keep what the outlet will show."""
         self._remember(part, self._outlet.feed(part.worker, message))
 
     def _show_held(self, part: Part, error: Published | None = None) -> None:
-        """Show what is held back; or do nothing if that is no longer for that error."""
+        """Show the messages held back. With ``error``, only if that error is still the first of them."""
         if error is not None and (not part.held or part.held[0] is not error):
             return
         held, part.held = part.held, []
@@ -446,6 +528,7 @@ class Cell:
 
     @staticmethod
     def _remember(part: Part, shown: Sequence[Published]) -> None:
+        """Add messages to a part's outputs, and merge neighbouring text of one stream."""
         for message in shown:
             if message.kind == LEFT_OUT:
                 message = say_left_out(message, [part.worker])
@@ -461,6 +544,6 @@ class Cell:
 
 
 def error_content(error: BaseException) -> dict[str, Any]:
-    """The content of a Jupyter message that says that a cell failed."""
+    """Return the content of the Jupyter ``error`` message for a cell that failed with this error."""
     traceback = list(getattr(error, "traceback", ()))
     return {"ename": type(error).__name__, "evalue": str(error), "traceback": traceback}

@@ -1,14 +1,14 @@
-"""Counts what objects hold: every buffer and every object once, whoever refers to it, and without any code of theirs.
+"""Counts the memory that objects hold: every buffer and object once, without calling any code of their classes.
 
-A `Census` is one look at one process. A `Walk` goes through what one value holds, a bounded number of objects at a
-time, so that a look ends soon however much there is::
+A `Census` is one look at one process. A `Walk` visits what one value holds, a bounded number of objects at a time, so
+that a look ends soon however much there is::
 
     value ── children ──> containers, fields, closures ──> ...     by iterators of the base classes and by
-                │                                                  what Python's garbage collector knows
+                │                                                  Python's garbage collector
                 ├──> tensors: storage, gradient, graph ──> saved tensors
                 └──> arrays: buffer, base
 
-Nothing is copied: a walk keeps iterators over what is there, and the ``id`` of each object that it has met.
+Nothing is copied: a walk keeps iterators over the containers, and the ``id`` of each object that it has visited.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from nbdist.torch_private import no_torch_function
 __all__ = ["Amount", "Census", "Walk"]
 
 _MACHINERY = ("IPython", "ipykernel", "traitlets", "zmq", "jupyter_client", "asyncio", "_asyncio", "logging")
-"""Packages whose objects are not walked through: they lead to all that the kernel has."""
+"""Packages whose objects a walk skips, because they lead to everything that the kernel holds."""
 _OURS = ("nbdist.rpc", "nbdist.channel", "nbdist.cluster", "nbdist.autograd", "nbdist.views", "nbdist.magics")
+"""Modules of nbdist whose objects a walk skips as well, except for promises and `torch.nn.Module` subclasses."""
 _FEW = 10_000
-"""A subclass of a container with more entries is not searched for attributes of its own."""
+"""Entries up to which an instance of a container subclass is searched for attributes too, besides its items."""
 
 
 _tensor: Any = torch.Tensor
@@ -49,40 +50,44 @@ _CONTAINERS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, collections.d
 
 
 class Amount(msgspec.Struct):
-    """Bytes that one kind of holder accounts for."""
+    """The bytes that one category accounts for, by where they are."""
 
     private: int = 0
-    """In this process's own memory."""
+    """Bytes in this process's own memory."""
     shared: int = 0
-    """In shared memory that it has mapped."""
+    """Bytes in shared memory that this process has mapped."""
     absent: int = 0
-    """In no memory: never written to, or swapped out."""
+    """Bytes that are not in memory: pages never written to, or swapped out."""
     gpu: int = 0
-    """On other devices than the CPU."""
+    """Bytes on devices other than the CPU."""
 
 
 class _Buffer(NamedTuple):
+    """The size of a buffer, and the category that it was counted for."""
+
     nbytes: int
     category: str
 
 
 class _Kind(NamedTuple):
-    """How to go through the instances of a class."""
+    """The way in which a walk visits the instances of a class."""
 
     cls: type
     size_of: Callable[[Any], int]
+    """Returns the bytes of an instance itself, without what it refers to."""
     base: Any
-    """The class of Python, torch or numpy whose methods read them; `object` where nothing more is known."""
+    """The class of Python, torch or numpy whose methods read the instances; `object` if none of the known ones fits."""
     is_passed_by: bool = False
+    """True if a walk skips the instances."""
     is_extended: bool = False
-    """Whether it is a container whose instances may have attributes too."""
+    """True for subclasses of containers, whose instances may have attributes besides their items."""
 
     @classmethod
     def of(cls, what: type) -> _Kind:
-        """Find out about a class."""
+        """Find out how to visit the instances of a class."""
         size_of, ndarray = inert.sizer_of(what), inert.array_class()
         if ndarray is not None and issubclass(what, ndarray):
-            return cls(what, object.__sizeof__, ndarray)  # its buffer is counted by itself
+            return cls(what, object.__sizeof__, ndarray)  # `Walk._array` counts the buffer
         for base in (torch.Tensor, FunctionType, type):
             if issubclass(what, base):
                 return cls(what, size_of, base)
@@ -100,37 +105,39 @@ class _Kind(NamedTuple):
 
 @dataclass
 class Census:
-    """Everything that one look has met."""
+    """All that one look has visited and counted."""
 
     buffers: dict[Place, _Buffer] = field(default_factory=dict)
+    """The buffers that were counted, by device and address."""
     objects: dict[str, int] = field(default_factory=dict)
-    """Bytes of plain Python objects, by category."""
+    """Bytes of Python objects, by category."""
     watched: dict[int | Place, int] = field(default_factory=dict)
-    """Objects, by their ``id``, and buffers, of which `Walk.met` shall tell; each with a number."""
+    """Numbers of objects (by ``id``) and buffers (by place). A walk adds the numbers that it meets to `Walk.met`."""
     _seen: set[int] = field(default_factory=set)
+    """The ``id`` of every object that was visited, or that `skip` excludes."""
     _nodes: dict[int, Any] = field(default_factory=dict)
-    """Nodes of graphs by their ``id``, which torch would give to another node if these were dropped."""
+    """The graph nodes visited, by ``id``. Kept alive, as torch would reuse the ``id`` of a dropped node for another."""
     _kinds: dict[int, _Kind] = field(default_factory=dict)
-    """By the ``id`` of the class, for the reason that `inert` has."""
+    """Kinds by the ``id`` of their class: to hash the class itself could call code of its metaclass."""
 
     def skip(self, values: Iterable[object]) -> None:
-        """Walk through none of these: they are what everything leads to."""
+        """Exclude these objects from all walks, because they lead to everything else, as the user's namespace does."""
         self._seen.update(map(id, values))
 
     def kind_of(self, cls: type) -> _Kind:
-        """Return how to go through the instances of a class."""
+        """Return the `_Kind` of a class."""
         kind = self._kinds.get(id(cls))
         if kind is None:
             kind = self._kinds[id(cls)] = _Kind.of(cls)
         return kind
 
     def put(self, category: str, places: dict[Place, int]) -> None:
-        """Count buffers that were found otherwise."""
+        """Count buffers that were found without a walk; buffers that were counted before stay as they are."""
         for place, nbytes in places.items():
             self.buffers.setdefault(place, _Buffer(nbytes, category))
 
     def amounts(self, regions: Regions) -> dict[str, Amount]:
-        """Return what was counted, by category; without what is in no memory."""
+        """Return the counted bytes by category. Bytes of buffers that are not in memory are in `Amount.absent`."""
         found: dict[str, Amount] = {}
         for (device, address), buffer in self.buffers.items():
             amount = found.setdefault(buffer.category, Amount())
@@ -149,32 +156,33 @@ class Census:
 
 
 class Walk:
-    """The way through what one value holds. What is counted for it was not met before, by it or by another walk."""
+    """Visits what one value holds. Counts only what no walk of the same census has visited before."""
 
     def __init__(self, census: Census, category: str, value: object) -> None:
         self.nbytes = 0
-        """Of buffers and objects in this process's memory."""
+        """Bytes of buffers and objects in this process's memory. For a tensor or module, of the buffers alone."""
         self.gpu = 0
+        """Bytes of buffers on other devices."""
         self.count = 0
-        """Objects that were met."""
+        """The number of objects visited so far."""
         self.is_partial = False
-        """Whether something was changed while it was read, so that there may be more."""
+        """True if another thread changed a container while it was read, so that the walk may have missed objects."""
         self.met: set[int] = set()
-        """The numbers of `Census.watched` that the value leads to."""
+        """The numbers from `Census.watched` of the objects and buffers that the value leads to."""
         self._census = census
         self._category = category
         self._root = value
         self._is_module = inert.is_a(value, torch.Tensor, torch.nn.Module)
-        """Of these the bytes of the objects around the buffers are not told, though counted."""
+        """True for a tensor or module: the Python objects around its buffers count for the census, not for `nbytes`."""
         self._stack: list[Iterator[Any]] = [iter((value,))]
 
     @property
     def done(self) -> bool:
-        """Whether all has been met."""
+        """True once everything that the value holds has been visited."""
         return not self._stack
 
     def go(self, count: int) -> int:
-        """Meet so many more objects; returns how many there were."""
+        """Visit up to ``count`` more objects; return how many were visited."""
         before = self.count
         with no_torch_function():
             while self._stack and self.count - before < count:
@@ -183,7 +191,7 @@ class Walk:
                 except StopIteration:
                     self._stack.pop()
                     continue
-                except RuntimeError:  # a dict that another thread changes
+                except RuntimeError:  # another thread has changed the dict
                     self.is_partial = True
                     self._stack.pop()
                     continue
@@ -192,6 +200,7 @@ class Walk:
         return self.count - before
 
     def _meet(self, value: object) -> None:
+        """Count an object unless it has been visited, and put what it refers to on the stack."""
         cls = type(value)
         if cls is int or cls is float:
             self._object(cls.__sizeof__(value))
@@ -214,7 +223,7 @@ class Walk:
             self._stack.append(children)
 
     def _children(self, value: Any, cls: type) -> Iterator[Any] | None:
-        """Count a value, and return what it refers to."""
+        """Count an object; return an iterator over what it refers to, or None if there is nothing to visit."""
         kind = self._census.kind_of(cls)
         if kind.is_passed_by:
             return None
@@ -237,10 +246,11 @@ class Walk:
     # -- tensors and arrays ---------------------------------------------------------------------
 
     def _tensor(self, tensor: torch.Tensor) -> Iterator[Any]:
+        """Count a tensor's buffer; return its attributes, hooks, gradient and graph."""
         found = storage_of(tensor)
         if found is not None:
             self._buffer(*found, is_root=tensor is self._root)
-        referents = _referents(tensor, type(tensor))  # what is set on it, and its hooks
+        referents = _referents(tensor, type(tensor))  # the attributes that were set on the tensor, and its hooks
         node = _grad_fn(tensor)
         if node is None or _retains_grad(tensor):
             gradient = _grad(tensor)
@@ -249,7 +259,7 @@ class Walk:
         return chain(referents, self._graph(node)) if node is not None else iter(referents)
 
     def _graph(self, node: Any) -> Iterator[Any]:
-        """Yield the nodes of a graph, and what they have saved."""
+        """Yield the nodes of a graph that no walk has visited, and the values that they have saved."""
         nodes, pending = self._census._nodes, [node]
         while pending:
             node = pending.pop()
@@ -261,10 +271,11 @@ class Walk:
             pending += [following for following, _ in node.next_functions if following is not None]
 
     def _array(self, array: Any, ndarray: Any) -> Iterator[Any] | None:
+        """Count a numpy array's buffer; return its base if that owns the buffer, else the objects in it."""
         base = ndarray.base.__get__(array)
         if base is not None and inert.is_a(base, ndarray, torch.Tensor, bytes, bytearray):
             return iter((base,))
-        if inert.module_of(type(base)) != "mmap":  # what is in a file is not the process's own
+        if inert.module_of(type(base)) != "mmap":  # a mapped file is not the process's own memory
             address = ndarray.__array_interface__.__get__(array)["data"][0]
             self._buffer(("cpu", address), ndarray.nbytes.__get__(array))
         return iter(ndarray.flat.__get__(array)) if ndarray.dtype.__get__(array).hasobject else None
@@ -272,11 +283,16 @@ class Walk:
     # -- counting -------------------------------------------------------------------------------
 
     def _buffer(self, place: Place, nbytes: int, *, is_root: bool = False) -> None:
+        """Count a buffer, unless it was counted before.
+
+        If the walk began at a tensor whose buffer was counted for the contexts, the buffer moves to the category of the
+        walk: the user knows the tensor by its reference or variable.
+        """
         known = self._census.buffers.get(place)
         if known is None:
             self._census.buffers[place] = _Buffer(nbytes, self._category)
         elif is_root and known.category == "contexts":
-            self._census.buffers[place] = _Buffer(nbytes, self._category)  # it is told as the value of a reference
+            self._census.buffers[place] = _Buffer(nbytes, self._category)  # moved from the contexts
         else:
             self._tell(place)
             return
@@ -287,22 +303,25 @@ class Walk:
             self.gpu += nbytes
 
     def _object(self, nbytes: int) -> None:
+        """Count the bytes of a Python object."""
         objects = self._census.objects
         objects[self._category] = objects.get(self._category, 0) + nbytes
         if not self._is_module:
             self.nbytes += nbytes
 
     def _tell(self, key: int | Place) -> None:
+        """Note the number of an object or buffer, if the census watches it."""
         number = self._census.watched.get(key)
         if number is not None:
             self.met.add(number)
 
     def _tell_place(self, tensor: torch.Tensor) -> None:
+        """Note the number of a tensor's buffer, if the census watches it."""
         found = storage_of(tensor)
         if found is not None:
             self._tell(found[0])
 
 
 def _referents(value: object, cls: type) -> list[Any]:
-    """Return what an object refers to as Python's garbage collector knows it, its class aside."""
+    """Return the objects that Python's garbage collector finds in a value, without the value's class."""
     return [each for each in gc.get_referents(value) if each is not cls]

@@ -1,4 +1,14 @@
-"""The workers that one notebook, or script, drives."""
+"""`Cluster`: the workers that one notebook or script drives.
+
+==========  ============================================================  ====================
+state       how it is reached                                             what works
+==========  ============================================================  ====================
+new         the constructor                                               `start`
+starting    `start`, or the first method that needs workers               nothing yet
+running     all workers are members of the RPC world and process group    everything
+ended       `shutdown`, a start that failed, the end of the process       nothing any more
+==========  ============================================================  ====================
+"""
 
 from __future__ import annotations
 
@@ -43,6 +53,7 @@ from nbdist.wire import culprit
 __all__ = ["Cluster"]
 
 _SETTLE = 1.0
+"""Seconds to wait for output, or for a dead worker's last words, that may be on the way."""
 
 Targets = str | int | Sequence[int | str] | None
 
@@ -50,12 +61,40 @@ Targets = str | int | Sequence[int | str] | None
 class Cluster:
     """Worker kernels, and the RPC world that they and this process form.
 
-    ``Cluster(4)`` describes it; ``start()``, a ``with`` block, or the first use starts it. ``targets`` are written as
-    for ``%%remote``: ``0``, ``"0,2"``, ``"worker1"``, ``[0, 2]``; nothing for all.
+    The constructor starts nothing. `start`, a ``with`` block, or the first method that needs workers starts them. A
+    process has one cluster at a time. The workers end with this process, even if it is killed.
+
+    Methods take ``targets`` as ``%%remote`` does: ``0``, ``-1``, ``"0,2"``, ``"worker1"``, ``[0, 2]``; None for all
+    workers. They raise `UnknownWorker` or `UsageError` where targets name no worker.
+
+    Args:
+        n: How many workers, 1 to 1000.
+        gpu_ids: The numbers of the GPUs to hand out, in turn, to the workers. None for all that torch sees; with the
+            backend gloo, None for no GPU.
+        backend: The process group's backend: ``"gloo"``, ``"nccl"``, or ``"none"`` for no process group. None for nccl
+            if every worker has a GPU of its own, else gloo.
+        driver: The name of this process in the RPC world. It then has id 0 and the workers are called ``worker1``,
+            ``worker2`` and so on. None for ``"notebook"``, whose id is ``n``.
+        seed: The worker of rank r seeds its random numbers with ``seed + r``. None for other numbers in every run.
+        timeout: Seconds within which all workers must be ready, at the start and after a restart.
+        launcher: Which launcher starts the processes: ``"local"``, or one of the entry points ``nbdist.launchers``.
+        isolate_gpus: Whether each worker sees only its own GPU.
+        preload: Modules to import once, before the workers are forked, so that all share the memory and the time.
+        progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
+
+    Raises:
+        UsageError: A value is not possible, such as a GPU that does not exist.
+
+    Example:
+        In a script (in a notebook, ``%dist_init -n 3`` starts one: ``notebooks/00_tour.ipynb``)::
+
+            with nbdist.Cluster(3) as cluster:
+                cluster.execute("x = torch.full((2,), float(rank)); dist.all_reduce(x)")
+                print(cluster.pull("x", "worker1"))  # tensor([3., 3.])
     """
 
     current: Cluster | None = None
-    """The one that runs in this process; there is one at a time."""
+    """The cluster of this process, from the beginning of its `start` to the end of its `shutdown`; else None."""
 
     def __init__(
         self,
@@ -79,10 +118,11 @@ class Cluster:
         self._state = "new"
         self._pid = os.getpid()
         self._counter = 0
+        """The number of cells so far, which numbers them where there is no notebook."""
         self.awaited: list[str] = []
-        """After a `restart`: the workers that have to become idle before the process group is formed anew."""
+        """The workers that had to become idle, when `restart` was last called, for the process group to form anew."""
         self.farewells: list[Callable[[], object]] = []
-        """Called when the cluster is about to be shut down, as long as all is there: each once."""
+        """Functions that `shutdown` calls first, in this order and each once, while the workers are still there."""
         first = 0 if driver is None else 1
         devices = self.spec.devices()
         self.workers = [
@@ -93,12 +133,12 @@ class Cluster:
 
     @classmethod
     def add_view(cls, name: str, make: Callable[..., Any]) -> None:
-        """Have ``cluster.name(…)`` be ``make(cluster, …)``: what is drawn of a cluster is not known here."""
+        """Make ``cluster.name(...)`` call ``make(cluster, ...)``. Higher layers add their views in this way."""
         setattr(cls, name, make)
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:
-        """A cluster by its description."""
+        """Return a new cluster, which has not started, as ``spec`` describes it."""
         return cls(
             spec.count,
             gpu_ids=spec.gpu_ids,
@@ -126,52 +166,63 @@ class Cluster:
 
     @property
     def running(self) -> bool:
-        """Whether it has been started and not shut down."""
+        """Return whether the workers are ready: `start` has ended well, and `shutdown` has not finished."""
         return self._state == "running"
 
     @property
     def folder(self) -> str:
-        """The run directory."""
+        """The run directory: sockets, connection files and logs of the workers. It exists from `start` on."""
         return str(self._lives.folder)
 
     def find(self, name: str) -> Worker:
-        """The worker of that name."""
+        """Return the worker called ``name``, which must be one of `names`."""
         return next(worker for worker in self.workers if worker.name == name)
 
     @property
     def kernel_thread(self) -> KernelThread:
-        """The thread that talks to the kernels."""
+        """The thread that talks to the workers' kernels. It exists from `start` on."""
         return self._thread
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a worker's process."""
+        """Send the signal ``number`` to a worker's process; do nothing if that process has ended."""
         self._lives.launcher.signal(name, number)
 
     @property
     def names(self) -> list[str]:
-        """The workers' names, by rank."""
+        """The names of the workers, in the order of their ranks."""
         return [worker.name for worker in self.workers]
 
     @property
     def backend(self) -> str:
-        """That of the process group."""
+        """The process group's backend: the one asked for, else nccl if each worker has its own GPU, else gloo."""
         if self.spec.backend is not None:
             return self.spec.backend
         gpus = {worker.gpu for worker in self.workers} - {None}
-        return "nccl" if len(gpus) == self.spec.count else "gloo"  # nccl wants a GPU for each
+        return "nccl" if len(gpus) == self.spec.count else "gloo"  # nccl needs a GPU for each worker
 
     def start(self) -> Cluster:
-        """Start the workers, and return when all of them answer."""
+        """Start the workers; return this cluster once all of them are ready.
+
+        Does nothing if the cluster runs. If it fails after it has begun to start workers, it ends them, and this
+        cluster cannot start again.
+
+        Raises:
+            UsageError: Another cluster or RPC runs in this process, this cluster has been shut down, this process was
+                forked from the one that made the cluster, or a module to preload cannot be imported.
+            StartError: The workers were not ready within the timeout, or a step of one failed.
+            WorkerLost: A worker died.
+            ResourceError: The system has no open file, memory or disk space left.
+        """
         if os.getpid() != self._pid:
-            raise UsageError("this cluster belongs to the process that this one was forked from")
+            raise UsageError("this cluster belongs to the process that this one was forked from; use it there")
         if self._state == "running":
             return self
         if self._state != "new":
             raise UsageError("this cluster has been shut down; make another")
         if Cluster.current is not None:
             raise UsageError(
-                "a cluster runs in this process already, and there is one at a time; end it with %dist_shutdown, or "
-                "its shutdown()"
+                "this process has a cluster already, and can have only one at a time; end that cluster first, with "
+                "%dist_shutdown or its shutdown()"
             )
         if api.is_initialized():
             raise UsageError("RPC runs in this process already; call rpc.shutdown() before a cluster starts")
@@ -189,6 +240,7 @@ class Cluster:
         return self
 
     def _start(self) -> None:
+        """Start the workers and this process's agent, and wait for all. Where it fails, `start` cleans up."""
         deadline = time.monotonic() + self.spec.timeout
         self._thread = KernelThread()
         self._router = Router(self._thread, self.names)
@@ -201,7 +253,7 @@ class Cluster:
             lambda worker, step: self.progress(worker, step) if self.progress is not None else None,
         )
         self._lives.launch(self.workers)
-        # All that is to be done here is done while the zygote imports torch.
+        # While this process does the following, the workers start, so this costs no extra time.
         id = 0 if self.spec.driver is not None else self.spec.count
         options = RpcBackendOptions(init_method=self._lives.meeting)
         self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder)
@@ -214,15 +266,23 @@ class Cluster:
     # -- ending -------------------------------------------------------------------------------
 
     def shutdown(self, *, ask: bool = True) -> int:
-        """End all workers; nothing of them is left, no process, socket, or file. How many processes there are still.
+        """End all workers and remove their sockets and files.
 
-        Kernels that do nothing are asked to end, so that what was registered for that runs, unless ``ask`` is false.
+        Does nothing the second time, before `start`, and in a process that was forked from this one. All steps are
+        taken even if one fails or Ctrl-C comes; the error is raised at the end.
+
+        Args:
+            ask: Whether to ask idle workers first, and give them 1 s, so that their exit handlers run. Busy workers
+                are killed without being asked, and so are all workers if one has not become ready.
+
+        Returns:
+            How many worker processes still exist: 0, unless the system refuses to end one.
         """
         if self._state in ("new", "ended") or os.getpid() != self._pid:
             return 0
         agent, lives, thread = (getattr(self, name, None) for name in ("agent", "_lives", "_thread"))
         processes = [(worker.pid, started_at(worker.pid)) for worker in self.workers if worker.pid and not worker.lost]
-        with contextlib.ExitStack() as steps:  # all of them, last first, though one fails or the user is impatient
+        with contextlib.ExitStack() as steps:  # runs the last step first, and all of them even if one fails
             steps.callback(self._forget)
             if thread is not None:
                 steps.callback(thread.close)
@@ -238,16 +298,30 @@ class Cluster:
         return sum(is_alive(pid, started) for pid, started in processes)
 
     def _forget(self) -> None:
+        """Mark this cluster as ended, so that another may start: the last step of `shutdown`."""
         self._state = "ended"
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
-        """Start workers anew, under their names and ranks; without targets, those that have died. Return their names.
+        """Kill workers and start them again, under the same names and ranks.
 
-        The process group of all workers is formed anew: at once if all are idle, else, unless ``process_group``, when
-        the last one is: `awaited` says who that is. ``process_group`` does it also if nobody is restarted.
+        The process group of all workers forms anew: at once if all are idle, else once the last one becomes idle;
+        `awaited` then names the workers that were not idle. Groups, DDP and FSDP wrappers from before cannot be used
+        any more. RRefs to values of the killed workers are lost.
+
+        Args:
+            targets: Which workers; None for those that have died.
+            process_group: Whether to form the process group now, even if no worker is restarted, and to wait until
+                busy workers take part.
+
+        Returns:
+            The names of the workers that were restarted.
+
+        Raises:
+            StartError: The workers were not ready again within the cluster's timeout, or a step failed.
+            WorkerLost: A worker died meanwhile; or, with ``process_group``, a dead worker is not among the targets.
         """
         self.start()
         self.awaited = []
@@ -265,21 +339,31 @@ class Cluster:
         return [worker.name for worker in chosen]
 
     def rebuild_process_group(self) -> None:
-        """Form the process group of all workers anew: after one was restarted, or a collective interrupted."""
+        """Form the process group of all workers anew, as is needed after an interrupt has broken off a collective.
+
+        Waits until all workers have taken part, which busy ones do after the cells that they were sent before.
+
+        Raises:
+            WorkerLost: A worker is dead; `restart` it.
+            StartError: The group did not form within the cluster's timeout, or a worker failed to form it.
+        """
         self.start()
         self._lives.form_group(time.monotonic() + self.spec.timeout)
 
     def _dead(self) -> list[Worker]:
+        """Return the workers that have died, or could not be started again."""
         return [worker for worker in self.workers if worker.lost is not None]
 
     def _is_member(self, name: str) -> bool:
+        """Return whether the RPC world still counts a worker as a member."""
         return any(record.name == name for record in self.agent.members())
 
     def _explain_end(self, pid: int) -> str:
+        """Return how the worker with this process id died; empty if none did. The RPC agent asks, for its errors."""
         for worker in self.workers:
             if worker.pid == pid:
                 worker.exited.wait(_SETTLE)
-                if worker.lost is None:  # else it had no time for last words, which are not waited for
+                if worker.lost is None:  # else SIGKILL has ended it, which leaves no last words to wait for
                     worker.ended.wait(_SETTLE)
                 return worker.lost or ""
         return ""
@@ -287,7 +371,12 @@ class Cluster:
     # -- cells ----------------------------------------------------------------------------------
 
     def select(self, targets: Targets) -> list[Worker]:
-        """Return the workers that targets name; an empty sequence names none, which is an error."""
+        """Return the workers that ``targets`` name, each once, in the order given.
+
+        Raises:
+            UnknownWorker: The cluster has no such worker.
+            UsageError: The targets cannot be read, or name no worker, as an empty list does.
+        """
         if targets is None:
             return list(self.workers)
         if isinstance(targets, Sequence) and not isinstance(targets, str):
@@ -309,12 +398,33 @@ class Cluster:
         progress_after: float = 10.0,
         above: int = 0,
     ) -> Cell:
-        """Run a cell on workers; with ``block`` wait for it, which raises its errors.
+        """Run a cell on workers. Its output, and the error or death of a worker, appears here while the cell runs.
 
-        What it puts out appears here while it runs, and so does the error or death of a worker. ``fail_fast``
-        interrupts the other workers then. ``progress_after`` seconds without output, a line says where workers stand
-        that wait; 0 for never. ``timeout`` (seconds, more than 0) interrupts all; None is for no limit, and so is more
-        than 1e8. Tracebacks count lines from ``above`` lines above the code.
+        Ctrl-C while this waits interrupts the cell on all its workers and raises KeyboardInterrupt.
+
+        Args:
+            code: The cell's source: Python and IPython's magics.
+            targets: Which workers.
+            block: Whether to wait until the cell has ended on all workers, and then to raise its error. Without it,
+                return at once; the error is shown when the cell ends, and the handle's ``wait()`` raises it.
+            timeout: Seconds, more than 0, after which the cell is interrupted everywhere. None, or more than 1e8, for
+                no limit.
+            group_outputs: Whether to show all output at the end, worker by worker.
+            keep: Whether workers keep the value of the last expression, for `references`.
+            sink: Where to show output; None for the place of the code that calls this.
+            quiet: Whether to leave out the values of last expressions, and all notices.
+            fail_fast: Whether to interrupt the other workers as soon as one has failed.
+            progress_after: After how many seconds without output a line shows what the workers wait for; 0 for never.
+            above: How many lines stand above ``code`` in the page's cell; tracebacks count from the top of that cell.
+
+        Returns:
+            The handle of the cell: `Cell.wait`, ``await``, `Cell.cancel`, `Cell.outputs`.
+
+        Raises:
+            CellError: With ``block``: the cell failed. The error is also of the class that the worker raised, if it is
+                one of Python's or nbdist's and the same on all workers that failed; WorkerLost if a worker died.
+            CellTimeout: With ``block``: the cell had not ended after ``timeout`` seconds.
+            UsageError: The cluster has been shut down.
         """
         if timeout is not None:
             timeout = durations.positive(timeout)
@@ -347,11 +457,11 @@ class Cluster:
             "stop_on_error": False,
         }
         told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": self._router.origins.current()}}
-        packed = pack(request), pack(told)  # once for all
+        packed = pack(request), pack(told)  # once, for all workers
 
         def send() -> None:
             if not self._thread.soon(self._send, cell, workers, *packed):
-                raise UsageError("the cluster has been shut down")
+                raise UsageError("this cluster has been shut down; make another")
             if progress_after > 0 and sink.interactive and not quiet:
                 self._thread.soon(Lookout(self, cell, progress_after).start)
 
@@ -364,6 +474,7 @@ class Cluster:
         return cell
 
     def _send(self, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
+        """Send a cell to its workers; the cell fails at once on those that are dead. In the kernel thread."""
         cell.when_part_ends(self._part_ended)
         lost: dict[str, str | None] = {}
         for worker in workers:
@@ -375,18 +486,20 @@ class Cluster:
             worker.cells.append(cell)
             try:
                 worker.kernel.send("execute_request", content, metadata=metadata, id=id)
-            except Exception as error:  # whatever it is, the cell must end
+            except Exception as error:  # whatever the error is, the cell must end
                 lost[worker.name] = f"cannot be reached: {error}"
         for name, why in lost.items():
-            cell.on_lost(name, f"{why or 'does not run'}\n`%dist_restart {name}` starts it again")
+            cell.on_lost(name, f"{why or 'is not running'}\n`%dist_restart {name}` starts it again")
 
     def _part_ended(self, cell: Cell, name: str) -> None:
+        """Note that a worker has ended a cell; form the process group if that is due. In the kernel thread."""
         worker = self.find(name)
         if cell in worker.cells:
             worker.cells.remove(cell)
             self._lives.after_cell()
 
     def _cancel_late(self, cell: Cell) -> None:
+        """Interrupt a cell, sent without ``block``, whose time is over and that still runs. In the kernel thread."""
         if not cell.done:
             cell.interrupted = True
             self._thread.loop.create_task(interrupt_cell(self, cell))
@@ -401,11 +514,14 @@ class Cluster:
     def executor(self, targets: Targets = None) -> WorkerExecutor:
         """Return an executor of `concurrent.futures` that calls functions on some workers, or on all.
 
-        Each call goes to the first worker that is free; a worker runs one call at a time, and first the cells that it
-        was sent before::
+        Each call goes to the first worker that is free. A worker runs one call at a time, after the cells that it was
+        sent before. A call fails with `WorkerLost` if its worker dies while it runs.
 
-            with cluster.executor() as pool:
-                values = list(pool.map(function, items))
+        Example:
+            ::
+
+                with cluster.executor() as pool:
+                    values = list(pool.map(function, items))
         """
         self.start()
         return WorkerExecutor(self._lanes, [worker.name for worker in self.select(targets)])
@@ -413,14 +529,17 @@ class Cluster:
     # -- stopping -------------------------------------------------------------------------------
 
     def interrupt(self, targets: Targets = None) -> None:
-        """Interrupt all that workers do: cells, begun or not, and calls that they run for others.
+        """Interrupt everything that workers do: cells, begun or not, and calls that they run for others.
 
-        Does not wait until they end. Each cell fails with KeyboardInterrupt. What is sent afterwards runs.
+        Each of these cells fails with a `CellError` that is named KeyboardInterrupt, each of these calls with a
+        KeyboardInterrupt on the worker. Does not wait for that. Cells and calls that are sent afterwards run. Dead
+        workers are skipped.
         """
         self.start()
         interrupt_workers(self, [worker for worker in self.select(targets) if worker.alive])
 
     def _interrupt_cell(self, cell: Cell) -> Sequence[str]:
+        """Interrupt a cell; return what to say of workers that do not stop. Does not wait in the kernel thread."""
         if self._thread.is_current():
             self._thread.loop.create_task(interrupt_cell(self, cell))
             return []
@@ -429,32 +548,63 @@ class Cluster:
     # -- values ---------------------------------------------------------------------------------
 
     def evaluate(self, expression: str, targets: Targets = None, *, timeout: float | None = None) -> Any:
-        """The value of an expression on a worker; on several, a list of values."""
+        """Return a copy of the value that an expression has on a worker, or a list of values for several workers.
+
+        The expression runs as a cell, so a worker first ends the cells that it was sent before. No autograd context
+        records the copy.
+
+        Args:
+            expression: One Python expression, or a cell that ends with one.
+            targets: Which workers. A rank or a name gives one value; everything else, also None, gives a list.
+            timeout: Seconds, more than 0, after which the expression is interrupted; None for no limit.
+
+        Raises:
+            CellError: The expression failed, as in `execute`.
+            EncodeError: The value cannot be sent.
+        """
         cell = self.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
-        with torch.no_grad():  # a copy of a value: no context records it, and a leaf stays one
+        with torch.no_grad():  # the value is a copy: no context records its way here, and a leaf stays a leaf
             values = [api.rpc_async(part.worker, take_last_value, (part.id,)) for part in cell.parts.values()]
         found = [value.wait() for value in values]
         return found[0] if _is_single(targets, len(found)) else found
 
     def references(self, cell: Cell, targets: Targets = None) -> Any:
-        """RRefs to the values of the last expression of a cell that was executed with ``keep``."""
+        """Return RRefs to the values of the last expression of a cell, one for each worker of the cell.
+
+        Does not wait for the cell. A worker hands each value out once: call this once for a cell, and only for a cell
+        that was executed with ``keep``.
+
+        Args:
+            cell: The handle that `execute` returned.
+            targets: The targets of that cell: for a rank or a name, one RRef is returned instead of a list.
+        """
         found: list[RRef[Any]] = [
             api.remote(part.worker, take_last_value, (part.id,), timeout=0) for part in cell.parts.values()
         ]
         return found[0] if _is_single(targets, len(found)) else found
 
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
-        """Set variables on workers, once the cells that were sent before have run."""
+        """Set variables on workers, after the cells that they were sent before; return when that is done.
+
+        Args:
+            variables: The values by name. A worker gets copies.
+            targets: Which workers.
+
+        Raises:
+            UsageError: A name is no Python identifier.
+            EncodeError: A value cannot be sent; the text says which part of which variable.
+            WorkerLost: One of these workers is dead.
+        """
         from nbdist.cluster.worker_values import receive
 
         for name in variables:
             if not name.isidentifier():
-                raise UsageError(f"{name!r} is not a variable's name")
+                raise UsageError(f"{name!r} is not a variable's name, so it cannot be pushed")
         self.start()
         workers = self.select(targets)
         self._require_alive(workers)
         token = os.urandom(8).hex()
-        with torch.no_grad():  # as in `evaluate`; nor does it warn that no gradient will come back
+        with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
             try:
                 sent: list[Future[Any]] = [api.rpc_async(w.name, receive, (token, dict(variables))) for w in workers]
             except EncodeError as error:
@@ -468,12 +618,24 @@ class Cluster:
         self.execute(code, [worker.rank for worker in workers], quiet=True)
 
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
-        """The values of variables on workers: of one name its value, of several a dict; of several workers, a list."""
+        """Return copies of the values that variables have on workers.
+
+        Args:
+            names: One name, such as ``"x"`` or ``"model.weight"``, gives its value; a sequence of names gives a dict.
+            targets: Which workers. A rank or a name gives one result; everything else, also None, gives a list.
+
+        Raises:
+            UsageError: A name is not that of a variable or an attribute; `evaluate` takes any expression.
+            NameError: A worker has no such variable.
+            EncodeError: A value cannot be sent.
+        """
         several = not isinstance(names, str)
         wanted = list(names) if several else [str(names)]
         for name in wanted:
             if not all(part.isidentifier() for part in name.split(".")):
-                raise UsageError(f"{name!r} is not a variable's name; `%remote TARGET expression` gives any value")
+                raise UsageError(
+                    f"{name!r} is not a variable's name; `%remote TARGET expression` returns the value of any"
+                )
         values = self.evaluate(f"({', '.join(wanted)},)", targets)
         shaped = [
             dict(zip(wanted, value, strict=True)) if several else value[0]
@@ -482,18 +644,27 @@ class Cluster:
         return shaped if isinstance(values, list) else shaped[0]
 
     def sync(self) -> list[str]:
-        """Wait until every worker has done all that it was sent; who answered."""
+        """Wait until every worker has run all the cells that it was sent; return the names of the workers.
+
+        Raises:
+            WorkerLost: A worker is dead or dies meanwhile.
+        """
         self.execute("pass", quiet=True)
         return self.names
 
     # -- for the notebook -----------------------------------------------------------------------
 
     def settle(self, *, patience: float | None = None) -> None:
-        """Show what this cell's calls printed on workers, before the notebook goes on.
+        """Show what the calls of the notebook's cell printed on workers. The magics call this; programs need not.
 
-        Without ``patience``, a cell has ended: one that nobody watches, or whose output is captured, waits up to 1 s
-        for that output, and a watched one does not wait. With ``patience`` (seconds), a result is about to be shown:
-        all wait, for so long at most.
+        ::
+
+            called                              the page is watched     captured output, or nobody watches
+            after a cell (``patience`` None)    does not wait           waits up to 1 s
+            before a result is shown            waits ``patience`` s    ``patience`` s if watched, else 1 s
+
+        Args:
+            patience: Seconds to wait at most for output that is on its way, before a result is shown.
         """
         sink = current_sink()
         origin = self._router.origins.find(sink.key)
@@ -511,20 +682,21 @@ class Cluster:
         self._router.settle(origin, [worker for worker in self.workers if worker.alive], ask, within)
 
     def _require_alive(self, workers: Sequence[Worker]) -> None:
+        """Raise WorkerLost if one of these workers is dead."""
         for worker in workers:
             if not worker.alive:
                 raise lost_error(worker)
 
 
 def _is_single(targets: Targets, count: int) -> bool:
-    """Whether one worker was meant, rather than several that happen to be one."""
+    """Return whether targets mean one worker by rank or name, and not a list that happens to have one entry."""
     if isinstance(targets, int):
         return True
     return count == 1 and isinstance(targets, str) and re.fullmatch(r"\s*(-?\d+|[^\W\d]\w*)\s*", targets) is not None
 
 
 def _after_fork() -> None:
-    Cluster.current = None  # it is the parent's
+    Cluster.current = None  # the cluster stays with the parent process
 
 
 os.register_at_fork(after_in_child=_after_fork)

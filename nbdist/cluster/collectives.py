@@ -1,18 +1,21 @@
-"""The process group of a worker: how it forms, forms again, and how its collectives end when they cannot go on.
+"""Forms the process group of a worker, and ends collectives after the death of a member or an interrupt.
 
-A collective waits in C++, deaf to signals, until all other members have come. Two events end it all the same, by
-shutting the connections of its process group (see `nbdist.cluster.gloo`)::
+A collective waits in C++ until all other members have come, and ignores signals. Shutting the connections of its
+process group down ends it (see `nbdist.cluster.gloo`)::
 
-    a member dies      each survivor leaves all groups that contain the dead member; other groups go on
-    an interrupt       the worker leaves the group of the collective in which a thread of its own waits
+    initialise ──> formed ──┬── a member dies: `_on_lost` ──> all groups with the dead member are left
+        ^                   └── an interrupt: `break_off` ──> the group of the collective that a thread waits in is left
+        │                                                     │
+        │                          torch raises RuntimeError in the threads that wait; `translate` turns it, outside
+        │                          of the user's own ``try``, into WorkerLost (a member died) or GroupError
+        └─── `%dist_restart`: the process group forms anew ───┘
 
-torch then raises a RuntimeError in every thread that waits. Outside of the user's own ``try`` that error becomes
-WorkerLost if a member died, else GroupError: `translate`. A group that was left stays unusable until all groups are
-formed anew. Then all groups from before are left for good, with the DDP and FSDP wrappers that hold them.
+To leave a group is to shut its connections in this process. A group that was left, or that is from before the last
+forming, stays unusable, and so do DDP and FSDP wrappers that hold it. Other groups continue.
 
-gloo forgets one kind of wait when a connection ends: for a transfer that is half done. A worker that leaves its group
-fails those waits in gloo's place: `nbdist.cluster.gloo_waits`. A limit: another worker that was just sending to an
-interrupted one may go on waiting, as its group has other connections. An interrupt of that worker ends its wait.
+gloo forgets one kind of wait when a connection ends: the wait for a transfer that is half done. A worker that leaves a
+group ends these waits itself: `nbdist.cluster.gloo_waits`. A limit: another worker that was just sending to an
+interrupted one may continue to wait, because its group has other connections. An interrupt of that worker ends this.
 """
 
 from __future__ import annotations
@@ -45,56 +48,63 @@ if TYPE_CHECKING:
 __all__ = ["break_off", "follow", "initialise", "translate"]
 
 _LOOK_EVERY = 0.05
-"""Seconds between two looks of a process that forms a group whether the forming has failed elsewhere."""
+"""Seconds between two looks, while a group forms, whether another worker has failed to form it."""
 
 _NEWS_WITHIN = 1.0
-"""Seconds within which a worker learns of a death, after a survivor that learned of it first has hung up."""
+"""Seconds within which a worker learns of a death, after another survivor has shut its connections."""
 
 _NEW_GROUP_WITHIN = 5.0
-"""Seconds for which a group that was just forming when a member died is kept from waiting for the dead member."""
+"""Seconds after a death during which groups that are just forming are kept from waiting for the dead member."""
 
 _LOOKS_FOR_CUT, _LOOK_FOR_CUT_EVERY = 40, 0.25
-"""How many times, and after how many seconds each, a process looks for cut transfers once connections were shut. A
-number and no time limit, as a worker may stand still at that moment."""
+"""The number of looks for cut transfers after connections were shut, and the seconds between two looks.
+
+Not a time limit, because the process may be stopped for a while at that moment.
+"""
 
 _POLL = 0.01
 _PROCESS = re.compile(r" \(process \d+ has ended\)")
+"""A part of the RPC agent's text that differs from one run to the next, and so is left out."""
+
 _GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pipe|not connected)", re.DOTALL)
-"""What gloo says where a connection has been shut, at either end."""
+"""The texts of gloo's errors when a connection has been shut, at either end."""
 
 _TORCHS = os.path.dirname(torch.__file__) + os.sep
 _NO_GROUP = "Default process group has not been initialized"
+"""A part of torch's error where there is no process group."""
 _NOT_THERE = "is not initialized in the world group map"
-"""What torch says of a group that has been destroyed."""
+"""A part of torch's error for a group that has been destroyed."""
 
 _BROKEN_OFF = "an interrupt has broken this process group off; `%dist_restart -p` forms it anew"
 _NOT_YET = (
     "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
 )
 _OLD = (
-    "this process group is from before the last %dist_restart, which has formed all anew: make it again with "
+    "this process group is from before the last %dist_restart, after which a new one has formed: make it again with "
     "dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
 )
 
-dist: Any = torch.distributed  # which does not declare what it exports
+dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 _agent: Agent | None = None
+"""This worker's agent, which reports the deaths of members."""
 _store: GroupStore | None = None
-"""The store of the process group, which needs it as long as it lives."""
+"""The store of the process group. C++ does not keep the Python object alive, so this module does."""
 _formed = False
+"""True once the present process group has formed."""
 _forms_group = False
-"""Whether this worker's cluster has a process group at all."""
+"""True if the cluster has a process group: its backend is not "none"."""
 _lost: dict[int, str] = {}
-"""What to say of each member that has died since the group formed, by rank."""
+"""By rank: how each member of the present group that has died was lost, in words."""
 _loops_before: set[bytes] = set()
-"""The addresses of loops that outlived their groups when the group was formed anew: whoever keeps a group, such as a
-DDP wrapper or a traceback, keeps its loop."""
+"""The addresses of loops that are older than the present group: an object that holds an old group keeps its loop."""
 _broken = False
+"""True once an interrupt has broken off a collective of the present group, on this worker."""
 _breaking = threading.Lock()
-"""Held while connections are shut, and while the group changes: they must not meet those of the next group."""
+"""Held while connections are shut and while the group changes, so that no connection of the next group is shut."""
 
 
 def follow(agent: Agent, backend: str) -> None:
-    """Learn from this worker's agent which members of the process group die; ``backend`` is the group's, or none."""
+    """Let this worker's agent report members that die, and end collectives of calls that are interrupted."""
     global _agent, _forms_group
     _agent, _forms_group = agent, backend != "none"
     agent.on_lost(_on_lost)
@@ -102,11 +112,14 @@ def follow(agent: Agent, backend: str) -> None:
 
 
 def initialise(told: WorkerSetup, generation: int) -> None:
-    """Form the process group of this generation, after destroying the one before."""
+    """Form the process group number ``generation`` with all other workers; destroy the previous group first.
+
+    Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if a member has died.
+    """
     global _broken, _formed, _loops_before, _store
     with _breaking:
         if dist.is_initialized():
-            # Nothing in them is waited for any more, and whoever still holds a group learns that it is over.
+            # No wait in an old group can end well any more, and code that still holds one must get an error.
             all_of_them = bool(_broken or _lost)
             _shut([loop for loop in _loops() if all_of_them or _is_known(loop.address)])
             dist.destroy_process_group()
@@ -117,8 +130,8 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
-        # An attempt that failed counts for the workers that made it, but not for a worker that was started since: they
-        # would look for each other under different keys.
+        # torch counts the groups that a process makes, failed attempts too, and uses the count in the store's keys. A
+        # worker that was started later has another count, so without this the workers would not find each other.
         restart_group_numbers()
         stack.enter_context(_leaving_with(_store, told.world_size))
         if _agent is not None:
@@ -126,16 +139,16 @@ def initialise(told: WorkerSetup, generation: int) -> None:
         dist.init_process_group(told.backend, store=_store, rank=told.rank, world_size=told.world_size)
     with _breaking:
         _formed = True
-        for rank in list(_lost):  # died since
+        for rank in list(_lost):  # members that died while the group formed
             _leave_groups_of(rank)
 
 
 @contextlib.contextmanager
 def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
-    """Have this process's forming end, too, if the forming ends because another worker failed.
+    """End the forming of the group in this process, with RendezvousError, if another worker fails to form it.
 
-    A wait in the store ends by itself. But a process whose part in the store is done waits in gloo for the connections
-    of its peers, without a limit and deaf to signals. A second thread makes these connections in the peers' place.
+    A wait in the store raises by itself when another worker fails. But a process that is done with the store waits in
+    gloo for the connections of its peers, without end. A second thread makes these connections in the peers' place.
     """
     formed = threading.Event()
 
@@ -150,7 +163,7 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
     try:
         yield
         if store.ended:
-            raise RendezvousError(store.ended)  # the connections may be of `connect_for_peers`
+            raise RendezvousError(store.ended)  # the group may consist of connections that `connect_for_peers` made
     finally:
         formed.set()
         thread.join()
@@ -160,18 +173,20 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
 
 
 def _on_lost(record: Record, why: str) -> None:
-    """Leave the groups of a worker that is lost; in a thread, as the agent's reader must not wait."""
+    """Leave the groups of a lost worker, in a thread: the agent calls this and must not wait."""
     threading.Thread(target=_lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
 
 
 def _lose(record: Record, why: str) -> None:
+    """Leave the groups of a lost worker, and keep new groups from waiting for it."""
     with _breaking:
+        # By incarnation, not by name: a worker that was restarted under the same name is another member.
         rank = _store.rank_of(record.incarnation) if _store is not None else None
         if rank is None:
-            return  # it was no member of this group: it has no process group, or one from before
+            return  # it is no member of the present group
         _lost[rank] = f"{record.name} {_PROCESS.sub('', why)}"
         if not _formed:
-            return  # the notebook, which learns of the death too, ends the forming
+            return  # the notebook learns of the death, too, and ends the forming
         _leave_groups_of(rank)
     _keep_new_groups_from_waiting()
 
@@ -182,17 +197,20 @@ def _leave_groups_of(rank: int) -> None:
     _store.lost = _say_lost()
     groups = process_groups()
     names = [(loop, _store.group_at(loop.address)) for loop in _loops()]
-    # A group that is not known here was made with a store of the user's own, or forms just now.
+    # A group without a known name was made with a store of the user's own, or is just forming: it is left, too.
     _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
 
 
 def _keep_new_groups_from_waiting() -> None:
-    """End the forming of a group by the user's ``new_group``, which may wait for connections of the dead member."""
+    """End the forming of groups by the user's ``new_group``, which may wait for connections of the dead member.
+
+    Looks for `_NEW_GROUP_WITHIN` seconds, as long as there are such groups.
+    """
     deadline = time.monotonic() + _NEW_GROUP_WITHIN
     while time.monotonic() < deadline:
         with _breaking:
             if not _lost or _store is None:
-                return  # the group has been formed anew
+                return  # the group has formed anew meanwhile
             groups = process_groups()
             unknown = [loop for loop in _loops() if _store.group_at(loop.address) not in groups]
             forming = [loop for loop in unknown if loop.address not in _loops_before]
@@ -204,23 +222,25 @@ def _keep_new_groups_from_waiting() -> None:
 
 
 def _loops() -> list[gloo.Loop]:
+    """Return the loops of all process groups; before torch 2.13, of those that the store knows."""
     return gloo.loops(_is_known)
 
 
 def _is_known(address: bytes) -> bool:
-    """Return whether this is the address of a group that this process group's store knows."""
+    """Return whether the present store knows a group with this address."""
     return _store is not None and _store.group_at(address) is not None
 
 
 def _shut(loops: Sequence[gloo.Loop]) -> int:
-    """Shut all connections of these loops, and end what then waits in vain; return how many connections there were."""
+    """Shut the connections of these loops down, and end waits that gloo forgets; return the number of connections."""
     count = sum(map(gloo.shut, loops))
-    # Also without a connection to shut: gloo itself has closed those to the dead, and forgotten the cut transfers.
+    # Even if none was open: gloo itself has closed the connections to a dead member, and has forgotten cut transfers.
     threading.Thread(target=_end_cut_transfers, name="nbdist-cut-transfers", daemon=True).start()
     return count
 
 
 def _end_cut_transfers() -> None:
+    """End the waits for cut transfers during the next seconds. In a thread of its own."""
     cut = CutTransfers()
     for _ in range(_LOOKS_FOR_CUT):
         time.sleep(_LOOK_FOR_CUT_EVERY)
@@ -228,18 +248,19 @@ def _end_cut_transfers() -> None:
 
 
 def _say_lost() -> str:
+    """Return the text of the WorkerLost for all members that have died."""
     who = "; ".join(_lost.values())
     return (
-        f"{who}, and a process group with a dead member cannot go on\n"
+        f"{who}, and a process group with a dead member cannot be used any more\n"
         "`%dist_restart` starts dead workers again, and forms the process group anew once all workers are idle"
     )
 
 
 def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
-    """Return the error that says why a collective of torch's failed, if nbdist knows; else None.
+    """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
 
-    A worker may meet another survivor's hanging up before its own agent has learned of the death: the agent gets a
-    moment. Where nobody has died, an interrupt has broken the group off, here or on another worker.
+    Waits up to `_NEWS_WITHIN` seconds: another survivor may shut its connections before the agent of this worker learns
+    of the death. If no member has died by then, an interrupt has broken the group off, here or on another worker.
     """
     if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
         return None
@@ -261,11 +282,11 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
 
 
 def _is_of_old_group(error: BaseException) -> bool:
-    """Return whether a group that torch's functions were called with has been destroyed since it was made."""
+    """Return whether a group in the frames of an error, or of a DDP or FSDP wrapper there, has been destroyed."""
     tb = error.__traceback__
     while tb is not None:
         found = tb.tb_frame.f_locals
-        wrapper = getattr(found.get("self"), "__dict__", {})  # DDP's or FSDP's
+        wrapper = getattr(found.get("self"), "__dict__", {})  # of DDP or FSDP, if this is a method of one
         for group in (found.get("group"), wrapper.get("process_group")):
             if isinstance(group, dist.ProcessGroup) and not is_process_group_known(group):
                 return True
@@ -277,10 +298,11 @@ def _is_of_old_group(error: BaseException) -> bool:
 
 
 def break_off(thread: int | None = None) -> str:
-    """End the collective in which a thread waits, if it does; return what was done, in words.
+    """End the collective that a thread waits in; return in words what was done, or an empty text for nothing.
 
-    ``thread`` is the thread's ident; None for the main thread. Called in another thread, when an interrupt has had no
-    effect. Only the group of that collective is left, where the thread's frames tell which group that is; else all.
+    Called, in another thread, when an interrupt has had no effect. Leaves the group of that collective, and groups
+    without a known name; all groups if the thread's frames do not tell which one it is. ``thread`` is the thread's
+    ident; None for the main thread.
     """
     global _broken
     ident = threading.main_thread().ident if thread is None else thread
@@ -299,13 +321,14 @@ def break_off(thread: int | None = None) -> str:
 
 
 def _collective_of(ident: int) -> tuple[bool, str | None]:
-    """Return whether a thread waits in torch's C++ code, and the name of the collective's group where it is known."""
+    """Return whether a thread waits in a collective, and the name of the group; None where the group is unknown."""
+    # A thread that waits in C++ is in a system call, and its innermost Python frame is the one that called into C++.
     frame = sys._current_frames().get(ident)
     thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
     if frame is None or thread is None or gloo.system_call(thread.native_id or 0)[:1] == ["running"]:
         return False, None
     if not frame.f_code.co_filename.startswith(_TORCHS):
-        return _method_called(frame) == "wait", None  # of the handle of an asynchronous collective
+        return _method_called(frame) == "wait", None  # ``wait`` of the handle of an asynchronous collective
     while frame is not None and frame.f_code.co_filename.startswith(_TORCHS):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
             group = frame.f_locals["group"]
@@ -315,7 +338,7 @@ def _collective_of(ident: int) -> tuple[bool, str | None]:
 
 
 def _method_called(frame: FrameType) -> str:
-    """Return the name of the attribute that a frame has loaded last: of the method that it calls."""
+    """Return the name of the method that a frame is calling: the attribute that it has loaded last."""
     name = ""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset > frame.f_lasti:

@@ -1,8 +1,12 @@
-"""Relays comm messages between widgets of a worker and the front end, both ways.
+"""Relays comm messages between widgets on workers and the front end, both ways.
 
-The front end knows one kernel, the notebook's. So a comm that a worker opens is registered there under its own id,
-by a stand-in that hands on what comes for it. What the worker says while it handles that belongs to the front end's
-message, as it would here.
+The front end knows only the notebook's kernel. So the notebook registers each comm that a worker opens, under the
+comm's own id, with a `_StandIn` that passes messages on to the worker::
+
+    front end ── comm_msg ──> _StandIn ── to_worker ──> worker's kernel
+    front end <── publish ─── Relayed <── on_output ─── worker's kernel: output while it handles that message
+
+The worker's output in that time belongs to the front end's message, as it would with one kernel.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["Comms", "own_request"]
 
 _PATIENCE = 1.0
-"""Seconds for which the front end's message counts as being handled while the worker handles it."""
+"""Seconds to wait for an idle worker to handle a message of the front end. Meanwhile the notebook counts as busy."""
 
 _REMEMBERED = 1000
+"""The number of messages of the front end that are kept, to recognise the workers' output for them."""
 
 
 def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[str, Any]:
-    """A comm message in which a request to a worker is called by the notebook's request that it stands for.
+    """Return a comm message in which the worker's request id is replaced by that of the notebook's request.
 
-    The front end captures output for an ``Output`` widget by the id of the request to which it belongs.
+    An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request.
+    ``theirs`` is the id on the worker, ``ours`` the notebook's. A message without that id is returned as it is.
     """
     data = content.get("data")
     state = data.get("state") if isinstance(data, Mapping) else None
@@ -40,19 +46,20 @@ def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[s
 
 
 class Relayed:
-    """A message of the front end that a worker handles: whatever comes of it is shown as its own."""
+    """A message of the front end that a worker handles; publishes the worker's output for it as the message's own."""
 
     number = 0
-    """It belongs to no cell."""
+    """The number of the cell that the output belongs to: 0, as it belongs to none."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self.id = ""
-        """As it was handed on."""
+        """The id of the message to the worker; "" until it is sent."""
         self.handled = threading.Event()
+        """Set when the worker has handled the message."""
 
     def on_output(self, worker: str, message: Message) -> None:
-        """A message on the output channel of the worker whose parent is this one; in the kernel thread."""
+        """Handle a message of the worker's output channel that belongs to this one. Called in the kernel thread."""
         kind, content = message["msg_type"], message["content"]
         if kind == "status":
             if content["execution_state"] == "idle":
@@ -63,26 +70,27 @@ class Relayed:
 
 
 class _StandIn:
-    """A worker's comm, in the notebook's register of comms."""
+    """Represents a worker's comm in the notebook kernel's comm manager, which calls it in the main thread."""
 
     def __init__(self, relay: Comms, worker: Worker, message: Message) -> None:
         self._relay = relay
         self.worker = worker
         self.life = worker.lives
+        """The worker's life in which the comm was opened; a restart closes its comms."""
         self.comm_id = message["content"]["comm_id"]
         self.target_name = message["content"]["target_name"]
 
     def handle_msg(self, message: Message) -> None:
-        """The front end says something to the worker's comm."""
+        """Pass a message of the front end to the worker's comm."""
         self._relay.to_worker(self, "comm_msg", message)
 
     def handle_close(self, message: Message) -> None:
-        """The front end closes it."""
+        """Tell the worker that the front end has closed the comm."""
         self._relay.to_worker(self, "comm_close", message)
 
 
 class Comms:
-    """The comms of one cluster's workers."""
+    """All comms that one cluster's workers have open."""
 
     def __init__(self, thread: KernelThread) -> None:
         self._thread = thread
@@ -90,9 +98,9 @@ class Comms:
         self._relayed: OrderedDict[str, Relayed] = OrderedDict()
 
     def find(self, message: Message) -> Relayed | None:
-        """What a worker's message belongs to if not to a cell: to one of the front end that was handed on.
+        """Return the `Relayed` to which a worker's message belongs, if it belongs to no cell; None if there is none.
 
-        What is said on a comm reaches the front end even if nothing is known to have caused it.
+        A comm message without a known cause is passed on as well, outside of any cell.
         """
         found = self._relayed.get(message["parent_header"].get("msg_id", ""))
         if found is None and message["msg_type"].startswith("comm_"):
@@ -100,7 +108,7 @@ class Comms:
         return found
 
     def from_worker(self, worker: Worker, message: Message) -> None:
-        """A worker opens or closes a comm; that its messages are shown to the front end is its cell's business."""
+        """Register the comm that a worker opens, or remove the one that it closes. Does not show the message itself."""
         id, manager = message["content"]["comm_id"], _manager()
         if manager is None:
             return
@@ -111,7 +119,10 @@ class Comms:
             manager.comms.pop(id, None)
 
     def to_worker(self, comm: _StandIn, kind: str, message: Message) -> None:
-        """Hand a message of the front end on; where the worker has nothing else to do, wait until it is handled."""
+        """Send a message of the front end to the worker. If the worker is idle, wait up to 1 s until it is handled.
+
+        Messages to a worker that has died or was restarted are dropped.
+        """
         if kind == "comm_close":
             self._open.pop(comm.comm_id, None)
         worker = comm.worker
@@ -123,6 +134,7 @@ class Comms:
             relayed.handled.wait(_PATIENCE)
 
     def _send(self, relayed: Relayed, comm: _StandIn, kind: str, message: Message) -> None:
+        """Send the message, in the kernel thread."""
         kernel = comm.worker.kernel
         if not comm.worker.alive or kernel is None:
             return
@@ -134,7 +146,7 @@ class Comms:
             self._relayed.popitem(last=False)
 
     def close(self) -> None:
-        """Forget all."""
+        """Remove the workers' comms from the notebook's comm manager."""
         manager = _manager()
         for id in list(self._open):
             if manager is not None:
@@ -143,7 +155,7 @@ class Comms:
 
 
 def _manager() -> Any:
-    """The register of comms of this process's kernel, if it is one."""
+    """Return the comm manager of this process's kernel; None without one."""
     with contextlib.suppress(Exception):
         from comm import get_comm_manager
 

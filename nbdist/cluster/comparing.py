@@ -1,7 +1,12 @@
-"""Compares a value across workers without bringing it here: each says what its parts look like, and only the parts of
-which that differs are looked at, one by one, where they are.
+"""Compares a value across workers without sending it: each worker hashes the parts of its value.
 
-Pure, but for what asks the workers.
+::
+
+    on each worker     value ── flatten ──> parts ── prints ──> path, kind and digest of each part
+    `differences`      digests of all workers ──> paths that differ ── part_of ──> two parts ── compare ──> words
+
+Only parts whose digests differ are fetched, one by one. `differences` and `_tell` call workers; the other functions
+work on the values of their own process.
 """
 
 from __future__ import annotations
@@ -21,30 +26,39 @@ from nbdist.rpc.rref import RRef
 __all__ = ["Difference", "Print", "compare", "differences", "flatten", "prints"]
 
 _SHOWN = 60
+"""Characters of a value's text that are shown."""
 _CHUNK = 1 << 22
+"""Numbers of a tensor that are hashed at a time."""
 
 
 @dataclass(frozen=True)
 class Print:
-    """What a part of a value looks like from afar."""
+    """The fingerprint of one part of a value."""
 
     path: str
+    """The way to the part from the value, such as ``.layers[0].bias`` in nested containers; "" for the value itself."""
     kind: str
-    """Type, and of a tensor its dtype and shape: only what is alike in this is compared by value."""
+    """The type, and a tensor's dtype and shape. Parts of different kinds are not compared further."""
     digest: str
+    """A SHA-256 of the part's value."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A part that is not the same on a worker as on the first one."""
+    """One part whose value on ``worker`` is not that on the first worker."""
 
     path: str
     worker: str
     told: str
+    """The difference in words, such as ``first at [1]: 2 instead of 1``."""
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The parts of a value: of a module its state, of dicts and lists their items, of others themselves."""
+    """Yield the parts of a value with their paths: a module's state, the items of dicts, lists and tuples.
+
+    Any other value is one part, and so is an RRef. A numpy array of numbers becomes a tensor. A list or tuple also
+    yields its length.
+    """
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()
     if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
@@ -64,24 +78,26 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def prints(rref: RRef[Any]) -> list[Print]:
-    """On the value's worker: the prints of its parts."""
+    """Return the fingerprints of all parts of a value. Called on the value's owner."""
     return [_print(path, part) for path, part in flatten(rref.local_value())]
 
 
 def _print(path: str, part: Any) -> Print:
+    """Return the fingerprint of one part. A part that cannot be pickled is hashed by its ``repr``."""
     if isinstance(part, torch.Tensor):
         with torch.no_grad():
             return Print(path, f"Tensor {_dtype(part)}{tuple(part.shape)}", _tensor_digest(part))
     kind = type(part).__qualname__
-    if isinstance(part, set | frozenset):  # whose order is another one in each process
+    if isinstance(part, set | frozenset):  # the order of its items differs between processes
         return Print(path, kind, hashlib.sha256(repr(sorted(map(repr, part))).encode()).hexdigest())
     try:
         return Print(path, kind, hashlib.sha256(pickle.dumps(part)).hexdigest())
-    except Exception:  # it has no other value than what it says of itself
+    except Exception:
         return Print(path, kind, hashlib.sha256(repr(part).encode()).hexdigest())
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's numbers. The tensor is copied to the CPU as a whole, and hashed in pieces."""
     digest = hashlib.sha256()
     flat = _flat(tensor)
     for start in range(0, flat.numel(), _CHUNK):
@@ -90,6 +106,7 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one dense dimension on the CPU, without gradient."""
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
@@ -99,7 +116,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(rref: RRef[Any], path: str) -> Any:
-    """On the value's worker: one of its parts; of what is no tensor, its text."""
+    """Return one part of a value: a tensor on the CPU, anything else as text. Called on the value's owner.
+
+    Returns None if the value has no such part any more.
+    """
     for known, part in flatten(rref.local_value()):
         if known == path:
             return part.detach().cpu() if isinstance(part, torch.Tensor) else _text(part)
@@ -107,14 +127,14 @@ def part_of(rref: RRef[Any], path: str) -> Any:
 
 
 def compare(one: Any, other: Any) -> str:
-    """How ``other`` differs from ``one``, both of which are tensors of a shape and type, or texts."""
+    """Return in words how ``other`` differs from ``one``: two tensors of one shape and dtype, or two texts."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return f"{other} instead of {one}" if one != other else f"it looks alike, {one}, and is pickled otherwise"
+        return f"{other} instead of {one}" if one != other else f"it prints the same, {one}, but its pickle differs"
     a, b = _flat(one), _flat(other)
     same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() or a.is_complex() else a == b
     where = (~same).nonzero().reshape(-1)
     if not where.numel():
-        return "its bits only: a signed zero, or another kind of NaN"
+        return "only the bits differ: a signed zero, or another kind of NaN"
     first = int(where[0])
     index = [int(i) for i in torch.unravel_index(torch.tensor(first), one.shape)] if one.dim() else []
     at = f"first at {index}: " if index else ""
@@ -131,7 +151,11 @@ def compare(one: Any, other: Any) -> str:
 
 
 def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int]:
-    """What differs between workers' values, at most so much of it; how many parts differ, and how many there are."""
+    """Compare the values behind ``rrefs``, given by worker, with that of the first worker.
+
+    Returns at most ``most`` differences, the number of parts that differ, and the number of all parts. Raises the error
+    of a worker that cannot answer. The calls are not recorded in any context.
+    """
     with recorder().contexts.outside():
         asked = {name: api.rpc_async(name, prints, (rref,)) for name, rref in rrefs.items()}
         found = {name: {each.path: each for each in answer.wait()} for name, answer in asked.items()}
@@ -157,6 +181,7 @@ def _tell(
     own: Mapping[str, Print],
     name: str,
 ) -> str:
+    """Return in words how a part on worker ``name`` differs from that on the worker ``first``."""
     one, other = base.get(path), own.get(path)
     if one is None or other is None:
         return f"only {first if other is None else name} has it"
@@ -171,10 +196,12 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _number(value: torch.Tensor) -> str:
+    """Return a tensor's single number as text."""
     found: Sequence[Any] | Any = value.item()
     return f"{found:.9g}" if isinstance(found, float) else str(found)
 
 
 def _text(value: Any) -> str:
+    """Return a value's ``repr``, cut to `_SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -6,7 +6,7 @@
     is shown  when it is printed     never                   when the worker has ended the cell, below one line that
                                                              says how many were left out, and which magic shows them
 
-Displays are never cut, nor is a line that the worker writes over and over: a progress bar, however often it moves.
+Displays are never cut, and neither is a line that the worker overwrites, such as a progress bar.
 """
 
 from __future__ import annotations
@@ -21,38 +21,42 @@ from nbdist.cluster.terminal import as_seen
 __all__ = ["KEPT", "Cutter"]
 
 KEPT = 2000
-"""So many lines at the beginning, and as many at the end."""
+"""The number of lines shown at the beginning, and again at the end."""
 
 
 class Cutter:
-    """One worker's text in one cell: messages in, the messages to show now out."""
+    """Cuts one worker's text in one cell: messages go in, the messages to show now come out."""
 
     def __init__(self, cell: int, streams: Container[str]) -> None:
+        """Cut the text of cell number ``cell`` in these streams; other streams pass uncut."""
         self._cell = cell
         self._streams = streams
         self._begin()
 
     def _begin(self) -> None:
+        """Forget all lines, as at the beginning of a cell: the worker has cleared its output."""
         self._shown = 0
-        """Lines that have been shown."""
+        """The number of lines that have been shown."""
         self._open = {"stdout": False, "stderr": False}
-        """Whether what has been shown of a stream ends within a line."""
+        """True for a stream whose shown text ends in the middle of a line."""
         self._held: deque[Published] = deque(maxlen=KEPT)
         """The last lines that have not been shown."""
         self._begun = {"stdout": "", "stderr": ""}
-        """What has been held of a line without an end."""
+        """The beginning of a held line whose end has not arrived, by stream."""
         self.left_out = 0
-        """How many lines have been dropped, which are only in the worker's log."""
+        """The number of lines that were dropped; only the worker's print log has them."""
         self._coloured = False
+        """True once a held or dropped line may have set a colour."""
         self._wipe = False
+        """True after a ``clear_output`` that waits for the next output."""
 
     @property
     def holds(self) -> bool:
-        """Whether there are lines that have not been shown."""
+        """True if there are lines that have not been shown."""
         return bool(self._held or any(self._begun.values()))
 
     def take(self, message: Published) -> list[Published]:
-        """Return what to show of a message now, and of those before it."""
+        """Take a message; return the messages to show now, which may be earlier ones."""
         kind, content = message.kind, message.content
         if self._wipe and kind in OUTPUT:
             self._begin()
@@ -61,13 +65,18 @@ class Cutter:
                 self._wipe = True
             else:
                 self._begin()
-        elif kind == "execute_result":  # the cell's end, mostly, which comes below what was printed
+        elif kind == "execute_result":  # usually the cell's end, which is shown below the printed lines
             return [*self.release(), message]
         elif kind == "stream" and content["name"] in self._streams:
             return self._take_text(message, content["name"], content["text"])
         return [message]
 
     def _take_text(self, message: Published, stream: str, text: str) -> list[Published]:
+        """Take text of a stream that is cut; return what to show now.
+
+        While fewer than `KEPT` lines have been shown, text passes as it is. After that, whole lines go to `_held`,
+        which drops its oldest line when it is full. The beginning of a line waits in `_begun` for its end.
+        """
         lines = text.count("\n")
         whole_lines = text.endswith("\n")
         if not self.holds and (self._shown + lines < KEPT or (self._shown + lines == KEPT and whole_lines)):
@@ -87,19 +96,20 @@ class Cutter:
                 self._held.append(_text(stream, f"{line}\n"))
         if rest and (
             self._shown < KEPT or self._open[stream] or "\r" in rest
-        ):  # a bar, or more of a line that can be seen already
+        ):  # a progress bar, or more of a line that is shown already
             shown, rest, self._open[stream] = shown + rest, "", True
         self._begun[stream] = rest
         return [_text(stream, shown)] if shown else []
 
     def release(self) -> list[Published]:
-        """Return the lines that have not been shown, below one that says how many were left out.
+        """Return the held lines, below one that says how many were left out.
 
-        The worker has ended the cell, or asks for input, and what it printed before says for what.
+        Called when the worker has ended the cell, or asks for input: the user must see the text that goes with the
+        question.
         """
         said = [Published(LEFT_OUT, {"lines": self.left_out, "cell": self._cell})] if self.left_out else []
         if self.left_out and self._coloured:
-            said.append(_text("stdout", "\x1b[0m"))  # what has closed a colour may be among the lines left out
+            said.append(_text("stdout", "\x1b[0m"))  # the end of a colour may be among the lines left out
         held = merged(self._held)
         held += [_text(stream, text) for stream, text in self._begun.items() if text]
         for stream, text in self._begun.items():
@@ -110,7 +120,7 @@ class Cutter:
         return [*said, *held]
 
     def last(self, lines: int) -> list[str]:
-        """Return the last of the lines that have not been shown, as a terminal would show them."""
+        """Return the last of the held lines, as a terminal would show them."""
         held = [message.content["text"] for message in list(self._held)[-lines:]]
         texts = [*held, *filter(None, self._begun.values())][-lines:]
         return [as_seen(text.removesuffix("\n")) for text in texts]

@@ -1,7 +1,8 @@
-"""How a cell fails when workers do: with their own errors, as the cell itself would have.
+"""The errors with which a cell fails when workers fail: the workers' own errors, as if the cell had raised them itself.
 
-One worker's error, or the same one of several, has its own class name and text, and can be caught as its own class
-where that is Python's or nbdist's. Several errors come together, at most four tracebacks of them.
+If all errors have one class, the cell's error has the name of that class, and their texts. ``except`` catches it by
+that class, too, if the class is nbdist's or Python's, with the exceptions that `_class_for` lists. Errors of different
+classes become one plain `CellError`. The cell's error shows at most four different tracebacks.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from nbdist.errors import NbdistError
 __all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error"]
 
 _SHOWN = 4
+"""The most tracebacks, or texts, of different errors that one error shows."""
 _NOT_AS_THEMSELVES = (
-    StopIteration,  # becomes another error where it leaves a coroutine, such as the one that awaits a cell
+    StopIteration,  # Python turns it into a RuntimeError when it leaves a coroutine, such as one that awaits a cell
     StopAsyncIteration,
-    SyntaxError,  # is shown by IPython in a way of its own
+    SyntaxError,  # IPython shows it in its own way
 )
 _NUMBER = re.compile(r"\b(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)*)\b")
 _SHORT = 80
-"""Letters of a text in which every number may matter."""
+"""Characters up to which a text is short: every number in it may matter to the reader."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _on(worker: str) -> re.Pattern[str]:
-    """Where a traceback names the worker of a frame: not worker10, where it is worker1."""
+    """Return a pattern for the worker's name in the frames of a traceback. For worker1 it does not match worker10."""
     return re.compile(rf" on {re.escape(worker)}(?!\w)")
 
 
 @dataclass(frozen=True)
 class WorkerError:
-    """What one worker's kernel said of its error."""
+    """An error as one worker's kernel reported it: the class name, the text and the formatted traceback."""
 
     worker: str
     name: str
@@ -47,23 +49,28 @@ class WorkerError:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The same for errors that differ in nothing but the worker, and in numbers within long lines."""
+        """A key that is equal for errors that differ only in the worker, and in numbers within long lines."""
         text = _shared(self.text)
         shown = _COLOUR.sub("", "\n".join(self.traceback))
         if self.text:
             shown = shown.replace(self.text, text)
-        shown = "\n".join(map(_shared, shown.split("\n")))  # notes and causes, too, are long texts with numbers
+        shown = "\n".join(map(_shared, shown.split("\n")))  # notes and causes are long texts with numbers, too
         return self.name, text, _on(self.worker).sub("", shown)
 
     def lines(self, workers: str) -> list[str]:
-        """Its traceback, as that of all who had the same one."""
+        """Return the lines of the traceback, with ``workers``, the names of all that had it, in place of the worker."""
         if not self.traceback:
             return [f"{self.name}: {self.text}" if self.text else self.name]
         return [_on(self.worker).sub(f" on {workers}", line) for line in self.traceback]
 
 
 class CellError(NbdistError):
-    """A cell failed on one or more workers; ``errors`` has each one's."""
+    """A cell failed on one or more workers; ``errors`` has the error of each failed worker.
+
+    Attributes:
+        errors: A `WorkerError` for each failed worker: ``worker``, ``name``, ``text`` and ``traceback``.
+        traceback: The lines that IPython shows.
+    """
 
     errors: Sequence[WorkerError] = ()
     traceback: Sequence[str] = ()
@@ -73,31 +80,35 @@ class CellError(NbdistError):
         self.errors = errors
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""  # a KeyError would show the text's repr, a SyntaxError None
+        return str(self.args[0]) if self.args else ""  # KeyError's own `__str__` would show the repr
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows for it: the workers' tracebacks, not the way through this package."""
+        """Return the lines that IPython shows: the workers' tracebacks, without the frames of this package."""
         return list(self.traceback)
 
 
 class CellInterrupted(KeyboardInterrupt):
-    """The user's interrupt ended a cell on its workers."""
+    """The user interrupted a cell that ran on workers; shown as KeyboardInterrupt."""
 
     traceback: Sequence[str] = ()
 
     def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows."""
         return list(self.traceback)
 
 
-CellInterrupted.__name__ = "KeyboardInterrupt"  # which it is, and by which a front end shall know it
+CellInterrupted.__name__ = "KeyboardInterrupt"  # the name that front ends know
 
 
 class CellTimeout(CellError, TimeoutError):
-    """A cell ran for longer than its ``-t`` allows."""
+    """A cell ran for longer than its time limit, which ``-t`` or ``timeout`` set; its workers were interrupted."""
 
 
 def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
-    """The error with which a cell fails whose workers failed like this."""
+    """Return the one error that a cell on ``targets`` workers raises for these errors.
+
+    Its ``traceback`` has each different traceback once, below the names of the workers if the cell has several.
+    """
     traceback: list[str] = []
     alike = grouped(errors, lambda error: error.key)
     for group in alike[:_SHOWN]:
@@ -124,7 +135,7 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
 
 
 def grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable]) -> list[list[WorkerError]]:
-    """Return errors that have the same key together, in the order of the first ones."""
+    """Return the errors in groups with equal keys, in the order of each group's first error."""
     groups: dict[Hashable, list[WorkerError]] = {}
     for error in errors:
         groups.setdefault(key(error), []).append(error)
@@ -132,21 +143,30 @@ def grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable
 
 
 def _shared(text: str) -> str:
-    """Return the same for texts that are one to a reader: a long one's numbers are ports, addresses and the like."""
+    """Return a text by which to compare errors: in a long text every number becomes 0.
+
+    The numbers of long texts are ports, addresses and the like, which differ between workers.
+    """
     return text if len(text) <= _SHORT else _NUMBER.sub("0", text)
 
 
 def _whose(errors: Sequence[WorkerError]) -> str:
+    """Return the names of the workers that had these errors, in short."""
     return say_names([error.worker for error in errors])
 
 
 def _say(error: WorkerError, *, with_name: bool) -> str:
+    """Return an error in one line, with or without the name of its class."""
     return ": ".join(part for part in (error.name if with_name else "", error.text) if part)
 
 
 @functools.lru_cache(maxsize=128)
 def _class_for(name: str) -> type[CellError]:
-    """A CellError with the name of the workers' error, which is one of that class as well where it can be."""
+    """Return a subclass of `CellError` with this name, which derives from Python's or nbdist's class of that name too.
+
+    The result derives from `CellError` alone if there is no such class, if the two cannot be combined, for the classes
+    in `_NOT_AS_THEMSELVES`, and for classes that are no `Exception`, such as KeyboardInterrupt.
+    """
     if name == "CellError":
         return CellError
     own = getattr(nbdist.errors, name, None) or getattr(builtins, name, None)
@@ -154,7 +174,7 @@ def _class_for(name: str) -> type[CellError]:
         try:
             made = type(name, (CellError, own), {})
             made("")
-        except TypeError:  # their instances are laid out differently, or are not made from a text
+        except TypeError:  # the two classes' instances differ in layout, or the class takes more than a text
             pass
         else:
             return made

@@ -1,6 +1,6 @@
 """Calls functions on workers, each on the first worker that is free: `Cluster.executor`.
 
-One rule gives all orders: a worker that is free takes the oldest task that it may run. ::
+There is one rule: a worker that is free takes the oldest task that it may run. ::
 
     submit ── Task ──> Lanes ──> one thread for each worker that has tasks ── call ──> `worker_tasks.run`
     caller <── Task.settle ─────────────────────────┘ <── value, started, completed ──┘
@@ -33,11 +33,12 @@ __all__ = ["Lanes", "Task", "WorkerExecutor"]
 class Task(Future[Any]):
     """The future of one call's value, which also knows the worker that ran the call, and when.
 
-    `cancel` drops a task that no worker has begun. ``cluster.interrupt()`` ends one that runs.
+    `cancel` drops a task that no worker has taken, and returns False for a task that one has taken;
+    ``cluster.interrupt()`` ends a task that runs.
     """
 
     rank: int | None = None
-    """The rank of the worker that runs the task; None until a worker has taken it."""
+    """The rank of the worker that runs the task; None until that worker has ended its earlier cells."""
     started: datetime.datetime | None = None
     """When the call started, by the worker's clock; None until its value has arrived."""
     completed: datetime.datetime | None = None
@@ -46,9 +47,9 @@ class Task(Future[Any]):
     """When the value or the error arrived here; None until then."""
 
     def __init__(self, call: tuple[Any, ...] = (), workers: Sequence[str] = ()) -> None:
-        """Make the task of ``function(*args, **kwargs)``, the three of which are ``call``, for one of some workers.
+        """Make a task for ``call``, which is ``(function, args, kwargs)``, to run on one of these workers.
 
-        No worker runs a task that has no call: whoever made it calls `settle`.
+        A task without a call is run by no worker: the code that made the task must call `settle`.
         """
         super().__init__()
         self.call, self.workers = call, workers
@@ -57,12 +58,12 @@ class Task(Future[Any]):
 
     @property
     def seconds(self) -> float:
-        """How long the call took, by the worker's clock; 0 until its value has arrived."""
+        """Seconds that the call took, by the worker's clock; 0 until its value has arrived."""
         return (self.completed - self.started).total_seconds() if self.started and self.completed else 0.0
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the value, or the error if there is one."""
-        self.received, self.call = now(), ()  # whoever keeps the task does not keep the arguments
+        """Complete the task with an error if there is one, else with a value. Drops the arguments. Call it once."""
+        self.received, self.call = now(), ()  # a task that somebody keeps does not keep its arguments
         if error is None:
             self.set_result(value)
         else:
@@ -70,17 +71,17 @@ class Task(Future[Any]):
 
 
 class Lanes:
-    """Hands the tasks of one cluster to its workers, one at a time to each."""
+    """Hands the tasks of one cluster to its workers, one task at a time to each, by a thread for each worker."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
         self._waiting: list[Task] = []
         self._served: set[str] = set()
-        """The workers that have a thread here."""
+        """The names of the workers that have a thread."""
 
     def add(self, task: Task) -> None:
-        """Queue a task. Called in any thread."""
+        """Queue a task, and start threads for its workers that have none. Called in any thread."""
         with self._lock:
             self._waiting.append(task)
             self._serve_all(task.workers)
@@ -92,13 +93,14 @@ class Lanes:
             threading.Thread(target=self._serve, args=(name,), name=f"nbdist-tasks-{name}", daemon=True).start()
 
     def _serve(self, name: str) -> None:
+        """Run tasks on a worker, one after another, until there is none for it. In that worker's thread."""
         while (task := self._take(name)) is not None:
             if not task.set_running_or_notify_cancel():
                 continue
             try:
                 self._wait_for_cells(name)
                 task.rank = self._cluster.find(name).rank
-                with torch.no_grad():  # a task's tensors are values: no context records them
+                with torch.no_grad():  # tensors travel as plain values: no autograd context records them
                     value, started, completed = api.rpc_sync(name, run, task.call, timeout=0)
             except BaseException as error:
                 task.settle(error=error)
@@ -109,9 +111,9 @@ class Lanes:
             del task
 
     def _take(self, name: str) -> Task | None:
-        """Return the oldest task that a worker may run. Without one, return None: the worker's thread ends.
+        """Return the oldest task that a worker may run; None, and then the worker's thread must end, if there is none.
 
-        A dead worker leaves a task to the living ones. If none lives, the dead one takes the task, which then fails.
+        A dead worker leaves tasks to living ones. If none of a task's workers lives, a dead one takes it, and it fails.
         """
         with self._lock:
             for task in self._waiting:
@@ -121,17 +123,17 @@ class Lanes:
                 if name in living or not living:
                     self._waiting.remove(task)
                     return task
-                self._serve_all(living)  # one may have been restarted since the task was added
+                self._serve_all(living)  # a worker may have been restarted since the task was added
             self._served.remove(name)
             return None
 
     def _wait_for_cells(self, name: str) -> None:
-        """Wait until the cells that a worker was given before the task have ended.
+        """Wait until the cells that a worker was sent before have ended. UsageError if the cluster has been shut down.
 
-        The kernel thread knows the cells. It is asked in its turn, after all cells that were sent before this.
+        The kernel thread knows the cells, and is asked after it has sent all earlier ones.
         """
         if not self._cluster.running:
-            raise UsageError("the cluster has been shut down")
+            raise UsageError("this cluster has been shut down; make another")
 
         async def end_of_cells() -> None:
             for cell in list(self._cluster.find(name).cells):
@@ -145,7 +147,14 @@ class Lanes:
 class WorkerExecutor(Executor):
     """Calls functions on some workers, as an executor of `concurrent.futures`. `Cluster.executor` makes it.
 
-    ``map`` and the ``with`` block are Python's: ``with cluster.executor() as pool: pool.map(f, items)``.
+    `map` and the ``with`` block work as for Python's own executors. Functions must be importable on the workers, or be
+    defined in the notebook or script, which sends them.
+
+    Example:
+        ::
+
+            with cluster.executor() as pool:
+                values = list(pool.map(function, items))
     """
 
     def __init__(self, lanes: Lanes, workers: Sequence[str]) -> None:
@@ -154,11 +163,17 @@ class WorkerExecutor(Executor):
         self._is_shut_down = False
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Task:
-        """Call a function on the first worker that is free; return the future of its value at once.
+        """Call a function on the first worker that is free. Does not wait.
 
-        The future fails with the error that the function raised, with `EncodeError` if the arguments cannot be sent,
-        and with `WorkerLost` if the worker dies. Living workers take over the tasks that a dead one has not begun; if
-        none lives, these fail as well.
+        Args:
+            function: The function to call.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The future of the function's value. It fails with the function's error, with `EncodeError` if the function,
+            an argument or the value cannot be sent, and with `WorkerLost` if the worker that has taken the task dies.
+            Living workers take over the tasks that a dead one has not taken; if none lives, these fail as well.
 
         Raises:
             UsageError: The executor has been shut down.
@@ -172,9 +187,11 @@ class WorkerExecutor(Executor):
         return task
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse new tasks. With ``cancel_futures``, drop the tasks that no worker has begun. Wait for the rest.
+        """Refuse new tasks, and wait for those that were submitted. The workers stay.
 
-        Returns at once if ``wait`` is false. The workers live on.
+        Args:
+            wait: Whether to wait; else the tasks run on while this returns.
+            cancel_futures: Whether to drop the tasks that no worker has taken.
         """
         self._is_shut_down = True
         left = list(self._tasks)

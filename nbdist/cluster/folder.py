@@ -1,6 +1,6 @@
-"""The run directory of a cluster: kernel sockets, connection files, logs; this user's alone, and short of path.
+"""Makes the run directory of a cluster: kernel sockets, connection files and logs, which only this user can read.
 
-The zygote removes it. Where the zygote was killed too, whoever makes the next one does.
+The zygote removes the directory when the cluster ends. If the zygote was killed, the next `make_folder` removes it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from nbdist.errors import UsageError
 __all__ = ["make_folder"]
 
 _LONGEST = 107
-"""Bytes of a unix socket's path."""
+"""The most bytes that the path of a unix socket can have."""
 
 _SOCKET = "/agent-1234567-0123456789abcdef/in"
+"""A path below the run directory that is as long as the longest: the socket of an agent, by pid and incarnation."""
 
 
 def make_folder() -> Path:
-    """Make a fresh run directory.
+    """Make a new run directory and return its path. Removes those of owners that have ended.
 
-    Raises:
-        UsageError: the paths of sockets in it would be too long.
-        ResourceError: the disk is full, or this process has too many files open. Nothing is left behind.
+    Raises UsageError if the paths of sockets in it would be too long, ResourceError if the disk is full or this process
+    has too many files open. In both cases nothing is left behind.
     """
     base = runtime_directory()
     _sweep(base)
@@ -46,10 +46,11 @@ def make_folder() -> Path:
 
 
 def _sweep(base: Path) -> None:
+    """Remove the run directories whose owners have ended without a zygote that could remove them."""
     for folder in base.glob("cluster-*"):
         try:
             pid, started = map(int, (folder / "owner").read_text().split())
         except (OSError, ValueError):
-            continue  # being made, or removed
+            continue  # another process is making or removing it
         if not is_alive(pid, started):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,16 +1,15 @@
-"""The connections of gloo in this process: found, told apart by listener, and shut.
+"""Finds the connections of gloo's process groups in this process, tells the groups apart, and shuts connections down.
 
-A collective of gloo waits in C++ until all members have come, deaf to signals, and gloo has no way to cancel it. But
-its connections can be shut down, which fails whatever waits for them. Each process group has a loop of its own: a
-thread that polls the group's connections and the socket where the group's members connect. Linux tells which files a
-thread polls::
+A collective of gloo waits in C++ until all members have come. It ignores signals, and gloo has no way to cancel it. But
+shutting its connections down makes it fail. Each process group has a *loop*: a thread that polls the group's
+connections, and the *listener*, the socket to which other members connect. Linux tells which files a thread polls::
 
     /proc/self/task/<thread>/comm        gloo_tcp_loop, since torch 2.13
     /proc/self/task/<thread>/syscall     the poller (epoll file) with which the thread waits
     /proc/self/fdinfo/<poller>           the files that the poller watches
 
-Before torch 2.13 the thread has no name of its own. There a thread that polls counts as a loop if it watches the
-listener of a group of which the caller knows.
+Before torch 2.13 the thread has no name. There, a thread that polls counts as a loop if it watches the listener of a
+group that the caller knows.
 """
 
 from __future__ import annotations
@@ -30,23 +29,25 @@ from nbdist.torch_private import torch_version
 __all__ = ["Loop", "connect_for_peers", "loops", "shut", "system_call"]
 
 _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
+"""The name of a loop's thread; None where it has no name."""
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
 _TRIES, _TRIES_FOR_ANY = 100, 3
+"""The number of looks, 1 ms apart, for a thread's poll: of a thread that is a loop by its name, of any other thread."""
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
 @dataclass
 class Loop:
-    """The sockets of one process group, as numbers of files."""
+    """The sockets of one process group, as file numbers of gloo's, which must not be closed here."""
 
     address: bytes = b""
-    """Where the group's members connect to this process, as the start of a ``sockaddr``; gloo tells them so."""
+    """The address of the listener, as the first bytes of a ``sockaddr``: so gloo writes it into the group's store."""
     listeners: list[int] = field(default_factory=list)
     connections: list[int] = field(default_factory=list)
 
 
 def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
-    """Return the loops of all process groups in this process; before torch 2.13, of those at a known address only."""
+    """Return the loops of all process groups; before torch 2.13 only those for whose address ``is_known`` is true."""
     found = []
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):
@@ -62,7 +63,7 @@ def shut(loop: Loop) -> int:
     """Shut all connections of a loop down; return how many there were."""
     count = 0
     for number in loop.connections:
-        # Not the listener: gloo ends the process if it cannot accept.
+        # The listener stays open: gloo ends the process if it cannot accept connections.
         with contextlib.suppress(OSError), _copy(number) as connection:
             connection.shutdown(socket.SHUT_RDWR)
             count += 1
@@ -70,10 +71,10 @@ def shut(loop: Loop) -> int:
 
 
 def connect_for_peers(loop: Loop, world_size: int) -> None:
-    """Connect to a loop's listener as each of the group's members would, and hang up.
+    """Connect to a loop's listener as each of the group's members would, and close the connections.
 
-    Whoever connects first says for which member, in 8 bytes, and is believed; an answered wait finds a closed
-    connection.
+    This ends gloo's waits for members that will never connect. A member says its rank in 8 bytes, which gloo does not
+    check. The wait for that rank then ends, and finds a closed connection.
     """
     for number in loop.listeners:
         with contextlib.suppress(OSError), _copy(number) as listener:
@@ -83,13 +84,17 @@ def connect_for_peers(loop: Loop, world_size: int) -> None:
 
 
 def system_call(task: int) -> list[str]:
-    """Return the system call in which a thread is, and the call's arguments; ``running`` if in none."""
+    """Return the number and the arguments of the system call that one of this process's threads is in, as Linux says.
+
+    The first entry is ``running`` if the thread is in no system call, ``unknown`` if Linux does not say.
+    """
     with contextlib.suppress(OSError):
         return Path(f"/proc/self/task/{task}/syscall").read_text().split()
     return ["unknown"]
 
 
 def _sorted(numbers: Iterator[int]) -> Loop:
+    """Return the loop that watches these files: the listeners and the connections among them."""
     loop = Loop()
     for number in numbers:
         with contextlib.suppress(OSError), _copy(number) as file:  # OSError: a pipe
@@ -102,26 +107,26 @@ def _sorted(numbers: Iterator[int]) -> Loop:
 
 
 def _start_of_sockaddr(listener: socket.socket) -> bytes:
-    """Return family and port, and the address where it is IPv4, as they lie in C's struct."""
+    """Return a listener's family, port and, for IPv4, address, in the bytes of C's ``sockaddr``."""
     host, port = listener.getsockname()[:2]
     start = int(listener.family).to_bytes(2, sys.byteorder) + int(port).to_bytes(2, "big")
     return start + (socket.inet_aton(host) if listener.family == socket.AF_INET else b"")
 
 
 def _poller(task: int) -> int:
-    """Return the file with which a thread polls; the thread is not in the call all the time."""
+    """Return the epoll file with which a thread polls. Looks several times; raises ValueError if it does not poll."""
     for tried in range(_TRIES):
         call = system_call(task)
         if call[0] in _EPOLL_WAITS:
             return int(call[1], 16)
         if _NAME is None and tried >= _TRIES_FOR_ANY and call[0] != "running":
-            break  # most likely not a loop at all
+            break  # the thread waits for something else: it is no loop
         time.sleep(0.001)
     raise ValueError("the thread does not poll")
 
 
 def _copy(number: int) -> socket.socket:
-    """Return a socket of Python's for a file of gloo's; closing it leaves gloo's open."""
+    """Return a Python socket for a copy of gloo's file; closing it leaves gloo's file open. OSError if it is none."""
     file = os.dup(number)
     try:
         return socket.socket(fileno=file)

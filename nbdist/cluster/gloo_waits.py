@@ -1,19 +1,19 @@
-"""Ends the waits for transfers that gloo has cut in half and forgotten.
+"""Ends waits for transfers that were cut off in the middle, which gloo forgets to do.
 
-Where a connection ends, gloo fails every transfer that has not begun, and forgets the one of which some bytes have come
-(`Pair::signalException` passes over ``rx_``). The thread that waits for that transfer goes on waiting until gloo's
-timeout of 30 minutes. The receiver of a large ``broadcast`` or ``send`` does so whenever the sender is killed.
+When a connection ends, gloo fails all its transfers but one: the transfer of which some bytes have arrived
+(`Pair::signalException` skips ``rx_``). A thread that waits for this transfer waits on until gloo's timeout of 30
+minutes. This happens to the receiver of a large ``broadcast`` or ``send`` whenever the sender is killed.
 `CutTransfers.end` does what gloo omits: it calls ``signalException`` of the buffer for which the thread waits.
 
-gloo keeps no list of its buffers, so each is found from its thread, by what Linux and the C++ ABI guarantee::
+gloo has no list of its buffers. Each is found from its waiting thread, by what Linux and the C++ ABI guarantee::
 
     thread ── waits at ──> condition variable, a member of an UnboundBuffer
                              +0   the address of its virtual table, which tells that it is an UnboundBuffer
                              +24  the address of its Context, which knows the connections of the process group
 
-A buffer is failed only if its group has no connection left, so that nothing but the timeout can end the wait, and if
-the same thread waits for the same buffer in two looks. All memory is read through ``/proc/self/mem``, where a wrong
-address is an error and no crash. Where torch lacks a symbol of `torch_private.SYMBOLS`, nothing is done.
+A wait is ended only if its group has no connection left, so that only the timeout could end it, and if the same
+thread waits for the same buffer in two consecutive looks. Memory is read through ``/proc/self/mem``: a wrong address
+there is an error, not a crash. Where torch lacks a symbol of `torch_private.SYMBOLS`, nothing is done.
 """
 
 from __future__ import annotations
@@ -33,35 +33,39 @@ from nbdist.torch_private import torch_library
 __all__ = ["CutTransfers"]
 
 _WAITING = ("202", "219", "98", "128")
-"""The system calls of a waiting thread, futex and restart_syscall, on x86-64 and on ARM. The second continues the first
-after the process was stopped by a signal; the arguments remain those of the first."""
+"""The system calls of a waiting thread, futex and restart_syscall, on x86-64 and on ARM. The second one continues a
+futex call after a signal has stopped the process; Linux still shows the arguments of the futex call."""
 
 _WORD = 8
+"""Bytes of a pointer."""
+
 _CONTEXT_AT = 24
+"""Distance from a buffer's start to the address of its context."""
+
 _CONDITIONS_AT = range(64, 192)
 """Distances from a buffer's start at which its two condition variables lie: from 80 on x86-64, from 88 on ARM."""
 
 _FUNCTIONS_AT = 16
-"""Distance from a virtual table's symbol to its functions, to which objects point: two words about the type precede."""
+"""Distance from a virtual table's symbol to the functions, to which objects point; two words about the type precede."""
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-"""With this variable of torch's, two members connect when one first sends: a group may have no connection yet."""
+"""A variable of torch's: if set, members connect when one first sends, so having no connection need not mean a loss."""
 
 _TEXT = b"[nbdist, in place of third_party/gloo/gloo/transport/tcp] Connection closed in the middle of a transfer"
-"""The text of the error; `nbdist.cluster.collectives` takes it for one of gloo's."""
+"""The text of the error, in which `nbdist.cluster.collectives` recognises the words of gloo's own errors."""
 
 _looking = threading.Lock()
-"""Held from a look to the end of its waits: a buffer that another thread has failed meanwhile may have been freed."""
+"""Held from a look until its waits are ended: a buffer whose wait another thread has ended may have been freed."""
 
 
 class CutTransfers:
-    """Finds the waits of this process that only a timeout would end, and ends them."""
+    """Finds and ends the waits of this process that only gloo's timeout would end. Call `end` several times."""
 
     def __init__(self) -> None:
         self._before: dict[int, int] = {}
 
     def end(self) -> int:
-        """Fail the waits that the previous call has found, too; return how many these were."""
+        """Look for hopeless waits, end those that the previous call has found as well, and return their number."""
         functions = _functions()
         if functions is None:
             return 0
@@ -81,7 +85,7 @@ class _Ranks(ctypes.Structure):
 
 
 class _Functions:
-    """What is called of gloo and of C++'s library. Raises AttributeError or OSError where something is missing."""
+    """Functions and addresses in torch's library and in C++'s. Raises AttributeError or OSError if one is missing."""
 
     def __init__(self) -> None:
         torchs, cpp = torch_library(), ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -105,7 +109,11 @@ class _Functions:
         self._end_error = _address(cpp, "_ZNSt13runtime_errorD1Ev")
 
     def hopeless_waits(self) -> dict[int, int]:
-        """Return the address of the buffer for which each thread waits, where no connection is left to fill it."""
+        """Return, by thread, the buffer that it waits for, as an address, if the group has no connection left.
+
+        All threads of the process are looked at; those that wait for something else are skipped, because no buffer lies
+        around the address at which they wait.
+        """
         found = {}
         with Path("/proc/self/mem").open("rb", buffering=0) as memory:
             for task in Path("/proc/self/task").iterdir():
@@ -119,7 +127,7 @@ class _Functions:
         return found
 
     def _buffer_around(self, memory: BinaryIO, address: int) -> int:
-        """Return the address of the buffer that has a condition variable at ``address``; 0 where there is none."""
+        """Return the address of the buffer that has a condition variable at ``address``; 0 if there is no buffer."""
         starts = (address - distance for distance in _CONDITIONS_AT if (address - distance) % _WORD == 0)
         return next((start for start in starts if _word(memory, start) == self._buffers), 0)
 
@@ -131,17 +139,22 @@ class _Functions:
         return bool(ranks.begin != ranks.end)
 
     def fail(self, buffer: int) -> None:
-        """Have the thread that waits for a buffer raise a ``std::runtime_error``, which torch makes a RuntimeError."""
-        error = self._allocate(2 * _WORD)  # a runtime_error's size
+        """Make the thread that waits for a buffer throw a ``std::runtime_error``, in Python a RuntimeError.
+
+        This makes the error as a C++ compiler would for ``std::make_exception_ptr(std::runtime_error(text))``: memory
+        from the runtime, the exception's header, the constructor, a pointer to the whole.
+        """
+        error = self._allocate(2 * _WORD)  # the size of a runtime_error
         self._initialise(error, self._type, self._end_error)
         self._make_error(error, _TEXT)
         pointer = ctypes.c_void_p()
         self._make_pointer(ctypes.byref(pointer), error)
-        self._signal(buffer, ctypes.byref(pointer))  # moves the pointer out, so that nothing is left to be freed
+        self._signal(buffer, ctypes.byref(pointer))  # takes the pointer over, so that nothing has to be freed here
 
 
 @functools.cache
 def _functions() -> _Functions | None:
+    """Return the functions; None if one is missing, or if torch connects the members of groups lazily."""
     lazily = os.environ.get(_LAZY, "0").lower() not in ("", "0", "n", "no", "f", "false", "off")
     with contextlib.suppress(AttributeError, OSError):
         return None if lazily else _Functions()
@@ -149,6 +162,7 @@ def _functions() -> _Functions | None:
 
 
 def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    """Return a library's function with the types of its result and arguments; AttributeError if it is missing."""
     function = library[name]
     function.restype = result
     function.argtypes = arguments
@@ -156,11 +170,12 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:
+    """Return the address of a symbol; AttributeError if the library has none of that name."""
     return ctypes.cast(library[name], ctypes.c_void_p).value or 0
 
 
 def _word(memory: BinaryIO, address: int) -> int:
-    """Return the pointer at an address; 0 where there is no memory."""
+    """Return the pointer at an address; 0 if there is no memory at that address."""
     with contextlib.suppress(OSError, OverflowError):
         return int.from_bytes(os.pread(memory.fileno(), _WORD, address), sys.byteorder)
     return 0

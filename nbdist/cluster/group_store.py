@@ -1,16 +1,16 @@
-"""The store at which the workers of one host form their process group: files in the run directory, nothing listens.
+"""`GroupStore`: the store by which the workers of one host form their process group, kept in files.
 
-torch's own two candidates do not serve. `TCPStore` listens on every interface and believes everybody. `FileStore`
-appends records to one file: a process killed in the middle of a record leaves half of it, and every reader then spins
-for ever, holding the GIL. Here each key is a file of its own::
+torch's own two stores for several processes are not used. `TCPStore` listens on every interface and trusts everybody
+who connects. `FileStore` appends records to one file: a process that is killed within a record leaves half of it, and
+every reader then spins without end, holding the GIL. Here nothing listens, and each key is a file of its own::
 
-    group-7/              one folder for each forming of the group; the notebook makes it, and removes older ones
-      lock                held while a key changes; the kernel frees the lock when its holder dies
+    group-7/              one folder for each generation of the group; the notebook makes it, and removes older ones
+      lock                held while a key changes; the system frees the lock when its holder dies
       draft               the value being written; a rename makes it the key's file, so no file ever holds half a value
       key-3f0c…           one value, named by a hash of the key
-      ended               only if the forming failed: why. Every wait in this store then ends with this text
+      ended               only if the group failed to form: why. Every wait in this store then ends with this text
 
-A waiting process looks again every few milliseconds, without the GIL in between, so Ctrl-C ends its wait.
+A waiting process looks for its keys every few milliseconds and sleeps in between, so Ctrl-C ends its wait.
 """
 
 from __future__ import annotations
@@ -32,41 +32,45 @@ from nbdist.errors import RendezvousError, WorkerLost
 
 __all__ = ["GroupStore", "end"]
 
-dist: Any = torch.distributed  # which does not declare what it exports
+dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.005
 """Seconds between two looks for a key: the pauses grow, so that a long wait costs little."""
 
-_REPLACED = "this process group's store has gone: the cluster has formed its process group anew, or ended"
+_REPLACED = "the store of this process group has been removed: the cluster has formed a new process group, or has ended"
 
 _OF_GLOO = re.compile(r"(?:^|//)([^/]+)//cpu//\d+/\d+$")
-"""The keys under which gloo tells the members of a group where this process listens; the group's name is in the key."""
+"""The keys under which gloo stores the address at which this process listens for a group, with that group's name."""
 
 _changing = threading.Lock()
-"""Excludes the other threads of this process: a `lockf` lock excludes other processes only.
+"""Excludes the other threads of this process, because a `lockf` lock excludes other processes only.
 
-`flock` would exclude both, but a child forked in that moment would inherit the lock and keep it.
+`flock` would exclude both. But a child that is forked at that moment would inherit the lock and keep it.
 """
 
 
 class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
-    """A store of torch's kind in a folder of this user's own.
+    """A `torch.distributed.Store` in a folder that only this user can enter.
 
-    torch calls the methods from C++ too, from any thread. A caller must keep a reference to the store for as long as a
-    process group uses it: C++ keeps only its own half of the object alive. Queues and `list_keys` are not there, as
-    torch cannot call them in a store written in Python.
+    torch calls the methods from C++ too, in any thread. Keep a reference to the store for as long as a process group
+    uses it: C++ keeps only its own half of the object alive. Queues and `list_keys` are missing, because torch cannot
+    call these in a store written in Python.
+
+    Waiting for a missing key and writing raise RendezvousError if the group failed to form or the folder is gone, and
+    WorkerLost if a member has died. Writing raises DistStoreError if the lock is not free within the store's timeout.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
         self._places: dict[str, bytes] = {}
+        """What gloo has stored of this process's listeners, by the name of the group."""
         self.lost = ""
-        """Why no group can form any more: a member has died. Every later operation fails with this text."""
+        """The text of the WorkerLost that waits and writes raise once a member has died; empty before."""
 
     @property
     def ended(self) -> str:
-        """Return why the forming of the group has failed; empty as long as it has not."""
+        """Return why the group failed to form, or that the folder is gone; empty if all is well."""
         try:
             return (self._folder / "ended").read_text()
         except FileNotFoundError:
@@ -75,23 +79,23 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     # -- members and groups -------------------------------------------------------------------
 
     def enter(self, incarnation: int, rank: int) -> None:
-        """Note that this process, an agent of that incarnation, is a member of the process group."""
+        """Enter this process as a member of the process group: the rank, under its RPC agent's incarnation."""
         self.set(f"nbdist/{incarnation:x}", str(rank))
 
     def rank_of(self, incarnation: int) -> int | None:
-        """Return the rank of an agent; None if that agent has not come to the forming of this group."""
+        """Return the rank of the process whose agent has this incarnation; None if it has not entered this group."""
         value = self._read(f"nbdist/{incarnation:x}")
         return None if value is None else int(value)
 
     def group_at(self, address: bytes) -> str | None:
-        """Return torch's name of the group whose members connect to this process at an address; None if unknown."""
+        """Return torch's name of the group whose listener in this process has an address; None if unknown."""
         named = (name for name, place in self._places.items() if address and address in place)
         return next(named, None)
 
     # -- reading ------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; wait until there is one."""
+        """Return the value of a key; wait until there is one. DistStoreError after the store's timeout."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             self._await([key], deadline)
@@ -100,7 +104,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                 return value
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys; wait until all are there."""
+        """Return the values of several keys, as `get` does."""
         return [self.get(key) for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -108,7 +112,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return all(self._file(key).exists() for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value; DistStoreError after the timeout."""
+        """Wait until all keys have a value; DistStoreError after the timeout, by default the store's."""
         self._await(keys, time.monotonic() + (timeout or self.timeout).total_seconds())
 
     def num_keys(self) -> int:
@@ -141,10 +145,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return total
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Give a key the desired value if it has the expected one; return the key's value then.
+        """Give a key the desired value if its value is the expected one; return the value that the key has afterwards.
 
-        A missing value counts as an empty one. Where another one was expected of a missing value, nothing is written
-        and the expected value comes back, as from torch's stores.
+        A missing value counts as empty. If the value is missing and ``expected`` is not empty, nothing is written, and
+        ``expected`` is returned, as torch's own stores do.
         """
         with self._lock():
             found = self._read(key)
@@ -162,22 +166,23 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                 return False
         return True
 
-    # -- what torch asks besides --------------------------------------------------------------
+    # -- what torch asks about the store itself -----------------------------------------------
 
-    deleteKey = delete_key  # C++ asks for these two by their names in C++
+    deleteKey = delete_key  # C++ calls these two by their names in C++
     getNumKeys = num_keys
 
     def has_extended_api(self) -> bool:
-        """Say that `append`, `multi_get` and `multi_set` are there."""
+        """Return True: this store has `append`, `multi_get` and `multi_set`."""
         return True
 
     def clone(self) -> GroupStore:
-        """Return this store itself, which several threads may use at once."""
+        """Return this store itself, because several threads may use it at once."""
         return self
 
     # -- files --------------------------------------------------------------------------------
 
     def _file(self, key: str) -> Path:
+        """Return the file of a key. Its name is a hash, as keys may have any characters and any length."""
         return self._folder / f"key-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def _read(self, key: str) -> bytes | None:
@@ -187,6 +192,11 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             return None
 
     def _write(self, key: str, value: bytes) -> None:
+        """Replace the file of a key. The caller holds the lock.
+
+        Readers take no lock: a rename is atomic, so they read the old value or the new one. The addresses that gloo
+        stores are noted for `group_at`.
+        """
         if of_gloo := _OF_GLOO.search(key):
             self._places[of_gloo[1]] = value
         draft = self._folder / "draft"
@@ -194,6 +204,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         draft.rename(self._file(key))
 
     def _await(self, keys: Sequence[str], deadline: float) -> None:
+        """Wait until all keys have a value."""
         missing, pause = list(keys), _FIRST_PAUSE
         while missing:
             if self._file(missing[-1]).exists():
@@ -201,25 +212,31 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                 continue
             self._raise_if_ended()
             if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"nobody has set {', '.join(map(repr, missing))} in time")
+                raise dist.DistStoreError(
+                    f"no worker has set {', '.join(map(repr, missing))} within the store's timeout"
+                )
             time.sleep(pause)
             pause = min(pause * 1.2, _LONGEST_PAUSE)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
+        """Exclude all other threads and processes while the block runs."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         with _changing, self._open_lock() as file:
             while True:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:  # not waited for in the kernel: its holder may have been stopped
+                except BlockingIOError:  # polled, as an endless wait in lockf could not time out
                     if time.monotonic() > deadline:
-                        raise dist.DistStoreError("another process has kept the store locked all the time") from None
+                        raise dist.DistStoreError(
+                            "another process has held the lock of the store for the whole timeout"
+                        ) from None
                     time.sleep(_FIRST_PAUSE)
             yield
 
     def _open_lock(self) -> Any:
+        """Return the open lock file; RendezvousError if the folder is gone."""
         self._raise_if_ended()
         try:
             return open(self._folder / "lock", "wb")
@@ -227,6 +244,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             raise RendezvousError(_REPLACED) from None
 
     def _raise_if_ended(self) -> None:
+        """Raise the error of a group that cannot form, if there is a reason why it cannot."""
         if self.lost:
             raise WorkerLost(self.lost)
         if why := self.ended:
@@ -234,7 +252,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 
 
 def end(folder: Path, why: str) -> None:
-    """End every wait in the store of this folder, present and future, with a RendezvousError of this text."""
+    """Make every present and future wait in the store of this folder raise a RendezvousError with the text ``why``."""
     draft = folder / "ending"
     draft.write_text(why)
     draft.rename(folder / "ended")

@@ -1,6 +1,6 @@
-"""Output of several workers where nobody watches: a log, which shall be the same from one run to the next.
+"""Arranges the output of several workers where nobody watches: as a log that is the same from one run to the next.
 
-So it is held back until all have ended, and does not depend on who was faster.
+All output is held back until the workers have ended, so that the order does not depend on which worker was faster.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ __all__ = ["Grouped"]
 
 
 class _Held:
-    """What one worker has said, held back."""
+    """The messages of one worker, held back."""
 
     def __init__(self) -> None:
         self.wipe()
 
     def wipe(self) -> None:
+        """Drop what is held: the worker has cleared its output."""
         self.messages: list[Published] = []
         self.clear = False
-        """Whether to wipe as soon as there is more."""
+        """True after a ``clear_output`` that waits for the next output."""
         self._displays: dict[str, list[int]] = {}
+        """The places in `messages` of the displays with an id."""
 
     def add(self, message: Published) -> None:
+        """Append a message; first drop the earlier ones if the worker wanted that with its next output."""
         if self.clear:
             self.wipe()
         if (id := display_id(message)) is not None:
@@ -35,7 +38,7 @@ class _Held:
         self.messages.append(message)
 
     def update(self, message: Published) -> bool:
-        """Change a display that is here; whether it is."""
+        """Change the held displays that have the update's id; return whether there were any."""
         places = self._displays.get(display_id(message) or "", [])
         for place in places:
             self.messages[place] = updated(self.messages[place], message)
@@ -43,15 +46,23 @@ class _Held:
 
 
 class Grouped(Arranger):
-    """Output held back to the end, by worker."""
+    """Holds all output back to the end, and shows it by worker.
+
+    Threads that a cell has left running may print after the end. That output is shown `arrange.FOLD_AFTER` seconds
+    later, grouped in the same way.
+    """
 
     def __init__(self, workers: Sequence[str]) -> None:
         self._held = {name: _Held() for name in workers}
         self._finished = False
         self._late: float | None = None
+        """When output that came after the end is due; None if there is none."""
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """Keep it; but what belongs to a widget or a display that is shown already goes on."""
+        """Hold a message back. Messages of widgets, and updates of displays that are shown already, pass.
+
+        A ``clear_output`` drops what the worker has printed so far, at once or with its next output.
+        """
         message = with_own_id(worker, message)
         held = self._held.setdefault(worker, _Held())
         if message.kind == "clear_output":
@@ -70,15 +81,15 @@ class Grouped(Arranger):
         return []
 
     def next_flush(self) -> float | None:
-        """When what came after the end is shown."""
+        """Return when output that came after the end is due; None if there is none."""
         return self._late
 
     def flush(self, now: float) -> list[Published]:
-        """Show what came after the end."""
+        """Return the output that came after the end, once it is due."""
         return self.finish(now) if self._late is not None and now >= self._late else []
 
     def finish(self, now: float) -> list[Published]:
-        """Show it all; workers that said the same, together."""
+        """Return all output by worker; workers with the same output share one copy of it."""
         groups: dict[tuple[str, ...], tuple[list[str], list[Item]]] = {}
         for worker, held in self._held.items():
             items = _settled(worker, held.messages)
@@ -95,7 +106,10 @@ class Grouped(Arranger):
 
 
 def _settled(worker: str, said: Sequence[Published]) -> list[Item]:
-    """What one worker said, in an order that does not depend on when its streams were flushed."""
+    """Return one worker's output as items, in an order that does not depend on when its streams were flushed.
+
+    Between two displays, all text of stdout comes before that of stderr.
+    """
     lines = Lines(worker)
     items: list[Item] = []
     part: list[Item] = []

@@ -1,12 +1,13 @@
-"""What lives on each worker: values with references, contexts, and the worker's own variables; and who holds them.
+"""Lists what lives on each worker, and the names that hold it: values with references, contexts, and variables.
 
-Every worker says what it owns, and through which names of its own it refers to what others own::
+Every worker reports what it owns, and under which of its own names it refers to values of other workers::
 
     on each worker     contexts ──┐
                        values ────┼──> Census: every buffer once ──> Report ──> the notebook: collect() ──> Holdings
                        variables ─┘        in that order
 
-It is asked by calls, so that a worker whose main thread is busy answers too, and nothing that it looks at is called.
+The reports come by RPC, so that a worker whose main thread is busy answers too. The report calls no code of the objects
+that it looks at.
 """
 
 from __future__ import annotations
@@ -40,102 +41,109 @@ from nbdist.wire.messages import State
 __all__ = ["Holding", "Holdings", "WorkerMemory", "ask_all", "collect"]
 
 _PATIENCE = 10.0
+"""Seconds to wait for a worker's report."""
 _LOOKS = 4
+"""The most times that `collect` asks all workers, until their reports agree."""
 _BETWEEN_LOOKS = 0.05
-"""Seconds; after them whatever was said before has arrived, unless a worker stands still."""
+"""Seconds between two looks: enough for a message that was on its way to arrive, unless a worker stands still."""
 _MOST_OBJECTS = 150_000
-"""So many objects are met in all values that have references."""
+"""Objects that a report visits at most in all values that have references, together."""
 _MOST_OF_ONE = 20_000
+"""Objects that a report visits at most in one of these values."""
 
 
 class Owned(msgspec.Struct, frozen=True):
-    """A value, as its owner knows it."""
+    """A referenced value, as its owner reports it."""
 
     id: GlobalId
     state: State | None
+    """The value's type, shape and size, or its error; None if the value has not been computed yet."""
     nbytes: int | None
-    """Of a value that has come to be."""
+    """Bytes in the worker's memory; None if the value has not been computed, or its size is not known."""
     gpu: int
+    """Bytes on other devices."""
     is_partial: bool
+    """True if the value may hold more than was visited."""
     users: list[str]
-    """The workers that hold references to it."""
+    """The names of the other workers that hold references to the value."""
     pins: list[Pin]
-    """What keeps it there besides."""
+    """The names on the owner itself that keep the value."""
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A context, as one of its workers knows it."""
+    """A context, as one of its workers reports it."""
 
     id: int
     maker: str
+    """The name of the worker that opened the context."""
     nbytes: int
     gpu: int
 
 
 class WorkerMemory(msgspec.Struct, frozen=True):
-    """How much memory one worker uses, and for what."""
+    """The memory that one worker uses, and what for."""
 
     name: str
     incarnation: int
-    """Another one for each life of the worker."""
+    """A number that differs for each life of the worker."""
     usage: Usage | None
-    """None where the system does not say."""
+    """None where the system does not report it."""
     started_with: int | None
-    """Bytes that the worker used when it had started."""
+    """Bytes that the worker used right after it had started."""
     amounts: dict[str, Amount]
-    """What is counted as ``references``, ``contexts`` and ``variables``."""
+    """The counted bytes of the categories ``references``, ``contexts`` and ``variables``."""
     variables: list[Variable]
     gpu_taken: int | None
-    """Bytes that torch has taken of GPUs."""
+    """Bytes that torch has reserved on the worker's GPUs."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one worker says."""
+    """One worker's answer to `collect`."""
 
     owned: list[Owned]
     contexts: list[Kept]
     used: dict[GlobalId, list[Pin]]
-    """Who holds the references to others' values, and to its own, that are here."""
+    """The names on this worker that hold references, by the id of the value, which may be its own or another's."""
     memory: WorkerMemory
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """One thing that lives on a worker by reference."""
+    """A value or context that lives on a worker, with everything that keeps it there."""
 
     worker: str
     nbytes: int | None
     pins: list[tuple[str, list[Pin]]]
-    """By worker, who holds it."""
+    """The reasons that keep it, by the name of the worker on which they are."""
     id: GlobalId | None = None
-    """Of a value; without one it is what a context keeps."""
+    """The id of a value; None for a context."""
     state: State | None = None
-    """What the value is, if it has come to be."""
+    """The value's type, shape and size, or its error; None for a context or a value that is not computed yet."""
     gpu: int = 0
     is_partial: bool = False
     context: int | None = None
-    """The id of the context that keeps it."""
+    """The id of a context; None for a value."""
 
     @property
     def idle(self) -> bool:
-        """Whether `free` would let go of it."""
+        """True if `%dist_free` would drop it: nothing but `Out`, `_` and tracebacks keep it."""
         return bool(self.pins) and all(pins and all(pin.idle for pin in pins) for _, pins in self.pins)
 
 
 class Holdings(msgspec.Struct, frozen=True):
-    """All that lives on all workers."""
+    """All values and contexts that live on all workers, and the memory of each worker."""
 
     items: list[Holding]
-    """What lives there by reference."""
+    """Sorted by worker, the largest first."""
     workers: list[WorkerMemory]
     silent: list[str]
-    """Workers that did not answer."""
+    """The names of the workers that did not answer."""
 
 
 def collect() -> Holdings:
-    """Ask all workers, this one among them, what they own and use.
+    """Ask all workers, and this process, what they own and use. Waits up to 10 s for each answer.
 
-    An owner may answer before it hears that a reference was released elsewhere, although that was said before: the two
-    messages come from different workers. Then all are asked again, up to `_LOOKS` times.
+    An owner may answer before it hears that a reference was released on another worker, even if the release was sent
+    first: the two messages come from different workers. Then all are asked again, `_LOOKS` times in all at most.
     """
     ask_all(_settle)
     reports, silent = ask_all(_report)
@@ -164,11 +172,11 @@ def collect() -> Holdings:
     return Holdings(items, [report.memory for report in reports.values()], silent)
 
 
-_UNKNOWN = Pin("other", "a call, or something that runs")
+_UNKNOWN = Pin("other", "a call, or a function that is running")
 
 
 def _disagree(reports: dict[str, Report]) -> bool:
-    """Return whether some owner lists a user of a value that says it has no reference to it (any more)."""
+    """Return whether some owner lists a user of a value that reports no reference to that value (any more)."""
     return any(
         name in reports and owned.id not in reports[name].used
         for report in reports.values()
@@ -178,7 +186,10 @@ def _disagree(reports: dict[str, Report]) -> bool:
 
 
 def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
-    """Run a function on all workers and here; return its values by worker, and which workers did not answer."""
+    """Call a function on all other agents and here; return the results by name, and the names that did not answer.
+
+    The calls are not recorded in any context. An agent whose function fails counts as one that did not answer.
+    """
     agent = current_agent()
     found: dict[str, Any] = {}
     names = [member.name for member in agent.members()]
@@ -186,7 +197,7 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
         asked = agent.call_each([name for name in names if name != agent.me.name], what, timeout=_PATIENCE)
     found[agent.me.name] = what()
     for name, answer in asked.items():
-        with contextlib.suppress(Exception):  # whatever went wrong there: the others are shown
+        with contextlib.suppress(Exception):  # one failed agent must not hide the others
             found[name] = answer.wait()
     return {name: found[name] for name in names if name in found}, [name for name in names if name not in found]
 
@@ -195,25 +206,30 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _settle() -> None:
-    """Tell the owners which references have been released here."""
+    """Tell the owners which references this worker has released."""
     current_agent().reap()
 
 
 def _report() -> Report:
+    """Make this worker's report, which must not keep the values alive.
+
+    Contexts are counted first, then values, then variables: a buffer that several of them hold counts for the first.
+    But the buffer of a tensor that is itself a value or variable does not count for a context.
+    """
     agent = current_agent()
     roots = roots_of(agent)
     census = Census()
     census.skip([*roots.variables, roots.out])
     contexts, kept = [], {}
-    for context in recorder().contexts.all():
+    for context in recorder().contexts.all():  # 1. what each context keeps
         found = kept[context.id] = kept_by(context)
         census.put("contexts", found)
         here = sum(nbytes for (device, _), nbytes in found.items() if device == "cpu")
         gpu = sum(found.values()) - here
         contexts.append(Kept(context.id, agent.name_of(context.maker), here, gpu))
-    values = _values(agent, census)
+    values = _values(agent, census)  # 2. values with references
     numbers = _watch(census, values)
-    rows, leading = variables.count(census, named_values(roots))
+    rows, leading = variables.count(census, named_values(roots))  # 3. variables, and which values they lead to
     names = names_by_value(roots)
     owned = []
     for number, value in zip(numbers, values, strict=True):
@@ -232,7 +248,7 @@ def _report() -> Report:
 
 
 class _Value(NamedTuple):
-    """A value that this worker owns, or is to own; not the value itself, which nothing here must keep."""
+    """A value that this worker owns or will own; without the object itself, so that the report keeps nothing alive."""
 
     id: GlobalId
     users: list[str]
@@ -241,18 +257,18 @@ class _Value(NamedTuple):
     gpu: int = 0
     is_partial: bool = False
     key: int = 0
-    """The ``id`` of the value's object; 0 without one, or where others may be the same object by chance."""
+    """The ``id`` of the value's object; 0 without one, and for numbers and texts, which may be shared by chance."""
     place: Place | None = None
-    """Where a tensor's memory is."""
+    """The place of a tensor's memory."""
 
 
 def _values(agent: Agent, census: Census) -> list[_Value]:
-    """Count what has references."""
+    """Count the values that have references."""
     found, left = [], _MOST_OBJECTS
     for id_, promise, holders in agent.owned():
         users = [agent.name_of(holder) for holder in holders]
         value, spent = _value(id_, promise, users, agent, census, min(left, _MOST_OF_ONE))
-        left = max(1, left - spent)  # every value is met itself
+        left = max(1, left - spent)  # of every value, at least the object itself is visited
         found.append(value)
     return found
 
@@ -260,9 +276,10 @@ def _values(agent: Agent, census: Census) -> list[_Value]:
 def _value(
     id_: GlobalId, promise: Promise[Any], users: list[str], agent: Agent, census: Census, most: int
 ) -> tuple[_Value, int]:
+    """Count one value; return its row, and how many objects were visited."""
     if not promise.done():
         return _Value(id_, users, None), 0
-    if promise.exception() is not None:  # described when it came: to ask it for its text would call it
+    if promise.exception() is not None:  # described when it was raised: its `str` would call the user's code
         return _Value(id_, users, agent.references.forks.state(id_, None)), 0
     value = promise.value()
     state = describe_value(value)
@@ -278,7 +295,10 @@ def _value(
 
 
 def _watch(census: Census, values: list[_Value]) -> list[int]:
-    """Have the census tell which variables lead to these values; returns by which number it does."""
+    """Ask the census to note which variables lead to these values; return the number of each value.
+
+    Two references to one object share a number.
+    """
     numbers = []
     for number, value in enumerate(values):
         if value.key:
@@ -290,10 +310,12 @@ def _watch(census: Census, values: list[_Value]) -> list[int]:
 
 
 def _pins_within(named: Named) -> list[Pin]:
+    """Return pins that say that the value is in the objects with these names."""
     return [Pin(named.kind, name, within=True) for name in named.names]
 
 
 def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:
+    """Measure this process, and sum up the census."""
     usage, regions = process_memory.measure()
     return WorkerMemory(
         agent.me.name,

@@ -1,7 +1,8 @@
-"""Interrupts work on the workers, and names what does not stop. Every interrupt goes through `interrupt`::
+"""Interrupts work on the workers, and reports what does not stop. Every interrupt goes through `interrupt`::
 
-    Ctrl-C, the stop button, a time limit   the cell that the notebook waits for       `interrupt_cell`
-    `Cluster.interrupt`, the panel's button  everything that the chosen workers do      `interrupt_workers`
+    Ctrl-C, the stop button, a time limit,    one cell, on all its workers              `interrupt_cell`
+    `Cell.cancel`, ``fail_fast``
+    `Cluster.interrupt`, the panel's button   everything that the chosen workers do     `interrupt_workers`
 
 ===================================  ==============================================================================
 what a worker does                   how it ends
@@ -13,8 +14,8 @@ a cell that has not begun            the worker is told not to run it
 a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `interrupt_workers` only)
 ===================================  ==============================================================================
 
-A worker that has not ended its cell 2 s later is asked where it is, by a signal whose handler needs no GIL. One that
-formats the traceback of its interrupt has stopped, and is given more time.
+A worker that has not ended its cell 2 s later is asked which line it is in, by a signal whose handler needs no GIL. A
+worker that is formatting the traceback of its interrupt has stopped, and gets up to 30 s.
 """
 
 from __future__ import annotations
@@ -42,29 +43,34 @@ if TYPE_CHECKING:
 __all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_calls"]
 
 _LISTENS_AFTER = 0.3
+"""Seconds after which a worker whose turn it is gets SIGINT, even if it has not reported that the cell began."""
 _WAKE_AFTER = 0.02
+"""Seconds after SIGINT until a message wakes the worker's event loop, which otherwise may not notice the signal."""
 _CALLED_OFF_WITHIN = 0.3
-"""Seconds within which a worker hears that a cell was called off, and ends it after it has begun."""
+"""Seconds to wait for a worker to confirm that it skips a cell, and for the skipped cell to end once it has begun."""
 
 _CALLS_STOP_WITHIN = 0.5
-"""Seconds for a worker to say that it has told its calls to stop; one that holds the GIL cannot say so."""
+"""Seconds to wait for a worker to confirm that it has stopped its calls; a worker that holds the GIL cannot confirm."""
 
 _TRACEBACK_WITHIN = 30.0
-"""Seconds for a worker that has stopped to format its traceback, which reads and parses the files of all frames."""
+"""Seconds for a stopped worker to format its traceback, which reads and parses the files of all frames."""
 
 _FORMATS = ("showtraceback", "_format_exception_for_storage")
+"""The functions of IPython that format an error's traceback."""
 _POLL = 0.005
+"""Seconds between two looks at a condition that `_until` waits for."""
 
 
 async def interrupt_cell(cluster: Cluster, cell: Cell) -> list[str]:
-    """Interrupt a cell where it has not ended; return what to say of the workers that do not stop in time."""
+    """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop in time."""
     return await interrupt(cluster, [(cell, part) for part in cell.parts.values()])
 
 
 def interrupt_workers(cluster: Cluster, workers: Sequence[Worker]) -> None:
-    """Interrupt all that workers do: their cells, begun or not, and the calls that they run for others.
+    """Interrupt everything that these workers do: cells, begun or not, and the calls that they run for others.
 
-    Returns once that is on its way. What is sent to the workers afterwards runs.
+    Returns once the interrupts are on their way, at most 0.5 s later. Work that is sent afterwards runs. The kernel
+    thread must not call this, because the interrupts need it.
     """
     cluster.kernel_thread.soon(_interrupt_cells_of, cluster, workers)
     names = [worker.name for worker in workers]
@@ -75,17 +81,22 @@ def interrupt_workers(cluster: Cluster, workers: Sequence[Worker]) -> None:
 
 
 def _interrupt_cells_of(cluster: Cluster, workers: Sequence[Worker]) -> None:
+    """Start to interrupt all cells of these workers. Called in the kernel thread."""
     work = [(cell, cell.parts[worker.name]) for worker in workers for cell in worker.cells]
     cluster.kernel_thread.loop.create_task(interrupt(cluster, work))
 
 
 async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, Part]]) -> list[str]:
-    """Interrupt cells on workers; return what to say of those that do not stop in time."""
+    """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
+
+    Cells that have not begun are called off, cells that run get SIGINT. After `BREAK_AFTER` seconds collectives are
+    broken, after `PATIENCE` seconds the workers that still run are described.
+    """
     began = time.monotonic()
     work = [(cell, part) for cell, part in work if not part.done]
     running = [part for cell, part in work if _is_next(cluster, cell, part)]
     called_off = [_call_off(cluster, part) for cell, part in work if not _is_next(cluster, cell, part)]
-    # First, lest a cell that is called off begins, because the one before it has ended, and the worker does not know.
+    # Call cells off before any signal: once the signalled cell ends, the worker begins the next one.
     await _until(lambda: all(future is None or future.done() for future in called_off), began + _CALLED_OFF_WITHIN)
     for part in running:
         _signal(cluster, part)
@@ -100,25 +111,29 @@ async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, Part]]) -> list
 
 
 def stop_served_calls() -> None:
-    """Stop the calls that this worker runs for others; called on the worker."""
+    """Stop the calls that this worker runs for others. The notebook calls this on the worker."""
     agent = active_agent()
     if agent is not None:
         agent.stopping.stop_served()
 
 
 def _is_next(cluster: Cluster, cell: Cell, part: Part) -> bool:
-    """Whether its kernel has nothing else to do; who holds the GIL from the first cannot even say that it began."""
+    """Return whether the worker runs this cell or will run it next.
+
+    ``part.began`` alone does not tell: a cell that takes the GIL at once cannot report that it began.
+    """
     cells = cluster.find(part.worker).cells
     return part.began is not None or (bool(cells) and cells[0] is cell)
 
 
 async def _until(happened: Callable[[], bool], deadline: float) -> None:
+    """Wait until ``happened()`` is true or the deadline, by `time.monotonic`, has passed."""
     while not happened() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL)
 
 
 def _signal(cluster: Cluster, part: Part) -> None:
-    """Send SIGINT, as soon as the worker listens."""
+    """Send SIGINT to the worker as soon as its kernel reacts to it, which is when the cell has begun."""
     loop = asyncio.get_running_loop()
 
     def send() -> None:
@@ -129,12 +144,13 @@ def _signal(cluster: Cluster, part: Part) -> None:
     def wake() -> None:
         kernel = cluster.find(part.worker).kernel
         if not part.done and kernel is not None:
-            kernel.send("kernel_info_request", {})  # an event loop that waits learns of a signal with its next event
+            kernel.send("kernel_info_request", {})  # a waiting event loop notices a signal with its next event
 
     if part.began is not None:
         send()
         return
-    # It is about to begin, and does not listen before it has; or it has, and holds the GIL, so that nobody can say so.
+    # The cell is about to begin, and its kernel ignores SIGINT until then; or it has begun, but holds the GIL, so that
+    # the kernel cannot report the beginning.
     late = loop.call_later(_LISTENS_AFTER, send)
 
     def begun() -> None:
@@ -146,10 +162,11 @@ def _signal(cluster: Cluster, part: Part) -> None:
 
 
 def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:
-    """Have a cell that waits for its turn not run; return what is done once the worker knows, None if it is gone.
+    """Tell a worker to skip a cell that has not begun.
 
-    A worker that has heard of that ends the cell as soon as it begins. A signal at that moment would come too late, and
-    hit what the worker does next; so only a cell that goes on is signalled.
+    Returns a future that is done once the worker has confirmed, or None if the worker is gone. A worker that was told
+    ends the cell as soon as it begins. A signal at that moment would come too late and hit the worker's next work, so
+    SIGINT is sent only if the cell runs on.
     """
     loop = asyncio.get_running_loop()
 
@@ -163,6 +180,8 @@ def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:
 
 
 def _break_collective(cluster: Cluster, part: Part) -> None:
+    """Break the process group of the collective in which the worker may wait, and note in the part what was broken."""
+
     def note(future: object) -> None:
         with contextlib.suppress(Exception):
             part.note = future.value()  # type: ignore[attr-defined]
@@ -172,26 +191,29 @@ def _break_collective(cluster: Cluster, part: Part) -> None:
 
 
 async def _describe(cluster: Cluster, cell: Cell, part: Part, deadline: float) -> str:
-    """Return what to say of a worker that has not ended its cell; nothing if it only has to format its traceback."""
+    """Return what to say of a worker that has not ended its cell; "" if it ends while its traceback is formatted."""
     name = part.worker
     if not _is_next(cluster, cell, part):
-        return f"{name} has not begun this cell: it still runs one from before, and will not run this one"
+        return f"{name} has not begun this cell and will skip it: it still runs an earlier one"
     frames = await _frames(cluster, name)
     while _formats_traceback(frames) and not part.done:
         if time.monotonic() > deadline:
-            return f"{name} has stopped, and has not formatted its traceback yet; `%dist_restart {name}` ends that"
+            return f"{name} has stopped, but still formats its traceback; `%dist_restart {name}` starts it again"
         await _until(lambda: part.done, time.monotonic() + where.PATIENCE)
         frames = await _frames(cluster, name)
-        if not _formats_traceback(frames):  # it is done with that, and says so in a moment
+        if not _formats_traceback(frames):  # the traceback is done, and the reply arrives in a moment
             await _until(lambda: part.done, time.monotonic() + PATIENCE)
     if part.done:
         return ""
     place = _say_place(frames, cell)
-    return f"{name} has not given way within {PATIENCE:g} s{place}; `%dist_restart {name}` ends what it does"
+    return (
+        f"{name} did not stop within {PATIENCE:g} s of the interrupt{place}; "
+        f"`%dist_restart {name}` kills it and starts it again"
+    )
 
 
 async def _frames(cluster: Cluster, worker: str) -> list[where.Frame]:
-    """Return the frames of a worker's main thread, innermost first; none if they cannot be had."""
+    """Return the frames of a worker's main thread, innermost first; none if the worker writes none."""
     with contextlib.suppress(OSError):
         asked = where.Question(cluster, worker)
         deadline = time.monotonic() + where.PATIENCE
@@ -202,7 +224,7 @@ async def _frames(cluster: Cluster, worker: str) -> list[where.Frame]:
 
 
 def _formats_traceback(frames: Sequence[where.Frame]) -> bool:
-    """Whether IPython formats an error, to show it or to keep it with the cell."""
+    """Return whether IPython is formatting an error, to show it or to keep it with the cell."""
     return any(frame.function in _FORMATS and "/IPython/core/" in frame.file for frame in frames)
 
 

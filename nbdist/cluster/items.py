@@ -1,7 +1,7 @@
-"""Pieces of output that have a place of their own: a whole line, a display, or that what was there be wiped.
+"""Pieces of output with a place of their own: a whole line, a display, or a request to clear the output.
 
-Messages are cut where a worker happened to flush; items are cut where a reader would, so that they can be compared,
-put under a name, and shown again.
+Messages end where a worker happened to flush. Items end where a reader would end them, so that they can be compared,
+labelled with a worker's name, and shown again.
 """
 
 from __future__ import annotations
@@ -16,22 +16,31 @@ from nbdist.cluster.arrange import LEFT_OUT, Published, label_of, say_left_out
 __all__ = ["Item", "display_id", "merged", "updated", "with_own_id"]
 
 _MADE_UP = re.compile(r"[0-9a-f]{32}")
+"""A display id that IPython has generated, and that no other worker has."""
 
 
 @dataclass(slots=True)
 class Item:
-    """Text that ends its line, a display, or that what was there be wiped."""
+    """A whole line of text, a display, or a request to clear the output.
+
+    When `Live` shows an item, it sets `workers` to all workers with the same item, and `key` to "", so that the item is
+    never merged again.
+    """
 
     workers: list[str]
+    """The workers whose item this is; more than one if they are shown as one."""
     key: str
-    """The same for items of several workers that can be shown as one; empty for what stands alone."""
+    """Equal for items of several workers that can be shown as one; "" for an item that is always shown alone."""
     since: float
+    """When the item was made, by the clock of the arranger."""
     text: str = ""
+    """Whole lines, with their ends; "" for anything but text."""
     stream: str = "stdout"
     message: Published | None = None
+    """The message to show, for anything but text."""
 
     def render(self) -> list[Published]:
-        """Return the messages that show it, under the names of its workers."""
+        """Return the messages that show the item, labelled with the names of its workers."""
         label = label_of(tuple(self.workers))
         if self.message is not None and self.message.kind == LEFT_OUT:
             return [say_left_out(self.message, self.workers, f"{label} ")]
@@ -49,13 +58,16 @@ def _text(stream: str, text: str) -> Published:
 
 
 def display_id(message: Published) -> str | None:
-    """What a display is called, by which it can be updated."""
+    """Return the id by which a display can be updated; None if it has none."""
     id: str | None = (message.content.get("transient") or {}).get("display_id")
     return id
 
 
 def with_own_id(worker: str, message: Published) -> Published:
-    """A display by the worker's own name for it: several may have called theirs alike, and each updates its own."""
+    """Return a display with the worker's name in its id, unless IPython has generated that id.
+
+    Several workers may use one id; each then updates its own display.
+    """
     id = display_id(message)
     if id is None or _MADE_UP.fullmatch(id):
         return message
@@ -64,13 +76,13 @@ def with_own_id(worker: str, message: Published) -> Published:
 
 
 def updated(shown: Published, update: Published) -> Published:
-    """A display with the content that an update brings."""
+    """Return the display ``shown`` with the content that ``update`` brings."""
     content = {**shown.content, "data": update.content["data"], "metadata": update.content.get("metadata", {})}
     return shown._replace(content=content, metadata=update.metadata, buffers=update.buffers)
 
 
 def merged(published: Iterable[Published]) -> list[Published]:
-    """Neighbouring text of one stream as one message."""
+    """Return the messages with neighbouring text of one stream merged into one message."""
     fewer: list[Published] = []
     for stream, group in itertools.groupby(published, lambda m: m.content["name"] if m.kind == "stream" else None):
         run = list(group)

@@ -1,6 +1,12 @@
-"""Talks to the kernels of the workers: one thread with an event loop of its own does all of it.
+"""Talks to the workers' kernels. One thread, the kernel thread, does all of it in an event loop of its own.
 
-So the notebook's main thread is never needed for progress: output flows while a cell computes, while it waits, and
+::
+
+    any thread ── KernelThread.soon, run ──> kernel thread ── Kernel.send, ask ──> a worker's kernel
+                                                  │ <───────── Kernel._drain ────── replies, output, requests for input
+                                                  └── `Kernel.ask`'s future, or the listener (`Router.on_message`)
+
+So progress never depends on the notebook's main thread: output arrives while a cell computes, while it waits, and
 after it has ended.
 """
 
@@ -28,23 +34,31 @@ Message = dict[str, Any]
 
 _log = logging.getLogger("nbdist.cluster")
 _ASK_AGAIN = 0.1
+"""Seconds after which a starting kernel is asked again, until its first output has arrived."""
 _RECONNECT_MS = 10
+"""Milliseconds between two attempts of ZeroMQ to connect."""
 _AT_ONCE = 100
+"""Messages that are read before the loop's other work gets its turn."""
 _READABLE = 1
+"""ZeroMQ's flag for a socket that has messages to read, zmq.POLLIN."""
 _FILES_OF_LOOP = 3
+"""Files that an event loop opens."""
 _FILES_NEEDED = 24
-"""Files that must be free before ZeroMQ starts its threads and opens the sockets to one kernel: it takes about 20."""
+"""Files that must be free before ZeroMQ starts its threads and opens the sockets to one kernel; it takes about 20."""
 
 
 class KernelThread:
     """A daemon thread that runs an event loop."""
 
     def __init__(self) -> None:
-        require_files(_FILES_OF_LOOP, "the notebook cannot talk to workers' kernels")  # half a loop cannot be closed
+        require_files(
+            _FILES_OF_LOOP, "the notebook cannot talk to workers' kernels"
+        )  # a half-made loop cannot be closed
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="nbdist-kernels", daemon=True)
         self._thread.start()
         self.context: Any = None
+        """The ZeroMQ context of all kernels; made by the first one."""
         self._closing = False
 
     def _run(self) -> None:
@@ -52,7 +66,10 @@ class KernelThread:
         self.loop.run_forever()
 
     def soon(self, action: Callable[..., object], *arguments: Any) -> bool:
-        """Call ``action`` there soon; from any thread. Whether it will be: not once the thread is to end."""
+        """Call ``action`` in this thread soon. Any thread may call this.
+
+        Returns whether ``action`` will be called: False once the thread is ending.
+        """
         if self._closing:
             return False
         try:
@@ -62,15 +79,15 @@ class KernelThread:
         return True
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine there; its outcome."""
+        """Run a coroutine in this thread; return the future of its outcome. Any other thread may wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def is_current(self) -> bool:
-        """Whether the calling thread is this one."""
+        """Return whether the calling thread is this one."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """End the loop and the thread."""
+        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread, within another 2 s."""
 
         async def cancel_all() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -91,10 +108,9 @@ class KernelThread:
 
 
 class Kernel:
-    """The way to one worker's kernel.
+    """The connection to one worker's kernel. All methods but the constructor are for the kernel thread.
 
-    Replies go to who asked. Everything else, and replies that nobody awaits, goes to ``listener(channel, message)``
-    in the kernel thread. Of that thread are all methods, but for the constructor.
+    A reply to `ask` resolves its future. All other messages go to ``listener(channel, message)``, in the kernel thread.
     """
 
     def __init__(
@@ -108,19 +124,24 @@ class Kernel:
         self._replies: dict[str, asyncio.Future[Message]] = {}
         self._sockets: dict[str, Any] = {}
         self._heard = asyncio.Event()
+        """Set when the first message of the output channel arrives."""
         self._closed: str | None = None
+        """The reason for which the connection was closed; None while it is open."""
 
     async def open(self) -> None:
-        """Connect, and wait until the kernel answers and its output reaches us."""
+        """Connect, and wait until the kernel answers and its output reaches this process.
+
+        Raises WorkerLost if `close` is called before or meanwhile, ResourceError if too many files are open.
+        """
         if self._closed is not None:
             raise WorkerLost(self._closed)
         require_files(_FILES_NEEDED, "the notebook cannot talk to a worker's kernel")
         client: Any = KernelClient() if self._thread.context is None else KernelClient(context=self._thread.context)
         if self._thread.context is None:
             self._thread.context = client.context
-            client._created_context = False  # it outlives this client
-            self._thread.context.reconnect_ivl = _RECONNECT_MS  # to sockets that a starting kernel has yet to make
-            self._thread.context.rcvhwm = self._thread.context.sndhwm = 0  # nothing is dropped, and nothing blocks
+            client._created_context = False  # the context outlives this client
+            self._thread.context.reconnect_ivl = _RECONNECT_MS  # a starting kernel has yet to make its sockets
+            self._thread.context.rcvhwm = self._thread.context.sndhwm = 0  # no message is dropped, and no send blocks
         client.load_connection_info(self._connection)
         identity = self._session.encode()
         for channel in ("shell", "iopub", "stdin", "control"):
@@ -135,7 +156,7 @@ class Kernel:
                 return
 
     def close(self, why: str) -> None:
-        """Disconnect; requests without a reply fail."""
+        """Disconnect. Requests that wait for a reply fail with WorkerLost(``why``), and so do later requests."""
         self._closed = why
         sockets, self._sockets = self._sockets, {}
         for socket in sockets.values():
@@ -145,7 +166,7 @@ class Kernel:
         for reply in replies.values():
             if not reply.done():
                 reply.set_exception(WorkerLost(why))
-                reply.exception()  # it is no fault if nobody waits
+                reply.exception()  # else asyncio logs an error if nothing awaits the reply
 
     def send(
         self,
@@ -158,7 +179,13 @@ class Kernel:
         parent: Message | None = None,
         id: str | None = None,
     ) -> str:
-        """Send a message; its id. Who sends the same to many has packed it."""
+        """Send a message on ``channel``; return its id, which is ``id`` if that is given.
+
+        A caller that sends the same content to many kernels packs it once, as bytes. ``parent`` is the message that
+        caused this one.
+
+        Raises WorkerLost if the connection is closed or not open yet.
+        """
         if self._closed is not None:
             raise WorkerLost(self._closed)
         header = new_header(kind, self._session, id)
@@ -171,19 +198,22 @@ class Kernel:
             buffers=buffers,
         )
         if channel not in self._sockets:
-            raise WorkerLost("its kernel has not come up")
+            raise WorkerLost("its kernel has not started yet")
         self._sockets[channel].send_multipart(frames)
-        self._thread.loop.call_soon(self._drain, channel)  # sending may have taken the sign that there is news
+        self._thread.loop.call_soon(self._drain, channel)  # sending may have consumed the signal to read
         return str(header["msg_id"])
 
     def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:
-        """Send a request; the reply to come."""
+        """Send a request; return the future of the reply."""
         id = self.send(kind, content, channel=channel)
         reply = self._replies[id] = asyncio.get_running_loop().create_future()
         return reply
 
     def _drain(self, channel: str) -> None:
-        """Take what has come: the loop is told once of any number of messages."""
+        """Read the messages that have arrived, up to `_AT_ONCE` of them, and the others a little later.
+
+        ZeroMQ's file descriptor reports once that there are messages, however many there are.
+        """
         for _ in range(_AT_ONCE):
             socket = self._sockets.get(channel)  # a message may close the kernel
             if socket is None or not socket.EVENTS & _READABLE:
@@ -192,10 +222,11 @@ class Kernel:
             try:
                 self._take(channel, decode(self._key, frames))
             except Exception:
-                _log.exception("a message of a worker's kernel could not be handled")
+                _log.exception("a message from a worker's kernel could not be handled, and is dropped")
         self._thread.loop.call_soon(self._drain, channel)
 
     def _take(self, channel: str, message: Message) -> None:
+        """Pass a message to the request that waits for it, else to the listener."""
         if channel == "iopub":
             self._heard.set()
         parent = message["parent_header"].get("msg_id", "")

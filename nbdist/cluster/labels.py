@@ -1,8 +1,8 @@
-"""What the frames of cells are called: ``In[3] on worker1`` instead of a file that nobody has heard of.
+"""Names the frames of cells: ``In[3] on worker1`` instead of the name of a generated file.
 
-A cell's code has a file name that says nothing, in a directory of one process. Whoever has compiled the cell knows
-its number; so a worker renames the frames of the cells that it ran, and the notebook those of functions that were
-typed in its own cells and travelled.
+IPython compiles a cell under a file name that tells a reader nothing, in a directory of its process. The process that
+compiled a cell knows its number. So a worker renames the frames of cells that it ran, and the notebook renames those of
+functions that were defined in its own cells and sent to workers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["cell_number", "install", "missing_here", "rename_cell_frames", "rename_frames", "trim_tracebacks"]
 
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
+"""A frame in a formatted traceback of Python: indent, file, line, function and source line."""
 
 _OURS = os.path.dirname(nbdist.__file__) + os.sep
 
 _shell: Any = None
 _number: int | None = None
+"""The number of the cell that runs or ran last."""
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
-    """Call cells by their numbers; in a worker, by its name as well."""
+    """Name the frames of cells by their numbers in this process; in a worker, add the worker's name."""
     global _shell
     _shell = shell
     _follow_numbers(shell)
@@ -51,23 +53,27 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
 
 
 def cell_number() -> int | None:
-    """The number of the cell that runs, or ran last, in this process."""
+    """Return the number of the cell that runs or ran last in this process; None before the first."""
     return _number
 
 
 def missing_here(text: str) -> str:
-    """Return the name that a worker's NameError misses, if this notebook has such a variable; else ``""``."""
+    """Return the name that a worker's NameError misses, if this notebook has such a variable; else ""."""
     found = re.match(r"name '(\w+)' is not defined", text)
     return found[1] if found and _shell is not None and found[1] in _shell.user_ns else ""
 
 
 def _name_file(file: str) -> str:
+    """Return the name by which a reader knows a cell's file, such as ``cell 3``; "" for other files."""
     number = _shell.compile._filename_map.get(file) if _shell is not None else None
     return "" if number is None else f"cell {number}"
 
 
 def _follow_numbers(shell: InteractiveShell) -> None:
-    """Note the number of every cell: the shell's own count is, by version, that of this cell or of the next."""
+    """Note the number of every cell that the shell compiles.
+
+    The shell's own count is that of this cell or of the next one, depending on IPython's version.
+    """
     cache: Any = shell.compile.cache
 
     def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +85,7 @@ def _follow_numbers(shell: InteractiveShell) -> None:
 
 
 def rename_frames(text: str, worker: str) -> str:
-    """A formatted traceback of ``worker``, with the frames of cells that this process knows called by their numbers."""
+    """Return a worker's formatted traceback with the frames of this process's cells named by their numbers."""
     if _shell is None:
         return text
     numbers: dict[str, int] = _shell.compile._filename_map
@@ -96,18 +102,18 @@ def rename_frames(text: str, worker: str) -> str:
 
 
 def rename_cell_frames(text: str, code: str, number: int, worker: str) -> str:
-    """A traceback that a worker's process wrote when it could say no more, with its cell called by its number."""
+    """Return a traceback that a crashing worker wrote, with its cell named by its number."""
     file = os.path.basename(get_file_name(code))  # a digest of the code, in a directory of the process
     return re.sub(rf'File "[^"]*/ipykernel_\d+/{re.escape(file)}"', f"Cell In[{number}] on {worker}", text)
 
 
 def is_cell(file: str, code: str) -> bool:
-    """Whether a worker has compiled this cell as that file."""
+    """Return whether ``file`` is the name under which a worker has compiled this cell."""
     return bool(os.path.basename(file) == os.path.basename(get_file_name(code)))
 
 
 def trim_tracebacks(shell: Any) -> None:
-    """Have a shell show errors that come from or through this package without the way through it."""
+    """Make a shell show nbdist's errors, interrupts and errors from workers without the frames inside this package."""
     shown: Any = shell.InteractiveTB.structured_traceback
 
     def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +122,7 @@ def trim_tracebacks(shell: Any) -> None:
             _cut_off_our_frames(tb)
         if not isinstance(error, UsageError):
             return shown(kind, error, tb, *args, **kwargs)
-        # Its text says all: what led to it inside of this package is not shown.
+        # The text of a UsageError says all: its cause, inside of this package, is not shown.
         before = error.__cause__, error.__suppress_context__
         error.__cause__ = None
         error.__suppress_context__ = True
@@ -129,7 +135,7 @@ def trim_tracebacks(shell: Any) -> None:
 
 
 def _cut_off_our_frames(tb: TracebackType | None) -> None:
-    """Let a traceback end where this package was entered."""
+    """End a traceback at the last frame outside of this package."""
     last = None
     while tb is not None:
         if not tb.tb_frame.f_code.co_filename.startswith(_OURS):

@@ -1,9 +1,11 @@
-"""What a worker writes just before it dies reaches its log.
+"""Saves the text that a worker writes to standard error just before it crashes.
 
-The kernel reads, in a thread, what is written below Python to standard output and error, and shows it. A process that
-crashes mostly holds the GIL: then that thread has taken the text out of the pipe, and never gets to write it down.
-So it is looked at first, logged, and only then taken out; and what is left in the pipe when the worker is dead, the
-zygote reads.
+Text that C code writes goes through a pipe, which a thread of ipykernel reads. A crashing process usually holds the
+GIL: ipykernel's thread would take the text out of the pipe and then never get to show it. Therefore::
+
+    pipe ── tee: copy ──> log file          first (`_watch`)
+     └───── read: remove ──> notebook       then
+     └───── read ──> log file               by the zygote, if text is left when the worker is dead (`hand_over`)
 """
 
 from __future__ import annotations
@@ -18,24 +20,29 @@ from nbdist.cluster.zygote import leave_last_words
 __all__ = ["guard_streams", "hand_over"]
 
 _SIZE = 1 << 16
+"""Bytes copied at once: all that a pipe holds."""
 
 
 def guard_streams() -> None:
-    """Before the kernel takes the standard streams: have it look before it takes."""
+    """Make ipykernel copy text to the log before it removes it from the pipe. Call before the kernel starts."""
     from ipykernel.iostream import OutStream
 
-    if hasattr(ctypes.CDLL(None), "tee"):  # Linux alone has it
+    if hasattr(ctypes.CDLL(None), "tee"):  # only Linux has tee
         stream: Any = OutStream
         stream._watch_pipe_fd = _watch
 
 
 def hand_over() -> None:
-    """After that: let the zygote have what may be left."""
+    """Let the zygote read the pipe of standard error after this worker's death. Call once the kernel has made it."""
     pipe = getattr(sys.stderr, "_fid", None)
     leave_last_words([pipe] if pipe is not None else [])
 
 
 def _watch(stream: Any) -> None:
+    """Read a stream's pipe until the stream closes, in the thread in which ipykernel would do so.
+
+    ``tee`` copies what is in the pipe without removing it. It waits for text without the GIL.
+    """
     if stream._fid is None:
         return
     libc = ctypes.CDLL(None)
@@ -47,7 +54,7 @@ def _watch(stream: Any) -> None:
             os.read(stream._fid, size)
             stream.write(data.decode(errors="replace"))
     except Exception:
-        stream._exc = sys.exc_info()  # where the kernel looks for it
+        stream._exc = sys.exc_info()  # where ipykernel looks for the error of this thread
     finally:
         os.close(seen)
         os.close(copy)

@@ -1,6 +1,7 @@
-"""Cuts what one worker writes into items, because only whole lines can be put under a name or compared with others'.
+"""Cuts one worker's output into items: only whole lines can be labelled, and compared with those of other workers.
 
-What has no end of line yet is kept: mostly its end comes soon, and otherwise it is a progress bar, or dots.
+A line without an end is held back: usually its end arrives soon; otherwise it is a progress bar, or dots that a program
+prints one by one.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from nbdist.cluster.terminal import as_seen, close_colours, overlaid
 __all__ = ["Lines"]
 
 _DOTS_AFTER = 0.3
-"""Seconds after which the beginning of a line is shown; its end mostly comes sooner."""
+"""Seconds after which an unfinished line without carriage returns is shown; usually its end arrives sooner."""
 
 
 class Lines:
-    """Cuts what one worker writes into items: whole lines, and displays.
+    """Cuts one worker's output into items: whole lines, and displays.
 
-    The streams in ``plain`` have no progress bars: of a line that is written over and over, its last state is a line.
+    In the streams ``plain``, nothing that is shown can be replaced: of a line that is overwritten, only the last state
+    becomes an item.
     """
 
     def __init__(self, worker: str, plain: Container[str] = ()) -> None:
@@ -31,13 +33,20 @@ class Lines:
         self.wipe()
 
     def wipe(self) -> None:
-        """Forget what has been written."""
+        """Forget the unfinished lines and the colours."""
         self._begun = {"stdout": "", "stderr": ""}
+        """The text of the unfinished line, by stream."""
         self._since = {"stdout": 0.0, "stderr": 0.0}
+        """When the unfinished line began, by stream."""
         self._colours: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
+        """The colours that are set at this point of a stream."""
 
     def take(self, message: Published, now: float) -> list[Item]:
-        """What is whole with this message; the beginning of a line is kept."""
+        """Take a message; return the items that it completes.
+
+        A result that is only text becomes one item of text. Any other display becomes an item that is never merged if
+        it has an id, because the worker may update it later.
+        """
         content = message.content
         if message.kind == "stream":
             return self._take_text(content["name"], content["text"], now)
@@ -51,11 +60,12 @@ class Lines:
             message = message._replace(kind="display_data", content=content)
         if message.kind == LEFT_OUT:
             return [*self.rest(now, bars=False), Item([self._worker], json.dumps(content), now, message=message)]
-        alone = display_id(message) is not None  # it may be updated later, alone
+        alone = display_id(message) is not None  # the worker may update its own display later
         key = "" if alone else json.dumps([message.kind, content], sort_keys=True, default=str)
         return [*self.rest(now), Item([self._worker], key, now, message=message)]
 
     def _take_text(self, stream: str, text: str, now: float) -> list[Item]:
+        """Add text to a stream; return the lines that it completes."""
         begun = self._begun.get(stream, "")
         *lines, last = (begun + text).split("\n")
         if lines or not begun:
@@ -65,7 +75,11 @@ class Lines:
         return [self._line(stream, line, now) for line in lines]
 
     def rest(self, now: float, streams: Sequence[str] = ("stdout", "stderr"), *, bars: bool = True) -> list[Item]:
-        """What has no end of line yet; with or without what is written over and over."""
+        """Return the unfinished lines as items, and forget them.
+
+        Without ``bars``, lines that are overwritten are kept: they are shown as progress bars. In plain streams there
+        are none.
+        """
         items = []
         for stream in streams:
             text = self._begun[stream]
@@ -76,18 +90,19 @@ class Lines:
         return items
 
     def bars(self) -> list[str]:
-        """The lines that have begun, as they stand: progress bars, or dots."""
+        """Return the unfinished lines as they stand: progress bars, or dots."""
         begun = ((stream, as_seen(text)) for stream, text in self._moving())
         return [close_colours(text, dict(self._colours[stream])) for stream, text in begun if text]
 
     def bars_due(self) -> float:
-        """From when on they should be shown."""
+        """Return when the unfinished lines should be shown."""
         return min(
             self._since[stream] + (arrange.FOLD_AFTER if "\r" in text else _DOTS_AFTER)
             for stream, text in self._moving()
         )
 
     def _moving(self) -> Iterator[tuple[str, str]]:
+        """Yield the unfinished lines whose display can be replaced."""
         return ((stream, text) for stream, text in self._begun.items() if text and stream not in self._plain)
 
     def _line(self, stream: str, line: str, now: float) -> Item:

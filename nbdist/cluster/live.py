@@ -1,7 +1,11 @@
-"""Output of several workers for somebody who watches: soon, but not so soon that nothing can be said once for all.
+"""Arranges the output of several workers for a user who watches: soon, but with identical lines shown once.
 
-A line waits a moment for the other workers to say the same. Where one's output is wiped or a bar moves, that of the
-others stays as it is.
+A line waits up to `arrange.FOLD_AFTER` seconds for the other workers to print the same::
+
+    message ── Lines ──> items ── _Worker.queue ── _release: same key, or waited long enough ──> Screen, page
+                     └─> bars ──── _bars_due ────── _show_bars: one display for all workers ───> page
+
+When one worker clears its output, or its progress bar moves, the output of the others stays as it is.
 """
 
 from __future__ import annotations
@@ -22,17 +26,21 @@ __all__ = ["Live"]
 
 @dataclass
 class _Worker:
+    """The arranger's state of one worker: its unfinished lines, and the items that wait to be shown."""
+
     lines: Lines
     queue: deque[Item] = field(default_factory=deque)
+    """Items that have not been shown."""
     ended: bool = False
     clear: bool = False
-    """Whether it wants its output wiped as soon as it has more."""
+    """True if the worker wants its output cleared by its next output."""
 
 
 class Live(Arranger):
-    """Output of several workers as it comes, line by line.
+    """Shows the output of several workers as it comes, line by line.
 
-    What is written to the streams in ``plain`` stays: it has no progress bars, and is never wiped or shown again.
+    Output to the streams ``plain`` has no progress bars, is never cleared, and is never shown a second time. ``new_id``
+    makes the ids of displays.
     """
 
     def __init__(
@@ -45,12 +53,20 @@ class Live(Arranger):
         self._workers = {name: _Worker(Lines(name, plain)) for name in workers}
         self._new_id = new_id
         self._screen = Screen()
+        """The items that have been shown."""
         self._bars_id: str | None = None
+        """The id of the display that shows all progress bars; None if there is none."""
         self._bars: dict[str, list[str]] = {}
+        """The progress bars that are shown, by worker."""
         self._bars_due: dict[str, float] = {}
+        """When to show the changed progress bars, by worker."""
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """Take it in; show what need not wait."""
+        """Take a message; return what can be shown without waiting.
+
+        Updates of displays and messages of widgets pass at once, because they take no new place on the page. A widget
+        that closes shows everything before it first.
+        """
         state = self._find(worker)
         message = with_own_id(worker, message)
         if message.kind == "clear_output":
@@ -59,7 +75,7 @@ class Live(Arranger):
                 return []
             self._clear(worker, state, now)
         elif message.kind not in OUTPUT:
-            # It concerns what has its place already, or has a place of its own, as widgets do.
+            # The message changes output that has its place already, or a widget, which has its own.
             if message.kind == "update_display_data":
                 self._update(state, message)
             shown = self._release(now, everything=True) if message.kind == "comm_close" else []
@@ -73,19 +89,19 @@ class Live(Arranger):
         return published
 
     def next_flush(self) -> float | None:
-        """When a line has waited long enough."""
+        """Return when the next line or bar has waited long enough; None if nothing waits."""
         times = [state.queue[0].since + arrange.FOLD_AFTER for state in self._workers.values() if state.queue]
         return min([*times, *self._bars_due.values()], default=None)
 
     def flush(self, now: float) -> list[Published]:
-        """Show what has waited long enough."""
+        """Return the lines and bars that have waited long enough."""
         published = self._release(now)
         if self._bars_due and min(self._bars_due.values()) <= now:
             published += self._show_bars(now)
         return published
 
     def ended(self, worker: str, now: float) -> list[Published]:
-        """Its last line needs no end."""
+        """Note that a worker has ended the cell: its last line is complete, and no line waits for it."""
         state = self._find(worker)
         state.queue += state.lines.rest(now, bars=False)
         state.ended = True
@@ -94,13 +110,14 @@ class Live(Arranger):
         return published
 
     def finish(self, now: float) -> list[Published]:
-        """Show all that is left."""
+        """Return all that is left."""
         for state in self._workers.values():
             state.queue += state.lines.rest(now, bars=False)
             state.ended = True
         return [*self._release(now), *self._show_bars(now, everything=True)]
 
     def _find(self, worker: str) -> _Worker:
+        """Return the state of a worker; one that is not known yet gets a new state."""
         if worker not in self._workers:
             self._workers[worker] = _Worker(Lines(worker, self._plain))
         return self._workers[worker]
@@ -108,9 +125,11 @@ class Live(Arranger):
     # -- folding ------------------------------------------------------------------------------
 
     def _release(self, now: float, *, everything: bool = False) -> list[Published]:
-        """Show the first items of the queues, as long as there is nothing to wait for.
+        """Return the first items of the queues, as long as none has to wait.
 
-        In the workers' order, unless one's has come so much sooner that it would not wait for another's.
+        An item waits while a worker without a queued item may still print the same, but no longer than `FOLD_AFTER`.
+        Items come in the workers' order, except that an item goes first if it is older than another by more than
+        `FOLD_AFTER`. Equal items at the heads of queues become one.
         """
         published: list[Published] = []
         queues = {name: state.queue for name, state in self._workers.items() if state.queue}
@@ -141,6 +160,7 @@ class Live(Arranger):
         return merged(published)
 
     def _show(self, workers: list[str], item: Item, now: float) -> list[Published]:
+        """Return the messages that show an item for these workers, and remember it on the screen."""
         if item.message is not None and item.message.kind == "clear_output":
             return self._wipe(workers, item.message, now)
         item.workers, item.key = workers, ""
@@ -151,7 +171,10 @@ class Live(Arranger):
     # -- wiping and updating ------------------------------------------------------------------
 
     def _clear(self, worker: str, state: _Worker, now: float) -> None:
-        """Have a worker's output wiped when it is its turn; what was not shown yet never will be."""
+        """Queue a request to clear a worker's output, and drop its items that have not been shown.
+
+        Text of plain streams stays, because those are never cleared.
+        """
         message = Published("clear_output", {"wait": state.clear})
         state.clear = False
         kept = [item for item in state.queue if item.message is None and item.stream in self._plain]
@@ -162,7 +185,7 @@ class Live(Arranger):
         state.queue.append(Item([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
-        """Some workers wipe their output; that of the others stays."""
+        """Clear the output of some workers. The page can only clear all, so the output of the others is shown again."""
         found = self._screen.wipe(workers)
         if not found and not any(name in self._bars for name in workers):
             return []
@@ -174,7 +197,7 @@ class Live(Arranger):
         return [message, *self._screen.render(), *self._show_bars(now)]
 
     def _update(self, state: _Worker, message: Published) -> None:
-        """A display has a new content, also where it waits to be shown, or will be shown again."""
+        """Change a display on the screen and in the queue, where it may still be shown for the first time or again."""
         self._screen.update(message)
         for item in state.queue:
             if item.message is not None and display_id(item.message) == display_id(message):
@@ -183,7 +206,10 @@ class Live(Arranger):
     # -- progress bars ------------------------------------------------------------------------
 
     def _note_bars(self, worker: str, state: _Worker, now: float) -> None:
-        """See to it that the bars of a worker are shown as they are, in time."""
+        """Plan when to show a worker's bars, if they differ from what is shown.
+
+        A new bar may wait for its line to end; a bar that is shown is updated after `FOLD_AFTER`.
+        """
         bars, shown = state.lines.bars(), self._bars.get(worker, [])
         if bars == shown:
             self._bars_due.pop(worker, None)
@@ -193,7 +219,7 @@ class Live(Arranger):
             self._bars_due.setdefault(worker, now + arrange.FOLD_AFTER)
 
     def _show_bars(self, now: float, *, everything: bool = False) -> list[Published]:
-        """Show them in one display, those that have been shown before and those whose time has come."""
+        """Return the one display of all bars: those that are shown, and those that are due."""
         shown: dict[str, list[str]] = {}
         for name, state in self._workers.items():
             if everything or name in self._bars or self._bars_due.get(name, now) <= now:

@@ -1,4 +1,4 @@
-"""Shows what functions print for RPCs under the cell that called them, with the worker's name before each line."""
+"""Shows what functions print for RPCs: under the cell that called them, with the worker's name before each line."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from nbdist.cluster.sinks import Sink, current_sink
 __all__ = ["Origin", "Origins"]
 
 _REMEMBERED = 500
+"""The number of cells that are kept; late output of calls of older cells is not shown."""
 
 
 class Origin:
-    """One cell of the notebook, as far as it called functions elsewhere."""
+    """A cell of the notebook that called functions on workers. Shows the output of these calls.
+
+    The arranger is told at once that all workers have ended: a call's output need not wait for other workers, which may
+    not have been called.
+    """
 
     def __init__(self, thread: KernelThread, names: Sequence[str], sink: Sink) -> None:
         self.sink = sink
         self.number = labels.cell_number() or 0
         self._outlet = Outlet(thread, make_arranger(names, sink, labels=True), sink, self.number)
         for name in names:
-            thread.soon(self._outlet.ended, name)  # nobody waits for others to say the same
+            thread.soon(self._outlet.ended, name)  # no line waits for other workers to print the same
 
     def on_output(self, worker: str, message: Message) -> None:
-        """Something was put out for a call of this cell; in the kernel thread."""
+        """Show output that a worker sent for a call of this cell. Called in the kernel thread."""
         kind = message["msg_type"]
         if kind in ("status", "execute_input", "iopub_welcome"):
             return
@@ -37,12 +42,12 @@ class Origin:
         )
 
     def finish(self) -> None:
-        """The cell has ended, and what it caused has come."""
+        """Show the output that is held back. Called by `settle`, once the calls' output has arrived or is late."""
         self._outlet.finish()
 
 
 class Origins:
-    """The cells of the notebook that have called functions elsewhere."""
+    """The cells of the notebook that have called functions on workers."""
 
     def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
         self._thread = thread
@@ -51,7 +56,10 @@ class Origins:
         self._lock = threading.Lock()
 
     def current(self) -> str:
-        """Return the key of the place where output of the calling thread belongs; it travels with calls."""
+        """Return the key of the place where the calling thread's output is shown; make its `Origin` at first.
+
+        The key travels with the calls that the thread makes.
+        """
         sink = current_sink()
         key = sink.key
         if key not in self._known:
@@ -62,5 +70,5 @@ class Origins:
         return key
 
     def find(self, key: str) -> Origin | None:
-        """Return the cell whose place for output has that key."""
+        """Return the cell with this key; None if there is none."""
         return self._known.get(key)

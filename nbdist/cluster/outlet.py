@@ -1,7 +1,10 @@
-"""Shows what an arranger arranges, in time: for a cell, and for the calls of one. Of the kernel thread.
+"""Shows, at the right time, what an arranger returns: for a cell, or for a cell's calls. For the kernel thread only.
 
-The first lines of a worker go to the arranger as they come. Once there are too many, the last few of the others are
-shown in one place, written anew, until the worker ends the cell.
+The first lines of a worker go straight to the arranger. Once there are too many for the page, the last few of them are
+shown in one place and replaced every half second, until the worker ends the cell::
+
+    message ── Cutter ──> Arranger ──> Sink
+                  └─ held lines ─────> InPlace
 """
 
 from __future__ import annotations
@@ -21,32 +24,37 @@ from nbdist.cluster.sinks import Sink
 __all__ = ["Outlet", "make_arranger"]
 
 _LAST = 10
-"""The lines of each worker that can be seen while more come than a page can show,"""
+"""Lines of each worker that are shown while more are printed than the page can show."""
 
 _ANEW_EVERY = 0.5
-"""and the seconds between two of their showings."""
+"""Seconds between two updates of these lines."""
 
 _QUIET = 1.0
-"""Seconds after which text is taken to have ended that comes when the cell is over, as from a thread that runs on."""
+"""Seconds without output after which held text from a thread that outlives its cell is shown."""
 
 
 def make_arranger(names: Sequence[str], sink: Sink, *, grouped: bool = False, labels: bool = False) -> Arranger:
-    """Return what arranges the output of these workers in that place; of one worker without a label, unless asked."""
+    """Return the arranger for the output of these workers in that place.
+
+    A single worker gets no label unless ``labels`` is true. ``grouped`` holds the output back to the end, and so does a
+    sink that nobody watches.
+    """
     if len(names) == 1 and not labels:
         return Straight()
     return Grouped(names) if grouped or not sink.interactive else Live(names, sink.captured)
 
 
 class Outlet:
-    """Joins an arranger, which is pure, with a clock and the place for its messages."""
+    """Connects an arranger, which is pure, with a clock and with the place for its messages."""
 
     def __init__(self, thread: KernelThread, arranger: Arranger, sink: Sink, number: int) -> None:
-        """Show the text of cell ``number``."""
+        """Show the output of cell ``number``, which the line on left-out lines names."""
         self._thread = thread
         self._arranger = arranger
         self._sink = sink
         self._number = number
         self._timer: asyncio.TimerHandle | None = None
+        """The next call of the arranger's `flush`."""
         self._cutters: dict[str, Cutter] = {}
         self._ended: set[str] = set()
         self._last = InPlace(sink.page)
@@ -54,7 +62,7 @@ class Outlet:
         self._quiet_due: asyncio.TimerHandle | None = None
 
     def feed(self, worker: str, message: Published) -> list[Published]:
-        """Take a message of a worker; return what will be shown of it, and of those before, whose turn it is."""
+        """Take a message; return the messages that the cutter lets through, which may be earlier ones."""
         cutter = self._cutters.get(worker)
         if cutter is None:
             cutter = self._cutters[worker] = Cutter(self._number, self._sink.cut)
@@ -67,32 +75,35 @@ class Outlet:
         return let_through
 
     def ended(self, worker: str) -> list[Published]:
-        """A worker will say no more, or nothing that others should wait for; return its last lines, which are shown."""
+        """Show the held lines of a worker that has ended the cell; return them. No line waits for it any more."""
         self._ended.add(worker)
         last = self.release(worker)
         self._show(self._arranger.ended(worker, time.monotonic()))
         return last
 
     def finish(self) -> None:
-        """Show all that there is: all workers have ended."""
+        """Show everything that is held back: no worker has to be waited for any more."""
         for worker in self._cutters:
             self.release(worker)
         self._show(self._arranger.finish(time.monotonic()))
 
     def move_to(self, sink: Sink) -> None:
-        """Show what comes from now on at another place."""
+        """Show further output at another place."""
         self._sink = sink
         self._last.move_to(sink.page)
 
     def _arrange(self, worker: str, messages: Iterable[Published]) -> None:
+        """Feed messages to the arranger, and show what it returns."""
         now = time.monotonic()
         self._show([shown for message in messages for shown in self._arranger.feed(worker, message, now)])
 
     def _flush(self) -> None:
+        """Show what the arranger has due now."""
         self._timer = None
         self._show(self._arranger.flush(time.monotonic()))
 
     def _show(self, published: Sequence[Published]) -> None:
+        """Publish messages, and set the timer for the arranger's next `flush`."""
         for message in published:
             self._sink.publish(*message)
             if message.kind == "clear_output":
@@ -107,7 +118,7 @@ class Outlet:
     # -- lines that are held back -------------------------------------------------------------
 
     def release(self, worker: str) -> list[Published]:
-        """Show a worker's last lines, as far as they are held back; return them."""
+        """Show the held lines of a worker, and return them."""
         cutter = self._cutters.get(worker)
         last = cutter.release() if cutter is not None else []
         if last:
@@ -116,6 +127,7 @@ class Outlet:
         return last
 
     def _release_when_quiet(self) -> None:
+        """Show held lines of ended workers after a second without output."""
         if self._quiet_due is not None:
             self._quiet_due.cancel()
         self._quiet_due = self._thread.loop.call_later(_QUIET, self._release_ended)
@@ -125,11 +137,12 @@ class Outlet:
             self.release(worker)
 
     def _show_last_soon(self) -> None:
+        """Update the last lines in half a second, unless that is planned already. Where nobody watches, never."""
         if self._last_due is None and self._sink.interactive:
             self._last_due = self._thread.loop.call_later(_ANEW_EVERY, self._show_last)
 
     def _show_last(self) -> None:
-        """Show the last lines that are held back, with how many are; nothing once none are."""
+        """Show the last held lines, below the number of lines left out so far; nothing once no lines are held."""
         if self._last_due is not None:
             self._last_due.cancel()
             self._last_due = None

@@ -1,4 +1,4 @@
-"""Counts the lines of code from the top of the page's cell, as its editor does.
+"""Makes tracebacks count the lines of code from the top of the page's cell, as the editor of the page does.
 
 ::
 
@@ -9,8 +9,8 @@
     4  x = 1             2  x = 1               1  x = 1
     5  1 / 0             3  1 / 0               2  1 / 0     moved by 3 lines: an error is in line 5
 
-IPython takes away the empty lines at the beginning, so lines cannot be moved by writing some there. The tree is moved
-that IPython compiles, and empty lines stand before the code where tracebacks look for it.
+Empty lines before the code would not help: IPython removes them. So this module moves the syntax tree that IPython
+compiles, and puts empty lines before the code where tracebacks look for its text.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["Page", "follow_page", "lines_above", "moved_down"]
 
 
 class Page(NamedTuple):
-    """The text of a cell, and how many lines stand above it in the page's cell."""
+    """The text of a cell, and the number of lines above it in the page's cell."""
 
     text: str
     above: int = 0
 
     def lines_above(self, code: str) -> int | None:
-        """Return how many lines of the page's cell stand above some code, the code's empty ones at its beginning too.
+        """Return how many lines of the page's cell stand above the first line of ``code`` that is not empty.
 
-        None if the code is not the end of the cell, but made by a program.
+        Returns None if the cell does not end with ``code``: then a program made the code.
         """
         found = lines_above(self.text, code)
         if found is None:
@@ -42,19 +42,28 @@ class Page(NamedTuple):
 
 
 def lines_above(text: str, code: str) -> int | None:
-    """Return how many lines of a text stand above the code that ends it; None if the code does not end it."""
+    """Return how many lines of ``text`` stand above ``code``; None if the text does not end with the code.
+
+    Example:
+        >>> lines_above("%%capture out\\n%%remote 0\\nx = 1", "x = 1")
+        2
+    """
     text, code = text.rstrip(), code.rstrip()
     above = text[: len(text) - len(code)]
     return above.count("\n") if code and text.endswith(code) and above[-1:] in ("", "\n") else None
 
 
 def moved_down(code: str, lines: int) -> str:
-    """Return code below so many empty lines, for what compiles it as it stands."""
+    """Return the code below this many empty lines, for a compiler that keeps them."""
     return "\n" * lines + code
 
 
 def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
-    """Have IPython's compiler count lines from the top of the page's cell. ``page`` returns the cell that runs."""
+    """Make IPython's compiler count lines from the top of the page's cell. ``page()`` returns the cell that runs.
+
+    Replaces two methods of the compiler: ``cache``, which names the code and gives its text to tracebacks, and
+    ``ast_parse``, which makes the tree.
+    """
     plain_cache, plain_parse = compiler.cache, compiler.ast_parse
     moves: dict[str, int] = {}
 
@@ -66,7 +75,7 @@ def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
         raw = transformed if raw_code is None else raw_code
         lines = lines_to_move(raw)
         above = lines - (Page(raw).lines_above(raw) or 0)
-        # The file's name comes from the code: the same code further down in another cell is another file.
+        # IPython derives the file's name from the code. Moved code gets a name of its own.
         name = plain_cache(transformed, number, raw_code=moved_down(raw, above) if above > 0 else raw_code)
         moves.pop(name, None)
         if lines > 0:
@@ -76,7 +85,7 @@ def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
         return name
 
     def ast_parse(source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
-        # %%time parses its body without a file.
+        # %%time parses its body without a file name.
         lines = moves.get(filename, 0) if filename != "<unknown>" else lines_to_move(source)
         try:
             tree: ast.AST = plain_parse(source, filename, symbol)

@@ -1,8 +1,8 @@
-"""Who in this process holds an object: the names by which a user knows it, found by walking back from it.
+"""Finds which names in this process hold an object, by walking back along the references to it.
 
-Python knows who refers to whom. What a user can act on is at the end of that way: a variable, an entry of `Out`, a
-traceback that is kept for the debugger. Whatever lies between is passed by. What only a function holds that runs is not
-found: to read its variables would keep them.
+Python's garbage collector knows which objects refer to an object. The walk ends at places that a user can act on: a
+variable, an entry of `Out`, a traceback that is kept for the debugger. It goes through everything in between. What only
+the variables of a running function hold is not found: reading these variables would keep their values alive.
 """
 
 from __future__ import annotations
@@ -23,52 +23,60 @@ from nbdist.rpc.rref import Home
 __all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "name_of", "namespace_of", "told", "variable"]
 
 _DEPTH = 12
-"""So many steps are walked back at most,"""
+"""The most steps to walk back."""
 _MOST = 20_000
-"""and no further where so many objects are on the way."""
+"""The walk stops when the next step would begin at more objects than this."""
 _FEW = 50
+"""Up to this many objects, Python's search for referrers is quicker than a look at all objects."""
 _OURS = "nbdist"
+"""The package whose modules are not reported as holders."""
 
 
 class Pin(msgspec.Struct, frozen=True, order=True):
-    """One reason for which an object is kept."""
+    """One reason for which an object stays alive."""
 
     kind: str
     """``variable``, ``out``, ``traceback``, ``context`` or ``other``."""
     name: str
+    """The variable, the entry of `Out`, or the reason in words."""
     within: bool = False
-    """Whether it is something in it, not itself, that is the object."""
+    """True if the object is somewhere inside what the name refers to."""
 
     def __str__(self) -> str:
         return f"in {self.name}" if self.within else self.name
 
     @property
     def idle(self) -> bool:
-        """Whether nobody will miss it: it is kept in case somebody wants to look back."""
+        """True if nobody will miss the object: it is kept only so that the user can look back."""
         return self.kind in ("out", "traceback")
 
 
 @dataclass
 class Roots:
-    """Where the ways end."""
+    """The places at which walks end."""
 
     variables: Sequence[dict[str, Any]]
-    """Namespaces of the user's."""
+    """The user's namespaces."""
     out: dict[int, Any] = field(default_factory=dict)
-    """What cells gave, by number."""
+    """The results of cells, by number."""
     named: Mapping[int, Pin] = field(default_factory=dict)
-    """Other objects that keep things, by their ``id``, and for what they stand."""
+    """Pins for other objects that keep things alive, by the ``id`` of the object."""
     tracebacks: Mapping[int, FrameType] = field(default_factory=dict)
-    """The frames of errors that are kept."""
+    """The frames of errors that are kept, by ``id``."""
 
 
 def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
-    """Who holds each of these."""
+    """Return for each object the pins that hold it, searched level by level.
+
+    Each level asks for the holders of all objects of the level before, at most `_DEPTH` times. A holder that is a place
+    where walks end gives a pin. Any other holder belongs to the next level. The search's own containers refer to the
+    objects, too, and are skipped.
+    """
     found: list[set[Pin]] = [set() for _ in objects]
     reached: dict[int, set[int]] = {}
-    """Which of them each object on the way leads to."""
+    """The numbers of the searched objects that each object on the way leads to, by its ``id``."""
     level: dict[int, tuple[object, set[int]]] = {}
-    """From where to look on, and for which of them."""
+    """The objects to walk back from next, with the numbers of the searched objects that they lead to."""
     for number, each in enumerate(objects):
         reached.setdefault(id(each), set()).add(number)
         level[id(each)] = each, reached[id(each)]
@@ -98,7 +106,7 @@ def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
 
 
 def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
-    """Who refers to some of these, and to which: of few Python finds that out at once, for many it is slow."""
+    """Yield each object that refers to some of these, with the ``id`` of those it refers to."""
     if len(objects) <= _FEW:
         around: Iterable[object] = gc.get_referrers(*objects.values())
     else:
@@ -111,9 +119,10 @@ def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
 
 
 def told(pins: set[Pin]) -> list[Pin]:
-    """What is held by a variable directly need not be said to be in it as well; what is in `Out`, not to be `_`.
+    """Return the pins that a user needs to see, sorted.
 
-    And of what a traceback holds the shell has the error.
+    A variable that holds the object itself is not listed again as containing it. `_` is left out if an entry of
+    `Out` or a traceback is listed.
     """
     direct = {(pin.kind, pin.name) for pin in pins if not pin.within}
     found = {pin for pin in pins if not pin.within or (pin.kind, pin.name) not in direct}
@@ -125,7 +134,10 @@ def told(pins: set[Pin]) -> list[Pin]:
 def _pins(
     holder: object, inner: Collection[int], roots: Roots, namespaces: Mapping[int, str], *, within: bool
 ) -> tuple[list[tuple[int, Pin]], bool]:
-    """For what a holder stands, and for which object, 0 for all; and whether others may hold on to that by it."""
+    """Return the pins for which a holder stands, and whether the walk goes on from the holder.
+
+    Each pin comes with the ``id`` of the object that it holds, or 0 for all of ``inner``.
+    """
     for namespace in roots.variables:
         if holder is namespace:
             names = _entries(namespace, inner)
@@ -136,33 +148,33 @@ def _pins(
     if id(holder) in roots.named:
         return [(0, roots.named[id(holder)])], False
     if id(holder) in roots.tracebacks:
-        return [(0, Pin("traceback", "a traceback"))], True  # the user may have kept the error
+        return [(0, Pin("traceback", "a traceback"))], True  # a variable of the user's may hold the error, too
     module = namespaces.get(id(holder))
     if module is not None:
         assert type(holder) is dict
         if module.partition(".")[0] == _OURS:
             return [], False
         named = _entries(holder, inner)
-        if module == "sys":  # where the last error is, for the debugger
+        if module == "sys":  # which has the last error, for the debugger
             named = [(name, value) for name, value in named if not name.startswith("last_")]
         return [(id(value), Pin("variable", f"{module}.{name}", within)) for name, value in named], False
-    # An agent refers to all that it owns, and each reference, by its home, to its agent: that way leads from anything
-    # to anything.
+    # An agent refers to all that it owns, and each reference refers to its agent by its home: a walk through them would
+    # lead from any value to any other.
     return [], not issubclass(type(holder), (ModuleType, Agent, References, Home))
 
 
 def _entries(namespace: dict[str, Any], inner: Collection[int]) -> list[tuple[str, Any]]:
-    """Return the variables whose values are among these, given by their ``id``."""
+    """Return the variables of a namespace whose values are among these, given by ``id``."""
     return [(name, value) for name, value in list(namespace.items()) if id(value) in inner and type(name) is str]
 
 
 def namespace_of(module: object) -> dict[str, Any]:
-    """Return a module's variables; none of what is in `sys.modules` and is not a module."""
+    """Return a module's variables; an empty dict for an object in `sys.modules` that is not a module."""
     return _namespace(module) if issubclass(type(module), ModuleType) else {}
 
 
 def name_of(namespace: dict[str, Any]) -> str:
-    """Return the name of the module with these variables; "" where that is no plain text."""
+    """Return the name of the module with these variables; "" if it is not a plain text."""
     name = namespace.get("__name__")
     return name if type(name) is str else ""
 
@@ -172,7 +184,7 @@ _namespace: Callable[[Any], dict[str, Any]] = _module.__dict__["__dict__"].__get
 
 
 def variable(name: str, within: bool = False) -> Pin:
-    """For what a variable's name stands: `_`, `__`, `___` and `_12` are the shell's, for what cells gave."""
+    """Return the pin of a variable. `_`, `__`, `___` and `_12` are the shell's names for results of cells."""
     if not name.strip("_") or (name.startswith("_") and name[1:].isdecimal()):
         number = name.strip("_")
         return Pin("out", f"Out[{number}]" if number else name, within)
@@ -180,7 +192,7 @@ def variable(name: str, within: bool = False) -> Pin:
 
 
 def frames_of(errors: Iterable[BaseException | None]) -> dict[int, FrameType]:
-    """The frames that errors keep, and those for which they were raised."""
+    """Return the frames in the tracebacks of errors, and of the errors that led to them, by ``id``."""
     found: dict[int, FrameType] = {}
     for error in chain_of(errors):
         traceback: TracebackType | None = _traceback(error)
@@ -191,7 +203,7 @@ def frames_of(errors: Iterable[BaseException | None]) -> dict[int, FrameType]:
 
 
 def chain_of(errors: Iterable[BaseException | None]) -> list[BaseException]:
-    """Errors, and those for which they were raised, each once."""
+    """Return errors, and the errors that led to them (``__cause__`` and ``__context__``), each once."""
     found: dict[int, BaseException] = {}
     stack = list(errors)
     while stack:

@@ -1,4 +1,4 @@
-"""Keeps all that one worker has printed in files of the run directory, the newest 200 MB of it.
+"""Keeps everything that a worker has printed in files of the run directory: the newest 200 MB for each worker.
 
 ::
 
@@ -8,7 +8,7 @@
 
     record:  number of the cell (4 bytes), stream (1), length (4), text in UTF-8
 
-The kernel thread writes, and hands out open files to whoever reads: a file that is deleted meanwhile can be read on.
+The kernel thread writes, and gives open files to readers. A reader can still read a file that is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -29,24 +29,28 @@ if TYPE_CHECKING:
 __all__ = ["PrintLog", "Printed", "read_logs"]
 
 _FILES = 10
+"""The most files that are kept for one worker."""
 _FILE_BYTES = 20_000_000
+"""The size at which the next file is begun."""
 _PIECE = 1 << 18
-"""Letters that are written as one record, at most."""
+"""The most characters in one record."""
 
 _HEAD = struct.Struct("<IBI")
 _STREAMS = ("stdout", "stderr")
 
 
 class Printed(NamedTuple):
-    """What a worker has printed, in all cells or in one."""
+    """The lines that a worker has printed, in all cells or in one."""
 
     worker: str
     files: list[BinaryIO]
+    """The open files, oldest first. They close when the reader drops them."""
     cell: int | None
+    """The number of the cell; None for all cells."""
     dropped: int
-    """How many lines, the oldest, are no longer kept."""
+    """The number of lines that are no longer kept; the oldest go first."""
     broken: str
-    """Why the log could not be written any more; empty if it could."""
+    """The reason for which the log could not be written any more; "" if there was none."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield each line that is kept, as a terminal would show it, with the number of its cell."""
@@ -69,21 +73,28 @@ class Printed(NamedTuple):
 
 
 class PrintLog:
-    """The log of one worker, through all its restarts. Of the kernel thread."""
+    """The print log of one worker, through all its restarts. For the kernel thread only."""
 
     def __init__(self, folder: Path, worker: str) -> None:
         self._stem = folder / f"{worker}.printed"
         self._worker = worker
         self._file: BinaryIO | None = None
         self._size = 0
+        """The size of the newest file, in bytes."""
         self._made = 0
+        """The number of files made so far."""
         self._lines: deque[Counter[int]] = deque()
-        """Of each file that is kept, the lines that it has of each cell."""
+        """The number of lines of each cell, for each file that is kept."""
         self._dropped: Counter[int] = Counter()
+        """The number of deleted lines of each cell."""
         self._broken = ""
 
     def write(self, cell: int, stream: str, text: str) -> None:
-        """Append what a cell has printed. Where that fails, say so to whoever reads, and write no more."""
+        """Append text that a cell has printed.
+
+        If writing fails, because the disk is full for instance, keep the reason for readers, and write nothing from
+        then on.
+        """
         if self._broken:
             return
         try:
@@ -94,6 +105,7 @@ class PrintLog:
             self.close()
 
     def _append(self, cell: int, stream: str, text: str) -> None:
+        """Append one record, to a new file if the newest is full."""
         data = text.encode(errors="backslashreplace")
         if self._file is None or self._size + _HEAD.size + len(data) > _FILE_BYTES:
             self._next_file()
@@ -103,6 +115,7 @@ class PrintLog:
         self._lines[-1][cell] += text.count("\n")
 
     def _next_file(self) -> None:
+        """Begin a new file, and delete the oldest if there are too many."""
         if self._file is not None:
             self._file.close()
         if len(self._lines) == _FILES:
@@ -117,7 +130,7 @@ class PrintLog:
         return self._stem.with_name(f"{self._stem.name}-{number}")
 
     def read(self, cell: int | None = None) -> Printed:
-        """Return what has been printed in a cell, or in all; an OSError if a file cannot be opened."""
+        """Return the log of one cell, or of all. Raises OSError if a file cannot be opened."""
         try:
             if self._file is not None and not self._file.closed:
                 self._file.flush()
@@ -132,23 +145,23 @@ class PrintLog:
         return Printed(self._worker, files, cell, dropped, self._broken)
 
     def close(self) -> None:
-        """Close the file that is written to; the folder is removed with the cluster."""
+        """Close the newest file. The files stay until the cluster's folder is removed."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk is full, and something was still to be written
+            with contextlib.suppress(OSError):  # the disk is full, and buffered text is lost
                 self._file.close()
 
 
 def read_logs(cluster: Cluster, targets: str | None, cell: int | None) -> list[Printed]:
-    """Return what workers have printed, in a cell or in all. It may be read while they print on.
+    """Return the print logs of workers, for one cell or for all. They can be read while the workers print on.
 
     Raises:
-        UnknownWorker: the cluster has no such worker.
-        ResourceError: too many files are open.
+        UnknownWorker: The cluster has no such worker.
+        ResourceError: Too many files are open.
     """
 
     async def read() -> list[Printed]:
         return [worker.print_log.read(cell) for worker in workers if worker.print_log is not None]
 
     workers = cluster.select(targets)
-    with refusals_in_words("what workers have printed cannot be read"):
+    with refusals_in_words("the workers' print logs cannot be read"):
         return cluster.kernel_thread.run(read()).result()

@@ -1,10 +1,13 @@
-"""Measures the memory of a process as Linux counts it: what is its own, and the shared memory that it has mapped.
+"""Measures the memory of a process as Linux counts it: its own memory, and the shared memory that it has mapped.
 
 ::
 
     resident pages ─┬─ shared with other processes, such as torch's code and what a forked worker has not changed
-                    ├─ its own                                  Usage.private, what `%dist_panel` shows
+                    ├─ its own                                  Usage.private
                     └─ of shared memory: arenas, /dev/shm       Usage.shared, counted by every process that maps it
+
+`%dist_memory` shows both. `%dist_panel` shows `own_bytes`: `Usage.private`, plus the pages of shared memory that no
+other process has mapped.
 """
 
 from __future__ import annotations
@@ -22,32 +25,34 @@ import msgspec
 __all__ = ["Regions", "Usage", "mark_start", "measure", "own_bytes", "resident_bytes", "started_with"]
 
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ \S+ *(.*)$|^(Rss|Private_\w+): +(\d+) kB$", re.MULTILINE)
+"""The first line of a mapping in ``/proc/PID/smaps``, or one of its amounts."""
 _SHARED_FILES = (b"/memfd:", b"/dev/shm/", b"/dev/zero", b"/SYSV")
+"""The files of shared memory, by the beginning of their names."""
 _SMALL = 1 << 18
-"""Bytes of a buffer that is taken to be resident as a whole."""
+"""Buffers below this number of bytes count as resident without asking the system."""
 _PART = 1 << 26
-"""Bytes for which the kernel is asked at once; the answer takes a byte for each page."""
+"""Bytes that the system is asked for at a time; it answers with one byte for each page."""
 
 _libc = ctypes.CDLL(None)
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Bytes that a process occupies."""
+    """The memory that a process uses, in bytes."""
 
     private: int
-    """Pages of no other process, those of shared memory aside."""
+    """Bytes in pages that no other process has, without shared memory."""
     shared: int
-    """Pages of shared memory that it has mapped."""
+    """Bytes in pages of shared memory that the process has mapped."""
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.private + self.shared
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Where the shared memory of this process lies: starts and ends of its mappings, in order."""
+    """The places of this process's shared memory: starts and ends of its mappings, in ascending order."""
 
     starts: Sequence[int] = ()
     ends: Sequence[int] = ()
@@ -59,7 +64,7 @@ class Regions:
 
 
 def measure() -> tuple[Usage | None, Regions]:
-    """Measure this process, which takes about 20 ms. The usage is None where there is no ``/proc``."""
+    """Measure this process; takes about 20 ms. The usage is None where there is no ``/proc``."""
     try:
         with open("/proc/self/smaps", "rb") as file:
             return parse_smaps(file.read())
@@ -68,7 +73,7 @@ def measure() -> tuple[Usage | None, Regions]:
 
 
 def parse_smaps(text: bytes) -> tuple[Usage, Regions]:
-    """Read what the kernel says of every mapping of a process."""
+    """Parse ``/proc/PID/smaps``, which lists every mapping of a process."""
     private = shared = 0
     starts, ends = [], []
     is_shared = False
@@ -86,7 +91,7 @@ def parse_smaps(text: bytes) -> tuple[Usage, Regions]:
 
 
 def own_bytes(pid: int | str | None = "self") -> int | None:
-    """Return the bytes that no other process shares; None where that cannot be known."""
+    """Return the bytes of a process that no other process shares; None if ``pid`` is None, or there is no count."""
     with contextlib.suppress(OSError, ValueError):
         if pid is not None:
             with open(f"/proc/{pid}/smaps_rollup") as file:
@@ -95,7 +100,10 @@ def own_bytes(pid: int | str | None = "self") -> int | None:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """Return how many of a buffer's bytes are in memory: not those never written to, nor those swapped out."""
+    """Return how many of a buffer's bytes are in memory: pages never written to, or swapped out, do not count.
+
+    A buffer below `_SMALL` bytes counts as a whole.
+    """
     if nbytes < _SMALL:
         return nbytes
     pages, page = 0, mmap.PAGESIZE
@@ -104,7 +112,7 @@ def resident_bytes(address: int, nbytes: int) -> int:
         length = min(_PART, address + nbytes - start)
         answer = (ctypes.c_ubyte * -(-length // page))()
         if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), answer):
-            return nbytes  # it is not there any more, or the kernel does not say
+            return nbytes  # the buffer is gone, or the system does not answer: count all of it
         pages += bytes(answer).count(1)
     return min(nbytes, pages * page)
 
@@ -113,11 +121,11 @@ _start: int | None = None
 
 
 def mark_start() -> None:
-    """Remember what this process uses now: what it needs before its user has done anything."""
+    """Remember how much this process uses now, before its user has done anything, for `started_with`."""
     global _start
     _start = own_bytes()
 
 
 def started_with() -> int | None:
-    """Return the bytes that this process used at `mark_start`; None where that is not known."""
+    """Return the bytes that this process used at `mark_start`; None before that, or where the system has no count."""
     return _start

@@ -1,4 +1,4 @@
-"""Where a process keeps what its user knows: variables, what cells gave, errors; and the references that are here."""
+"""Finds what a user of this process knows: variables, results of cells, errors, and the references to remote values."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ from nbdist.rpc.rref import RRef
 __all__ = ["LAST_RESULT", "Named", "named_values", "names_by_value", "references", "results", "roots_of", "shell"]
 
 _RAISED = Pin("traceback", "a traceback")
+"""The pin of objects that the shell's traceback formatter keeps."""
 _HERE = Pin("other", "a value that lives there")
+"""The pin of objects inside a value that this agent owns."""
 LAST_RESULT = Pin("out", "the last result")
+"""The pin of objects that the shell's record of its last cell keeps."""
 _SHELL = Pin("other", "the shell")
+"""The pin of objects that the shell keeps in other ways."""
 
 
 def shell() -> Any:
-    """Return the IPython shell of this process; None without one."""
+    """Return the IPython shell of this process; None if IPython is not loaded or runs no shell."""
     interactive = sys.modules.get("IPython")
     return interactive.get_ipython() if interactive is not None else None
 
 
 def results(of: Any) -> list[Any]:
-    """Return what a shell keeps of the cells that ran last."""
+    """Return the records that a shell keeps of the last cells: `ExecutionResult` objects, with values and errors.
+
+    IPython keeps them in several private places, so they are looked for among all objects.
+    """
     if of is None:
         return []
     kind = getattr(sys.modules.get("IPython.core.interactiveshell"), "ExecutionResult", None)
@@ -37,12 +44,15 @@ def results(of: Any) -> list[Any]:
 
 
 def references(agent: Agent) -> list[RRef[Any]]:
-    """Return all references of an agent that are here and have not been released."""
+    """Return the references of an agent that exist in this process and have not been released.
+
+    They are looked for among all objects that Python's garbage collector knows, so that no list has to be kept of them.
+    """
     return [each for each in gc.get_objects() if type(each) is RRef and each.is_held_for(agent.references)]
 
 
 def roots_of(agent: Agent) -> Roots:
-    """Return where this process keeps what its user knows."""
+    """Return the places where this process keeps what its user knows."""
     of = shell()
     finished = results(of)
     errors = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
@@ -54,15 +64,15 @@ def roots_of(agent: Agent) -> Roots:
     named |= {id(of): _SHELL, id(vars(of)): _SHELL}
     for result in finished:
         named |= {id(result): LAST_RESULT, id(vars(result)): LAST_RESULT}
-    # What a cell gave has a name in each of these.
+    # The result of a cell has a name in each of these.
     variables = [of.user_ns, of.user_ns_hidden, vars(of.displayhook)]
     return Roots(variables, of.user_ns.get("_oh", {}), named, pins.frames_of(errors))
 
 
 def names_by_value(roots: Roots) -> dict[int, set[str]]:
-    """Return the names of the user's variables by the ``id`` of their values; without numbers and texts.
+    """Return the names of the user's variables by the ``id`` of their values, without numbers and texts.
 
-    Numbers and texts may be one object by chance.
+    Equal numbers and texts may be one object by chance.
     """
     found: dict[int, set[str]] = {}
     for namespace in roots.variables:
@@ -73,23 +83,23 @@ def names_by_value(roots: Roots) -> dict[int, set[str]]:
 
 
 class Named(NamedTuple):
-    """A value under the names by which the user knows it."""
+    """A value, with all names by which the user knows it."""
 
     names: list[str]
     kind: str
-    """Of a `Pin`: ``variable``, ``out`` or ``traceback``."""
+    """The kind of the names, as in `Pin`: ``variable``, ``out`` or ``traceback``."""
     value: Any
 
 
 def named_values(roots: Roots) -> list[Named]:
-    """Return the user's variables, those of the user's own modules, what cells gave, and what tracebacks hold.
+    """Return the values of the user's variables and modules, the results of cells, and what tracebacks hold.
 
-    What the shell and nbdist put into the namespace is left out. A value with several names comes once.
+    Variables that the shell and nbdist have put into the namespace are left out. A value with several names comes once.
     """
     found: dict[int, Named] = {}
     for name, value in _variables(roots):
         if inert.is_a(value, int, float, str, bytes) or value is None:
-            found[id(name)] = Named([name], "variable", value)  # equal by chance
+            found[id(name)] = Named([name], "variable", value)  # one object for several names by chance: keep apart
         else:
             found.setdefault(id(value), Named([], "variable", value)).names.append(name)
     for number, value in list(dict.items(roots.out)):
@@ -99,6 +109,7 @@ def named_values(roots: Roots) -> list[Named]:
 
 
 def _variables(roots: Roots) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each variable of the user's, in the namespace and in the user's own modules."""
     of = shell()
     hidden = of.user_ns_hidden if of is not None else {}
     for name, value in list(dict.items(roots.variables[0])):
@@ -114,4 +125,5 @@ def _variables(roots: Roots) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(name: str, value: object, hidden: dict[str, Any]) -> bool:
+    """Return whether a variable is the shell's own, not the user's."""
     return name[:2] == "__" or hidden.get(name) is value or name in ("In", "Out", "exit", "quit", "get_ipython")

@@ -1,4 +1,15 @@
-"""Brings what workers' kernels say to the cell that caused it, also after that cell has ended."""
+"""Routes the messages of workers' kernels to the cells that caused them, even after these cells have ended.
+
+::
+
+    iopub   a fence     the `settle` that waits for it
+            names       `Worker.names`, for completion
+            a cell's    `Cell.on_output`
+            a call's    `Origin.on_output`
+            a widget's  `Relayed.on_output`
+    shell               `Cell.on_reply`
+    stdin               `Cell.on_input`
+"""
 
 from __future__ import annotations
 
@@ -17,11 +28,14 @@ from nbdist.cluster.workers import Worker
 __all__ = ["Router"]
 
 _REMEMBERED = 2000
-"""How many cells are remembered for what still comes from them."""
+"""The number of execute requests, one for each worker of a cell, whose cells are kept for late output.
+
+The oldest request of a cell that has ended is forgotten first.
+"""
 
 
 class Router:
-    """Knows to which cell a message belongs. Of the kernel thread, but for `settle`."""
+    """Knows to which cell a message belongs. All methods but `settle` are for the kernel thread."""
 
     def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
         self.origins = Origins(thread, names)
@@ -31,7 +45,7 @@ class Router:
         self._fences: dict[str, _Fence] = {}
 
     def expect(self, id: str, cell: Cell) -> None:
-        """What comes for a request of that id belongs to this cell."""
+        """Register a cell for the messages that belong to the request ``id``."""
         self._cells[id] = cell
         if len(self._cells) > _REMEMBERED:
             done = next((old for old, known in self._cells.items() if known.done), None)
@@ -39,7 +53,7 @@ class Router:
                 del self._cells[done]
 
     def on_message(self, worker: Worker, channel: str, message: Message) -> None:
-        """A kernel says something that is no awaited reply."""
+        """Handle a message of a kernel that is not a reply to `Kernel.ask`."""
         if channel == "iopub":
             self._on_output(worker, message)
             return
@@ -50,6 +64,10 @@ class Router:
             cell.on_input(worker.name, message)
 
     def _on_output(self, worker: Worker, message: Message) -> None:
+        """Find the cell, call or widget message to which output belongs, and pass the output on.
+
+        Text also goes to the worker's print log. Output without a known cause is not shown.
+        """
         kind, content = message["msg_type"], message["content"]
         if kind == FENCE:
             if (fence := self._fences.get(content["token"])) is not None:
@@ -58,7 +76,7 @@ class Router:
         if kind == NAMES:
             worker.names = content["names"]
             return
-        if kind == "execute_input":  # what an earlier cell has written says nothing of how this one ends
+        if kind == "execute_input":  # an earlier cell's errors do not explain how this one ends
             worker.stderr.clear()
         if kind.startswith("comm_"):
             self.comms.from_worker(worker, message)
@@ -72,10 +90,10 @@ class Router:
     # -- at the end of a cell -----------------------------------------------------------------
 
     def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool], within: float) -> None:
-        """Show what a cell's calls have put out, once all of it has come, or ``within`` seconds have passed.
+        """Show the output of a cell's calls once all of it has arrived, or after ``within`` seconds.
 
-        ``ask(worker, token)`` has a worker send a mark behind its output so far, and returns whether the worker could
-        be asked.
+        ``ask(worker, token)`` makes a worker send a mark behind its output so far, and returns whether the worker could
+        be asked. Blocks the calling thread, which must not be the kernel thread.
         """
         token = os.urandom(8).hex()
         self._fences[token] = fence = _Fence(len(workers))
@@ -92,7 +110,7 @@ class Router:
 
 
 class _Fence:
-    """Opens when so many have passed it."""
+    """A gate that opens when ``awaited`` workers have passed it."""
 
     def __init__(self, awaited: int) -> None:
         self.all_passed = threading.Event()
@@ -100,6 +118,7 @@ class _Fence:
         self._lock = threading.Lock()
 
     def pass_one(self) -> None:
+        """Count one worker that has sent its mark, or could not be asked."""
         with self._lock:
             self._awaited -= 1
             if self._awaited <= 0:

@@ -1,7 +1,7 @@
-"""What of several workers has been shown, in one place where only all of it can be wiped.
+"""The output of several workers that is shown in one place, where the page can only clear all of it.
 
-When one worker wipes its own output, that of the others is shown again; and a display that was updated meanwhile is
-shown as it is by then.
+When one worker clears its own output, the output of the others is shown again. A display that was updated meanwhile is
+shown in its newest form.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from nbdist.cluster.items import Item, display_id, updated
 __all__ = ["Screen"]
 
 _REMEMBERED = 20_000_000
-"""Letters of output that are kept, to be shown again when one worker wipes its own."""
+"""Characters of output that are kept to be shown again; the oldest output is forgotten first."""
 
 
 class Screen:
-    """What has been shown, as far as it is remembered."""
+    """The items that have been shown, as far as they are remembered."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._displays: dict[str, list[Item]] = {}
+        """The items with a display id, by this id."""
         self._size = 0
         self._forgotten = False
+        """True once older items had to be forgotten."""
 
     def add(self, item: Item) -> None:
-        """It has been shown."""
+        """Remember an item that has been shown."""
         self._items.append(item)
         self._size += _size(item)
         if item.message is not None and (id := display_id(item.message)) is not None:
@@ -38,7 +40,7 @@ class Screen:
             self._forget(self._items.popleft())
 
     def wipe(self, workers: Sequence[str]) -> bool:
-        """Take away what these workers have said; whether there was anything."""
+        """Forget what these workers have printed; return whether the page may show any of it."""
         gone = set(workers)
         kept: deque[Item] = deque()
         found = self._forgotten
@@ -54,7 +56,7 @@ class Screen:
         return found
 
     def update(self, message: Published) -> None:
-        """A display has a new content."""
+        """Replace the content of a display."""
         for item in self._displays.get(display_id(message) or "", ()):
             assert item.message is not None
             self._size -= _size(item)
@@ -62,10 +64,11 @@ class Screen:
             self._size += _size(item)
 
     def render(self) -> list[Published]:
-        """All that is remembered, to be shown again."""
+        """Return the messages that show all remembered items again."""
         return [message for item in self._items for message in item.render()]
 
     def _forget(self, item: Item) -> None:
+        """Take an item out of the count of characters and the index of displays."""
         self._size -= _size(item)
         if item.message is not None and (id := display_id(item.message)) is not None:
             self._displays[id] = [other for other in self._displays[id] if other is not item]
@@ -74,5 +77,6 @@ class Screen:
 
 
 def _size(item: Item) -> int:
+    """Return about how many characters an item takes."""
     data = item.message.content.get("data", {}) if item.message is not None else {}
     return 200 + len(item.text) + sum(len(value) for value in data.values() if isinstance(value, str))

@@ -1,4 +1,4 @@
-"""What a worker is told about itself and its cluster when it starts."""
+"""`WorkerSetup`: what a worker must know about itself and its cluster when its process starts."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ __all__ = ["WorkerSetup", "group_folder"]
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """One worker's place in its cluster; it travels as JSON, as the argument of the worker's entry."""
+    """One worker's place in its cluster, passed as JSON to the entry of its process, `nbdist.cluster.worker.main`."""
 
     name: str
     id: int
-    """In the RPC world, of which the notebook is a member too."""
+    """Its id in the RPC world, of which the notebook is a member too."""
     rank: int
-    """In the process group, of which the notebook is not."""
+    """Its rank in the process group, of which the notebook is no member."""
     world_size: int
+    """The number of workers in the process group."""
     connection_file: str
-    """Of its kernel."""
+    """The path of its kernel's connection file."""
     folder: str
     """The run directory."""
     meeting: str
     """The ``init_method`` of the RPC world."""
     master_port: int
-    """A free port, where nothing of ours listens: for a process group that the user's own code forms by ``env://``."""
+    """A free port, at which nbdist does not listen, for a process group that user code forms by ``env://``."""
     backend: str
-    """Of the process group; ``none`` for no group."""
+    """The backend of the process group; ``none`` for no process group."""
     gpu: int | None = None
     """The number of its GPU as the user knows it."""
     device: str = "cpu"
-    """The same as torch in this process knows it."""
+    """Its device as torch in its process calls it."""
     seed: int | None = None
+    """The cluster's seed; the worker adds its rank. None for random numbers that differ in every run."""
     master_address: str = "127.0.0.1"
 
     def encode(self) -> str:
-        """As JSON."""
+        """Return this setup as JSON."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> WorkerSetup:
-        """From JSON."""
+        """Return the setup that `encode` has written."""
         return msgspec.json.decode(text, type=cls)
 
 
 def group_folder(generation: int) -> str:
     """Return the name, within the run directory, of the folder where the workers form their process group.
 
-    Each forming, the first and every later one, has a number (`generation`) and a folder of its own, so that it cannot
-    find what an earlier one wrote.
+    Each time the group forms, it has a new number (`generation`) and a folder of its own, so that workers cannot read
+    what an earlier attempt wrote.
     """
     return f"group-{generation}"

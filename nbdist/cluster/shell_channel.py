@@ -1,7 +1,8 @@
-"""Keeps ipykernel 7.3 from losing requests.
+"""Works around a bug of ipykernel 7.3 that loses requests.
 
-It answers directly on the socket of its shell channel, past the stream that reads it. A request that comes in at that
-moment is not noticed, nor is any after it: https://github.com/ipython/ipykernel/pull/1529, in 7.4.
+ipykernel 7.3 answers directly on the socket of its shell channel, past the stream that reads the socket. The stream
+then overlooks a request that arrives at that moment, and all later ones. Version 7.4 mends this:
+https://github.com/ipython/ipykernel/pull/1529.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["answer_through_stream"]
 
 
 def answer_through_stream(kernel: Any) -> None:
-    """Have a kernel answer as 7.4 does; called in its main thread."""
+    """Make a kernel answer through the stream, as version 7.4 does. Call it in the kernel's main thread."""
     thread = getattr(kernel, "shell_channel_thread", None)
-    if thread is not None and hasattr(thread.manager, "_shell_socket"):  # 7.4 has no such thing
+    if thread is not None and hasattr(thread.manager, "_shell_socket"):  # not in 7.4
         thread.manager._shell_socket = kernel.shell_stream

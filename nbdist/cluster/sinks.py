@@ -1,4 +1,4 @@
-"""Where the output of workers is shown: under a cell of the notebook, on a terminal, or nowhere.
+"""The places where the output of workers is shown: under a cell of the notebook, in captured output, or on a terminal.
 
 ::
 
@@ -20,25 +20,25 @@ __all__ = ["CapturedSink", "KernelSink", "PlainSink", "Sink", "current_sink", "s
 
 _STREAMS = frozenset({"stdout", "stderr"})
 _not_captured: tuple[Any, ...] = ()
-"""The streams and the publisher with which nothing was captured."""
+"""The streams and the publisher that were found not to capture anything."""
 
 _DISPLAYS = ("display_data", "update_display_data", "execute_result", "clear_output")
 
 
 class Sink(Protocol):
-    """A place for output. Called in any thread."""
+    """A place for output. Any thread may use it."""
 
     interactive: bool
-    """Whether somebody may be watching, and could be asked for input."""
+    """True if a user may be watching, and can be asked for input."""
 
     stop_says: str
-    """How to tell somebody what ends a cell, such as ``Stop ends``."""
+    """The words that tell the user what ends a cell, such as ``Stop ends``."""
 
     cut: frozenset[str]
     """The streams of which only the first and the last lines are shown."""
 
     captured: frozenset[str]
-    """The streams that the user's code takes as text: nothing in them can be replaced later."""
+    """The streams that the user's code takes as text, so that nothing in them can be replaced later."""
 
     @property
     def id(self) -> str:
@@ -47,12 +47,15 @@ class Sink(Protocol):
 
     @property
     def key(self) -> str:
-        """What tells this place from all others: the id, and what captures the output."""
+        """A key that only this place has: the request's id, and the objects that capture its output.
+
+        `nbdist.cluster.origins` keeps one arranger for each key.
+        """
         ...
 
     @property
     def page(self) -> Sink:
-        """Where notices are shown: here, or below the cell whose output is captured."""
+        """The place for notices: this one, or the page if this one captures output."""
         ...
 
     def publish(
@@ -62,16 +65,16 @@ class Sink(Protocol):
         metadata: Mapping[str, Any] | None = None,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        """Show what a Jupyter message of that kind says."""
+        """Show the content of a Jupyter message of type ``kind``."""
         ...
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Do what a cell asks for in its reply: show a page, write a next cell. In the main thread."""
+        """Do what a cell's reply asks the front end for: show a help page, write a next cell. Main thread only."""
         ...
 
 
 class KernelSink:
-    """A cell of a notebook, also after it has ended: its request is the parent of what is published."""
+    """A cell of a notebook, even after it has ended: published messages have the cell's request as their parent."""
 
     stop_says = "Stop ends"
     cut = _STREAMS
@@ -89,12 +92,12 @@ class KernelSink:
 
     @property
     def key(self) -> str:
-        """The id."""
+        """The id of the cell's request."""
         return self.id
 
     @property
     def page(self) -> KernelSink:
-        """This place."""
+        """This place itself."""
         return self
 
     def publish(
@@ -104,7 +107,11 @@ class KernelSink:
         metadata: Mapping[str, Any] | None = None,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        """Publish to the front ends, over the kernel's own output thread."""
+        """Send a message to the front ends, over the kernel's own output thread.
+
+        The parent is the cell's request, so a front end shows the message below that cell, even after the cell has
+        ended.
+        """
         self._kernel.session.send(
             self._kernel.iopub_socket,
             kind,
@@ -116,17 +123,21 @@ class KernelSink:
         )
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Put it into the reply of the cell that runs."""
+        """Add the request to the reply of the cell that runs now."""
         self._kernel.shell.payload_manager.write_payload(dict(payload))
 
 
 class CapturedSink:
-    """A cell of a notebook whose output is captured, in part or all of it. Widgets and notices go to the page."""
+    """A cell of a notebook whose output is captured, all or part of it. Widgets and notices go to the page.
+
+    ``%%capture`` replaces the streams and the shell's publisher of displays; ``redirect_stdout`` and the like replace
+    only a stream.
+    """
 
     stop_says = KernelSink.stop_says
 
     def __init__(self, page: KernelSink, files: Mapping[str, Any], publisher: Any = None) -> None:
-        """Write streams to ``files``, by their names, and give displays to ``publisher``; the rest goes to the page."""
+        """Write streams to ``files``, by stream name, and displays to ``publisher``; the rest goes to ``page``."""
         self.page = page
         self.interactive = page.interactive
         self.captured = frozenset(files)
@@ -141,7 +152,7 @@ class CapturedSink:
 
     @property
     def key(self) -> str:
-        """The id, and the objects that capture."""
+        """The id of the cell's request, and the ids of the objects that capture."""
         return " ".join([self.id, *(f"{id(each):x}" for each in (*self._files.values(), self._publisher))])
 
     def publish(
@@ -151,15 +162,16 @@ class CapturedSink:
         metadata: Mapping[str, Any] | None = None,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        """Give a message to what captures it; show it on the page if nothing does, or if that fails."""
+        """Give a message to the object that captures it; show it on the page if none does, or if that fails."""
         try:
             taken = self._take(kind, content)
-        except Exception:  # the file was closed, say; the output of workers must not be lost, nor their cell fail
+        except Exception:  # such as a closed file; the output must not be lost, and the cell must not fail
             taken = False
         if not taken:
             self.page.publish(kind, content, metadata, buffers)
 
     def _take(self, kind: str, content: Mapping[str, Any]) -> bool:
+        """Give a message to the object that captures it; return whether there is one."""
         if kind == "stream" and content["name"] in self._files:
             self._files[content["name"]].write(content["text"])
         elif kind not in _DISPLAYS or self._publisher is None:
@@ -172,12 +184,15 @@ class CapturedSink:
         return True
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Put it into the reply of the cell that runs."""
+        """Add the request to the reply of the cell that runs now."""
         self.page.hand_on(payload)
 
 
 class PlainSink:
-    """Standard output and error of a script or a terminal."""
+    """The standard output and error of a script or a terminal.
+
+    Displays are printed as their plain text. Updates of displays are dropped, because printed text stays.
+    """
 
     stop_says = "Ctrl-C ends"
     interactive = True
@@ -187,7 +202,7 @@ class PlainSink:
 
     @property
     def page(self) -> PlainSink:
-        """This place."""
+        """This place itself."""
         return self
 
     def publish(
@@ -197,34 +212,38 @@ class PlainSink:
         metadata: Mapping[str, Any] | None = None,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        """Print what text can show."""
-        with contextlib.suppress(ValueError, OSError):  # closed, at the end of the process
+        """Print the parts of a message that are text."""
+        with contextlib.suppress(ValueError, OSError):  # the streams close at the end of the process
             if kind == "stream":
                 file = sys.stderr if content["name"] == "stderr" else sys.stdout
                 file.write(content["text"])
                 file.flush()
-            elif kind in ("display_data", "execute_result"):  # what is printed cannot be updated
+            elif kind in ("display_data", "execute_result"):
                 print(content["data"].get("text/plain", "<a display without text>"), flush=True)
             elif kind == "error":
                 print("\n".join(content["traceback"]), file=sys.stderr, flush=True)
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Print a page."""
+        """Print a help page; ignore other requests."""
         if payload.get("source") == "page":
             self.publish("display_data", payload)
 
 
 def current_sink() -> Sink:
-    """Return where output of the code that runs now belongs."""
+    """Return the place for the output of the code that runs now."""
     shell: Any = get_ipython()
     sink = sink_of((shell.get_parent() if hasattr(shell, "get_parent") else None) or {})
     return _captured(sink, shell) if isinstance(sink, KernelSink) else sink
 
 
 def _captured(page: KernelSink, shell: Any) -> Sink:
-    """Return what captures the output of a page's cell at this moment; the page itself if nothing does."""
+    """Return the sink for what captures the output of a page's cell now; the page itself if nothing does.
+
+    Every call asks for its sink. So the streams and publisher of the usual case are kept in `_not_captured`, and looked
+    at first.
+    """
     global _not_captured
-    if _not_captured == (sys.stdout, sys.stderr, shell.display_pub):  # quick: every call asks
+    if _not_captured == (sys.stdout, sys.stderr, shell.display_pub):
         return page
     from ipykernel.iostream import OutStream
     from IPython.core.displaypub import CapturingDisplayPublisher
@@ -239,7 +258,7 @@ def _captured(page: KernelSink, shell: Any) -> Sink:
 
 
 def sink_of(request: Mapping[str, Any]) -> KernelSink | PlainSink:
-    """Return where output belongs that a message of the front end causes."""
+    """Return the place for output that a front end's message causes."""
     kernel = getattr(get_ipython(), "kernel", None)
     if kernel is None or not hasattr(kernel, "iopub_socket"):
         return PlainSink()

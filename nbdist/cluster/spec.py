@@ -1,4 +1,12 @@
-"""What a cluster is asked to be, and which device each of its workers has."""
+"""`Spec`: the description of a cluster, which checks itself and gives each worker its device.
+
+GPUs are handed out in turn. With 5 workers and ``gpu_ids=(2, 3)``::
+
+    rank                       0        1        2        3        4
+    GPU                        2        3        2        3        2
+    CUDA_VISIBLE_DEVICES       2,3      2,3      2,3      2,3      2,3       with ``isolate_gpus``: 2  3  2  3  2
+    device in the worker       cuda:0   cuda:1   cuda:0   cuda:1   cuda:0    with ``isolate_gpus``: always cuda:0
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ __all__ = ["Spec"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a cluster is asked to be."""
+    """The arguments of `Cluster`, which describes them, without ``progress``. ``count`` is its ``n``."""
 
     count: int = 2
     gpu_ids: tuple[int, ...] | None = None
@@ -28,10 +36,10 @@ class Spec:
     launcher: str = "local"
     isolate_gpus: bool = False
     preload: tuple[str, ...] = ()
-    """Modules that are imported before workers start, once for all."""
+    """Modules to import once, before the workers start."""
 
     def check(self) -> None:
-        """Refuse what cannot be."""
+        """Raise UsageError if a value is impossible on any machine, TypeError if the timeout is no number."""
         if not 1 <= self.count <= 1000:
             raise UsageError(f"a cluster has 1 to 1000 workers, not {self.count}")
         if self.backend not in (None, "gloo", "nccl", "none"):
@@ -39,22 +47,26 @@ class Spec:
         if self.driver is not None and re.fullmatch(r"worker\d+", self.driver):
             raise UsageError(f"{self.driver!r} is a worker's name; give the notebook another, such as master")
         if self.driver is not None:
-            WorkerInfo(self.driver, 0)  # raises for a bad name
+            WorkerInfo(self.driver, 0)  # raises UsageError if it cannot be a name
         seconds = durations.seconds(self.timeout, "the timeout")
         if not 0 < seconds <= durations.LONGEST:
             raise UsageError(f"the timeout must be more than 0 s, and at most {durations.LONGEST:g} s, not {seconds:g}")
         for name in self.preload:
             if not all(part.isidentifier() for part in name.split(".")):
-                raise UsageError(f"{name!r} is not the name of a module to preload")
+                raise UsageError(f"{name!r} is not the name of a module, so it cannot be preloaded")
         if self.gpu_ids is not None and (len(set(self.gpu_ids)) < len(self.gpu_ids) or not self.gpu_ids):
-            raise UsageError("name each GPU once")
+            raise UsageError("name each GPU once, and at least one GPU")
 
     def same_as(self, other: Spec) -> bool:
-        """Whether both describe one cluster; how long to wait for it does not matter."""
+        """Return whether two descriptions mean equal clusters. Their timeouts may differ."""
         return self.__dict__ | {"timeout": 0} == other.__dict__ | {"timeout": 0}
 
     def devices(self) -> list[tuple[str, int | None]]:
-        """The device of each rank, as its torch will call it, and the number of its GPU as the user knows it."""
+        """Return, for each rank, the device as the worker's torch calls it, and the GPU's number as the user knows it.
+
+        GPUs are handed out in turn; without any, every rank has ``("cpu", None)``. Raises UsageError if a GPU does not
+        exist here, or if there are too few for nccl.
+        """
         there = torch.cuda.device_count() if self.backend != "gloo" or self.gpu_ids is not None else 0
         if self.gpu_ids is not None:
             unknown = [gpu for gpu in self.gpu_ids if not 0 <= gpu < there]
@@ -62,25 +74,29 @@ class Spec:
                 have = f"there are {there}, numbered from 0" if there else "torch sees none here"
                 raise UsageError(f"no such GPU: {', '.join(map(str, unknown))}; {have}")
         if self.backend == "nccl" and not there:
-            raise UsageError("the backend nccl needs GPUs, and torch sees none here; take --backend gloo")
+            raise UsageError("the backend nccl needs GPUs, and torch sees none here; use the backend gloo")
         if not there:
             return [("cpu", None)] * self.count
         chosen = self._chosen()
         if self.backend == "nccl" and len(chosen) < self.count:
             raise UsageError(
                 f"the backend nccl needs a GPU for each of {self.count} workers, and has {len(chosen)}; "
-                "start fewer, or take --backend gloo -g " + ",".join(map(str, chosen))
+                "start fewer workers, or use --backend gloo -g " + ",".join(map(str, chosen))
             )
         places = [rank % len(chosen) for rank in range(self.count)]
         return [(f"cuda:{0 if self.isolate_gpus else place}", chosen[place]) for place in places]
 
     def visible_gpus(self, own: int) -> str:
-        """CUDA_VISIBLE_DEVICES of the worker with GPU ``own``."""
-        # This process, too, may see only some of the GPUs, under other numbers than the driver's.
+        """Return ``CUDA_VISIBLE_DEVICES`` for the worker whose GPU has the number ``own``.
+
+        The variable has all of the cluster's GPUs, or with ``isolate_gpus`` only the worker's own.
+        """
+        # The variable may be set for this process, too: then its entries are the names of the GPUs that torch counts.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in visible.split(",")] if visible else []
         chosen = [own] if self.isolate_gpus else self._chosen()
         return ",".join(names[gpu] if names else str(gpu) for gpu in chosen)
 
     def _chosen(self) -> list[int]:
+        """Return the numbers of the GPUs that workers may get: those asked for, else all that torch sees."""
         return list(self.gpu_ids) if self.gpu_ids is not None else list(range(torch.cuda.device_count()))

@@ -1,9 +1,14 @@
-"""Says where each worker stands when a cell goes on and nothing comes of it: one line below the cell.
+"""Shows, below a cell that has no output for long, one line that says what its workers wait for.
 
-While a cell is silent, its workers are asked every two seconds where their main threads are. A thread stands in a wait
-if it is at the same instruction as before and has used no processor time meanwhile. The line is shown when the silence
-has lasted for long enough and either all workers that run wait, or one waits and another has ended. It is written anew
-in its place as long as that holds, and taken away otherwise; a cell that computes never has it.
+::
+
+    worker0 waits in dist.recv(src=1), cell:2, 14 s; worker1 has failed
+
+    notebook: `Lookout` ── every 2 s of silence ──> worker: `place` ──> `Stands.saw` ──> `Stands.say` ──> the line
+
+A worker waits if its main thread is at the same instruction as at the last look, and has used hardly any processor time
+meanwhile. The line appears after ``progress_after`` seconds of silence, if all running workers wait, or if one waits
+and another has ended the cell. Each look updates the line, or removes it. A cell whose workers all compute has no line.
 """
 
 from __future__ import annotations
@@ -29,38 +34,44 @@ if TYPE_CHECKING:
 __all__ = ["Lookout", "Place", "Stands", "say_where"]
 
 _LOOK_EVERY = 2.0
+"""Seconds between two looks."""
 _ANSWER_WITHIN = 0.4
-"""Seconds for the workers to answer; one that holds the GIL cannot, and is taken to compute."""
+"""Seconds for the workers to answer. A worker that holds the GIL cannot, and counts as computing."""
 
 _AT_REST = 0.05
-"""The share of the time between two looks that a waiting thread may spend on the processor."""
+"""The share of the time between two looks that a waiting thread may use the processor."""
 
 _SHOWN = 60
+"""Characters of a line of code that are shown, at most."""
+
 _LOGGER = "/torch/distributed/c10d_logger.py"
-"""Holds the wrapper around each collective; an interrupt of a collective often ends in that wrapper."""
+"""The file with torch's wrapper around each collective, which is often the innermost frame of an interrupted one."""
 
 _TOLD = ("src", "dst", "group_src", "group_dst", "to")
-"""The arguments of a call that say for whom it waits."""
+"""The arguments that are shown of a call: they name the worker for which it waits."""
 
 
 class Place(NamedTuple):
-    """Where a worker's main thread is."""
+    """Where a worker's main thread is, and how much it has computed."""
 
     instruction: tuple[int, int]
-    """The innermost frame, by id, and how far it has come."""
+    """The id of the innermost frame, and the offset of the instruction in its code."""
     processor: float
-    """Seconds of processor time that the thread has used."""
+    """Seconds of processor time that the thread has used since it began."""
     call: str
-    """What the user's code has called, such as ``dist.recv(src=0)``, or the line itself."""
+    """The call that the user's code waits in, such as ``dist.recv(src=0)``, or the text of the line."""
     line: str
-    """The line of the user's code, such as ``cell:2``."""
+    """The file and line number of the user's code, such as ``cell:2``."""
 
 
 # -- on the worker ----------------------------------------------------------------------------------------------
 
 
 def place() -> Place | None:
-    """Return where this process's main thread is; None if it runs none of the user's code."""
+    """Return where this process's main thread is; None if it runs no user code.
+
+    Runs by RPC on the worker, in another thread, which can do so as long as the main thread releases the GIL.
+    """
     ident = threading.main_thread().ident or 0
     innermost = sys._current_frames().get(ident)
     if innermost is None:
@@ -78,7 +89,7 @@ def place() -> Place | None:
 
 
 def say_where(tb: TracebackType | None) -> str:
-    """Return what the user's code had called, and from which line, when an error came that has this traceback."""
+    """Return the call and the line of user code at which an error with this traceback arose, in words; may be empty."""
     frames = []
     while tb is not None:
         frames.append((tb.tb_frame, tb.tb_lineno))
@@ -88,7 +99,11 @@ def say_where(tb: TracebackType | None) -> str:
 
 
 def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
-    """Return the call and the line of a `Place`, of frames with their lines, the innermost first."""
+    """Return the call and the line of a `Place`; None if there is no frame of the user's.
+
+    ``frames`` has frames and line numbers, the innermost first. Between the wait and the user's line are frames of
+    torch, nbdist or Python. The outermost of these that is no wrapper is the function that the user called.
+    """
     called = ""
     for frame, number in frames:
         file = frame.f_code.co_filename
@@ -105,10 +120,12 @@ def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
 
 
 def _is_wrapper(frame: FrameType) -> bool:
+    """Return whether a frame belongs to a nested function, such as a decorator's: its name means nothing to a user."""
     return "<locals>" in frame.f_code.co_qualname or "<lambda>" in frame.f_code.co_qualname
 
 
 def _say_call(frame: FrameType) -> str:
+    """Return the call of a frame in words, such as ``dist.recv(src=0)``: the function's name as users write it."""
     code = frame.f_code
     space = (
         "dist." if "/torch/distributed/" in code.co_filename else "rpc." if "/nbdist/rpc/" in code.co_filename else ""
@@ -126,14 +143,19 @@ def _say_call(frame: FrameType) -> str:
 
 
 class Stands:
-    """What is known of where the workers of a cell stand: looks in, a line out."""
+    """The looks at the workers of one cell, and what they say. Pure: looks and times in, a line out."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, Place]] = {}
+        """When each worker was seen last, and where."""
         self._since: dict[str, float] = {}
+        """Since when each worker waits; without an entry it computes, or is not known to wait."""
 
     def saw(self, worker: str, found: Place | None, now: float) -> None:
-        """Note what a worker has answered; None if it has not, or runs no code of the user's."""
+        """Note where a worker was at the time ``now``; None if it has not answered or runs no user code.
+
+        The worker waits, since the earlier look, if nothing has moved between two looks.
+        """
         if found is None:
             self._last.pop(worker, None)
             self._since.pop(worker, None)
@@ -149,9 +171,11 @@ class Stands:
         self._since.pop(worker, None)
 
     def say(self, running: Sequence[str], ended: Mapping[str, bool], now: float) -> str:
-        """Return the line; empty if there is nothing to say.
+        """Return the line to show at the time ``now``; empty if none should be shown.
 
-        ``ended`` has the workers that have ended the cell, and whether they failed.
+        There is a line if all ``running`` workers wait, or if some wait and others have ended, as in a deadlock after
+        an error. Workers that wait at the same place share an entry. ``ended`` says of each worker that has ended the
+        cell whether it failed.
         """
         waiting = [worker for worker in running if worker in self._since]
         if not waiting or not (ended or len(waiting) == len(running)):
@@ -180,7 +204,7 @@ def _s(workers: Sequence[str]) -> str:
 
 
 class Lookout:
-    """Looks after the silence of one cell. Of the kernel thread."""
+    """Looks at the workers of a silent cell, and shows the line after ``after`` seconds. In the kernel thread."""
 
     def __init__(self, cluster: Cluster, cell: Cell, after: float) -> None:
         self._cluster = cluster
@@ -190,7 +214,7 @@ class Lookout:
         self._line = InPlace(cell.sink.page)
 
     def start(self) -> None:
-        """Look from now on, until the cell ends."""
+        """Begin to look; stop, and remove the line, when the cell ends."""
         self._cell.when_done(lambda: self._line.show(""))
         self._later(self._look, min(_LOOK_EVERY, self._after))
 
@@ -198,6 +222,10 @@ class Lookout:
         self._cluster.kernel_thread.loop.call_later(seconds, action, *arguments)
 
     def _look(self) -> None:
+        """Ask the workers where they are, if the cell is silent. The kernel thread must not wait for their answers.
+
+        `_judge` therefore runs `_ANSWER_WITHIN` seconds later and takes the answers that have come by then.
+        """
         if self._cell.done:
             return
         asked: Mapping[str, Any] = {}
@@ -207,13 +235,14 @@ class Lookout:
         self._later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
+        """Note the answers, show or remove the line, and look again later."""
         if self._cell.done:
             return
         now = time.monotonic()
         for part in self._running():
             found, answer = None, asked.get(part.worker)
             if answer is not None and answer.done():
-                with contextlib.suppress(Exception):  # lost, or late
+                with contextlib.suppress(Exception):  # the worker died, or the answer is late
                     found = answer.value()
             self._stands.saw(part.worker, found, now)
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
@@ -222,4 +251,5 @@ class Lookout:
         self._later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
 
     def _running(self) -> list[Part]:
+        """Return the parts of the cell that have not ended."""
         return [part for part in self._cell.parts.values() if not part.done]

@@ -1,4 +1,12 @@
-"""What each worker of a cluster is doing, asked without waiting for any that is busy."""
+"""Reports what each worker of a cluster is doing, without waiting for a busy worker.
+
+::
+
+    a worker that answers RPCs            `_report` on the worker ──> Report ──┐
+    one that holds the GIL, and runs a    a signal has the main thread's ──────┼──> WorkerStatus
+    cell                                  frames written to a file             │
+    one that is dead, or starting         what the notebook knows ─────────────┘
+"""
 
 from __future__ import annotations
 
@@ -29,37 +37,47 @@ if TYPE_CHECKING:
 __all__ = ["WorkerStatus", "collect", "gpu_memory", "is_users"]
 
 _PATIENCE = 0.5
+"""Seconds to wait for a worker's report."""
 _SHOWN = 60
+"""Characters of a line of code that are shown."""
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker at one moment."""
+    """The state of one worker at one moment."""
 
     name: str
     rank: int
     pid: int | None
+    """The process id; None if the worker has died or not started."""
     device: str
+    """The worker's device as torch names it, with the GPU's number on the host in brackets."""
     state: str
+    """One of ``idle``, ``busy``, a step of starting, or the reason for which the worker died."""
     runs: str
+    """The first line of the cell that runs, with its seconds so far; without a cell, `Report.doing`."""
     memory: int | None
-    """Bytes that are its own, not shared with other workers."""
+    """Bytes in pages that no other process has; None where the system has no count."""
     calls: int | None
-    """RPCs that run there."""
+    """The number of RPCs that run on the worker; None if it did not answer."""
     where: str = ""
-    """The line of the user's code at which it is."""
+    """The line of the user's code that the worker runs."""
     waits: Mapping[str, int] = field(default_factory=dict)
-    """So many calls it has made that are not answered, by whom they are awaited from."""
+    """The number of unanswered calls that the worker has made, by the name of the worker they went to."""
     log: tuple[tuple[float, str], ...] = ()
-    """The last lines that it has printed, in whichever cells, each with the time at which it came."""
+    """The last lines that the worker has printed, in any cell, each with the time at which it arrived."""
     sent: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that it has sent, by whom they were sent to; empty where it did not say."""
+    """Bytes that the worker has sent, by the receiver's name; empty if it did not answer."""
     gpu_memory: int | None = None
-    """Bytes that torch has taken of its GPU."""
+    """Bytes that torch has reserved on the worker's GPUs."""
 
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:
-    """The state of all workers; one that does not answer at once is shown by what is known here."""
+    """Return the status of all workers, in at most about a second.
+
+    A worker that does not answer in time gets a status from what the notebook knows. The calls are not recorded in any
+    context.
+    """
     with recorder().contexts.outside():
         living = [worker.name for worker in cluster.workers if worker.alive]
         asked = cluster.agent.call_each(living, _report, timeout=_PATIENCE)
@@ -77,13 +95,13 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
 
 
 def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
-    """Where those are that answer nothing: they hold the GIL, or it is held from them."""
+    """Return the lines of code that these workers run, by a signal, as they have not answered a call in time."""
     asked = {}
     for worker in workers:
         with contextlib.suppress(OSError):
             asked[worker] = where.Question(cluster, worker.name)
     deadline = time.monotonic() + where.PATIENCE
-    with contextlib.suppress(OSError):  # they may end meanwhile
+    with contextlib.suppress(OSError):  # the workers may end meanwhile
         while time.monotonic() < deadline and not all(question.answered for question in asked.values()):
             time.sleep(where.POLL)
     found = {}
@@ -94,11 +112,11 @@ def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
 
 
 def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
-    """The innermost line of the user's code among these."""
+    """Return the innermost line of the user's code among these frames; "" without one."""
     for frame in frames:
         if frame.in_cell:
             codes = [cell.source for cell in worker.cells if is_cell(frame.file, cell.source)]
-            lines = codes[0].splitlines() if codes else []  # else it is a function of an earlier cell
+            lines = codes[0].splitlines() if codes else []  # without a match, the line is in an earlier cell
             line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
             return _told("cell", frame.line, line)
         if is_users(frame.file):
@@ -107,19 +125,21 @@ def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
 
 
 def _told(name: str, number: int, line: str) -> str:
+    """Return a place in words, such as ``cell:2: y = f(x)``."""
     return f"{name}:{number}" + (f": {line[:_SHOWN]}" if line else "")
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file holds the user's code: neither Python's, nor a package's, nor ours.
+    """Return whether a file holds the user's code, not Python's, an installed package's or nbdist's.
 
-    A relative name is of compiled code, such as Cython's.
+    Compiled code, such as Cython's, names its files by relative paths, which count as not the user's.
     """
-    installed = "/site-packages/" in file or "/dist-packages/" in file  # also where another environment is on the path
+    installed = "/site-packages/" in file or "/dist-packages/" in file  # even those of another environment
     return os.path.isabs(file) and not (installed or file.startswith(_INNER))
 
 
 def _status(worker: Worker, report: Report) -> WorkerStatus:
+    """Join a worker's report with what the notebook knows of the worker."""
     cell = worker.cells[0] if worker.cells else None
     runs = report.doing
     if cell is not None:
@@ -147,12 +167,12 @@ def _status(worker: Worker, report: Report) -> WorkerStatus:
 
 
 class Report(NamedTuple):
-    """What a worker says of itself."""
+    """A worker's answer to `collect`."""
 
     calls: int | None
-    """How many run,"""
+    """The number of calls that run, without the one that asks; None if the worker did not answer."""
     doing: str = ""
-    """and which the longest, the one aside that asks."""
+    """The call that has run longest, its caller and its seconds, and the number of further calls."""
     where: str = ""
     waits: dict[str, int] = {}  # noqa: RUF012 - never changed
     sent: dict[str, int] = {}  # noqa: RUF012
@@ -160,7 +180,7 @@ class Report(NamedTuple):
 
 
 def _report() -> Report:
-    """On the worker."""
+    """Make this worker's report. Called on the worker, in a thread of its agent."""
     from nbdist.rpc.agent import active_agent
 
     agent = active_agent()
@@ -173,16 +193,16 @@ def _report() -> Report:
 
 
 def gpu_memory() -> int | None:
-    """Return the bytes that torch has taken of this process's GPUs; None where there are none, or they are not used."""
+    """Return the bytes that torch has reserved on this process's GPUs; None without GPUs, or before they are used."""
     cuda = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return None
-    # This thread's own device need not be the worker's.
+    # All devices, because the calling thread's current device need not be the worker's.
     return int(sum(cuda.memory_reserved(device) for device in range(cuda.device_count())))
 
 
 def _where() -> str:
-    """Where in the user's code some thread is, the main one if it is there."""
+    """Return the line of the user's code that some thread runs: the main thread, if that runs any."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
     me = threading.get_ident()
@@ -203,4 +223,4 @@ def _where() -> str:
 _INNER = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parents[1])}
 )
-"""Where code is that is not the user's."""
+"""The folders of code that is not the user's: Python's library, installed packages, and nbdist."""

@@ -1,4 +1,4 @@
-"""Keeps the last lines of a text that comes in pieces, as a terminal would show them, with their times. Pure."""
+"""Keeps the last lines of a text that arrives in pieces, as a terminal would show them, with their times. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ __all__ = ["Tail"]
 
 
 class Tail:
-    """The last lines that are not blank, each cut to its last letters; a progress bar is one line, as it was last."""
+    """The last ``lines`` lines that are not blank, each cut to its last ``longest`` characters.
+
+    Of a line that is overwritten, such as a progress bar, only the newest state is kept.
+    """
 
     def __init__(self, lines: int, longest: int) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=lines)
@@ -18,27 +21,27 @@ class Tail:
         self._open_at = 0.0
 
     def feed(self, text: str, now: float = 0.0) -> None:
-        """Take what has been written at the time ``now``."""
+        """Take a piece of text that was written at the time ``now``."""
         *ended, rest = (self._open + text).split("\n")
         shown = (self._shown(line) for line in ended[-(self._lines.maxlen or 1) :])
         self._lines.extend((now, line) for line in shown if line.strip())
         self._open, self._open_at = rest[-2 * self._longest :], now
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all lines."""
         self._lines.clear()
         self._open = ""
 
     def timed_lines(self) -> list[tuple[float, str]]:
-        """Return when each line was written, and the line; the last one also if it has not ended."""
+        """Return the lines with the times at which they were written, the unfinished line last."""
         last = self._shown(self._open)
         found = [*self._lines, (self._open_at, last)] if last.strip() else list(self._lines)
         return found[-(self._lines.maxlen or 1) :]
 
     def lines(self) -> list[str]:
-        """Return the lines, the last one also if it has not ended."""
+        """Return the lines, the unfinished line last."""
         return [line for _, line in self.timed_lines()]
 
     def _shown(self, line: str) -> str:
-        """What of a line is seen after carriage returns, which have it written over."""
+        """Return what a line shows after its carriage returns."""
         return line.rstrip("\r").rpartition("\r")[2][-self._longest :]

@@ -1,7 +1,7 @@
-"""Which workers a line means: ``0``, ``0,2``, ``[0-2]``, ``0:2``, ``::2``, ``-1``, ``all``, ``worker1``.
+"""Parses which workers a line means: ``0``, ``0,2``, ``[0-2]``, ``0:2``, ``::2``, ``-1``, ``all``, ``worker1``.
 
-The notations of those whom users come from, read by one parser and never evaluated. What names no worker of the
-cluster is an error that says which there are: a cell must not run on fewer workers than its author meant.
+One parser reads the notations of several notebook tools, and never evaluates the text. A target that names no worker of
+the cluster is an error that lists the workers: a cell must not run on fewer workers than its author meant.
 """
 
 from __future__ import annotations
@@ -22,23 +22,31 @@ _NAME = re.compile(r"[^\W\d]\w*", re.ASCII)
 
 
 def parse_targets(text: str, names: Sequence[str]) -> list[int]:
-    """The ranks that ``text`` names among the workers called ``names``, each once, in the order given.
+    """Return the ranks that ``text`` names among the workers called ``names``, each once, in the order given.
 
     ::
 
         0   -1        one rank, from the end if negative
         0,2  [0,1]    several
         0-2  [0-2]    from 0 to 2, both included
-        0:2  ::2      as Python slices a list; a bound must be one of the list's
+        0:2  ::2      as Python slices a list; a bound beyond the list is an error
         worker1       by name
         [0-1],worker3 several of these
-        all  :        every worker, as does nothing at all
+        all  :  *     every worker, as does an empty text
+
+    Raises:
+        UsageError: The text cannot be parsed, or names no worker.
+        UnknownWorker: The cluster has no such worker.
+
+    Example:
+        >>> parse_targets("-1,0-1", ["worker0", "worker1", "worker2"])
+        [2, 0, 1]
     """
     if not _BRACKETS.fullmatch(text):
-        raise UsageError(f"the brackets of {text.strip()!r} do not match")
+        raise UsageError(f"the brackets of {text.strip()!r} do not match; write [0,2] or [0-2]")
     inner = text.replace("[", "").replace("]", "").strip()
     if text.strip() == "[]":
-        raise UsageError("[] names no worker")
+        raise UsageError("[] names no worker; write a rank, such as 0, or all")
     if inner in _ALL:
         return list(range(len(names)))
     found: dict[int, None] = {}
@@ -48,6 +56,7 @@ def parse_targets(text: str, names: Sequence[str]) -> list[int]:
 
 
 def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
+    """Return the ranks that ``part``, a piece of ``text`` between commas, names."""
     if part in _ALL and part:
         return range(len(names))
     if _NUMBER.fullmatch(part):
@@ -55,7 +64,7 @@ def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
     if match := _RANGE.fullmatch(part):
         first, last = int(match[1]), int(match[2])
         if last < first:
-            raise UsageError(f"{part!r} counts downwards; from the lower to the higher: {last}-{first}")
+            raise UsageError(f"the range {part!r} counts downwards; write the lower rank first: {last}-{first}")
         return range(_rank(first, names), _rank(last, names) + 1)
     if match := _SLICE.fullmatch(part):
         return _slice(part, match, names)
@@ -70,25 +79,28 @@ def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
 
 
 def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[int]:
+    """Return the ranks of a slice. A slice that names no worker is an error."""
     start, stop, step = (int(group) if group is not None else None for group in match.groups())
     if step == 0:
-        raise UsageError(f"the step of {part!r} cannot be 0")
+        raise UsageError(f"the step of the slice {part!r} must not be 0")
     for bound in (start, stop):
         if bound is not None and not -len(names) <= bound <= len(names):
             raise UnknownWorker(f"{part!r} goes beyond the last worker; {_which(names)}")
     ranks = range(len(names))[start:stop:step]
     if not ranks:
-        raise UsageError(f"{part!r} names no worker; {_which(names)}")
+        raise UsageError(f"the slice {part!r} names no worker; {_which(names)}")
     return ranks
 
 
 def _rank(number: int, names: Sequence[str]) -> int:
+    """Return a rank counted from 0; a negative number counts from the end."""
     if not -len(names) <= number < len(names):
         raise UnknownWorker(f"there is no worker with rank {number}; {_which(names)}")
     return number % len(names)
 
 
 def _which(names: Sequence[str]) -> str:
+    """Return the sentence that says which workers there are."""
     if len(names) == 1:
         return f"there is {names[0]} alone, with rank 0"
     shown = f"{names[0]} … {names[-1]}" if len(names) > 4 else ", ".join(names)

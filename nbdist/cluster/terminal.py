@@ -1,7 +1,14 @@
-"""How a line looks on a terminal, after its carriage returns and in its colours.
+r"""Turns a worker's line into the line that a terminal would show: carriage returns applied, colours closed. Pure.
 
-A line of a worker is shown among those of others, under a name, and later than it was written: so it must not move the
-cursor, and must not leave a colour behind.
+::
+
+    written                  shown
+    "10%\r50%\r100%"         "100%"                 `overlaid`: later text covers earlier text
+    "done   \r     "         ""                     `as_seen`: without the blanks that wiped the text
+    "\x1b[31mred"            "\x1b[31mred\x1b[0m"    `close_colours`: the next line begins with \x1b[31m
+
+A worker's line is shown between the lines of other workers, and later than it was written. So it must not move the
+cursor, and must not colour the lines after it.
 """
 
 from __future__ import annotations
@@ -12,12 +19,12 @@ from collections.abc import Mapping
 
 __all__ = ["as_seen", "close_colours", "overlaid"]
 
-# What a terminal does with a carriage return: it writes over what is there, letter by letter.
+# After a carriage return, a terminal overwrites the line's characters. A piece is a character or an escape sequence.
 _PIECE = re.compile(r"\x1b\[([0-9;?]*)([@-~])|.", re.DOTALL)
 
 
 def overlaid(line: str) -> str:
-    """A line as it looks after its carriage returns."""
+    """Return a line as it looks after its carriage returns; colours stay with their letters."""
     if "\r" not in line:
         return line
     if "\x1b" in line:
@@ -29,7 +36,12 @@ def overlaid(line: str) -> str:
 
 
 def _overlaid_in_colour(line: str) -> str:
-    shown: list[str] = []  # each letter, with the escape sequences before it, which take no place
+    """Return a line with colours as it looks after its carriage returns.
+
+    ``ESC [ K`` wipes the rest of the line from where the text stands, ``ESC [ 2 K`` all of it. Every other escape
+    sequence is kept before the letter that follows it.
+    """
+    shown: list[str] = []  # each letter with the escape sequences before it, which have no width
     for part in line.split("\r"):
         at, pending = 0, ""
         for piece in _PIECE.finditer(part):
@@ -49,16 +61,21 @@ def _overlaid_in_colour(line: str) -> str:
 
 
 def as_seen(line: str) -> str:
-    """It without the blanks with which it was written over."""
+    """Return a line as `overlaid` does, without the trailing blanks by which programs wipe a longer text."""
     return overlaid(line).rstrip() if "\r" in line else line
 
 
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 _ENDED_BY = {1: 22, 2: 22, 3: 23, 4: 24, 5: 25, 6: 25, 7: 27, 8: 28, 9: 29}
+"""The codes of text attributes, such as bold (1), with the code that ends each. Colours end by 39 and 49."""
 
 
 def close_colours(line: str, open: dict[int, str]) -> str:
-    """A line in the colours that are ``open``, which it changes, and closed, lest others' lines be coloured by it."""
+    """Return a line that begins in the colours that are ``open`` and closes its colours at its end.
+
+    ``open`` has the codes in force, by the code that ends each; it is changed to the state after this line, for the
+    next line of the same stream.
+    """
     if not open and "\x1b" not in line:
         return line
     begin = _set_colours(open)
@@ -67,9 +84,10 @@ def close_colours(line: str, open: dict[int, str]) -> str:
         while codes:
             text = codes.popleft()
             code = int(text or 0)
-            if code in (38, 48) and codes:  # with an argument of 1 number, or of 3
+            if code in (38, 48) and codes:  # the colour follows, as one number or as three
                 length = 2 if codes[0] == "5" else 4
                 text = ";".join([text, *(codes.popleft() for _ in range(min(length, len(codes))))])
+            # 0 ends everything; 22 to 29, 39 and 49 end one thing; the other codes begin something.
             if code == 0:
                 open.clear()
             elif 22 <= code <= 29 or code in (39, 49):
@@ -84,4 +102,5 @@ def close_colours(line: str, open: dict[int, str]) -> str:
 
 
 def _set_colours(open: Mapping[int, str]) -> str:
+    """Return the escape sequence that sets all these colours."""
     return f"\x1b[{';'.join(open.values())}m" if open else ""

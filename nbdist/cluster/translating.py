@@ -1,9 +1,9 @@
-"""Turns torch's error of a collective into WorkerLost or GroupError, where it leaves the user's code.
+"""Turns torch's error of a failed collective into WorkerLost or GroupError, where the error leaves the user's code.
 
-There are two such places: the end of a cell, and the end of a function that runs for a call. Inside of the user's own
-``try`` the error stays torch's.
+There are two such places: the end of a cell (`install`), and the end of a function that runs for a call
+(`raise_translated`). Inside the user's own ``try``, the error stays torch's.
 
-An interrupt that ends a cell is given a text there, which says where it has stopped the cell. In a cell with ``await``
+At the end of a cell, an interrupt also gets a text that says where it has stopped the cell. In a cell with ``await``
 the interrupt is a CancelledError.
 """
 
@@ -25,19 +25,24 @@ from nbdist.errors import GroupError, WorkerLost
 __all__ = ["install", "raise_translated"]
 
 _TORCHS = os.path.dirname(torch.__file__) + os.sep
+"""The folder of torch's code."""
 
 
 def raise_translated(error: RuntimeError | ValueError) -> None:
-    """Raise the error that says why a collective of torch's failed, if nbdist knows; else return."""
+    """Raise the error that says why a collective failed, if nbdist knows; else return."""
     said = translate(error)
     if said is not None:
         raise said from (None if isinstance(said, GroupError) else error)
 
 
 def install(shell: Any) -> None:
-    """Have cells of a shell fail with WorkerLost or GroupError where that is the reason for torch's error."""
+    """Make the cells of a shell fail with WorkerLost or GroupError if that is the reason for torch's error.
+
+    Replaces two methods of the shell: ``showtraceback``, which shows the error and sends it to the notebook, and
+    ``run_code``, whose result keeps it.
+    """
     plain_run, plain_show = shell.run_code, shell.showtraceback
-    translated: tuple[Any, Any] = None, None  # torch's error, and what is said in its place
+    translated: tuple[Any, Any] = None, None  # torch's error, and the error in its place
 
     async def run_code(code: Any, result: Any = None, **options: Any) -> Any:
         nonlocal translated
@@ -64,10 +69,10 @@ def install(shell: Any) -> None:
 
 
 def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError, *args: Any, **options: Any) -> Any:
-    """Show an error with the first line of torch's error below it, not with torch's frames.
+    """Show an error with the first line of torch's error below it, without torch's frames.
 
-    Each worker of a group has its own copy of those frames, and they tell nothing of the user's code. The error keeps
-    torch's error as its cause.
+    Every worker of a group would show its own copy of these frames, which say nothing about the user's code. The error
+    object keeps torch's error as its cause.
     """
     said.__suppress_context__ = True
     cause, said.__cause__ = said.__cause__, None
@@ -80,7 +85,10 @@ def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError,
 
 
 def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
-    """Give an interrupt its text, and take away what torch went through after the interrupt had come."""
+    """Give an interrupt its text, and drop torch's frames and the error that the interrupt has caused in torch.
+
+    Returns the interrupt as ``exc_info`` does.
+    """
     if not error.args and (where := say_where(error.__traceback__)):
         error.args = (f"stopped in {where}",)
     if translate(error.__context__) is not None:
@@ -90,7 +98,7 @@ def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseE
 
 
 def _up_to_torch(tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback before torch was entered."""
+    """Return the part of a traceback before the first frame of torch."""
     if tb is None or tb.tb_frame.f_code.co_filename.startswith(_TORCHS):
         return None
     return TracebackType(_up_to_torch(tb.tb_next), tb.tb_frame, tb.tb_lasti, tb.tb_lineno)

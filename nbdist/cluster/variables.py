@@ -1,4 +1,4 @@
-"""What a worker's own variables hold: a row for each, found within bounded time, whatever they are."""
+"""Counts what a worker's own variables hold: a row for each, found within bounded time, whatever they hold."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from nbdist.wire.messages import State
 __all__ = ["MOST_OBJECTS", "Variable", "count"]
 
 MOST_OBJECTS = 200_000
-"""So many objects a look meets in a worker's variables at most, which takes less than a second."""
+"""The most objects that are visited in all variables together, which takes less than a second."""
 _TURN = 5_000
-"""Objects that one variable may meet before the others have their turn: one that is huge hides no other."""
+"""Objects that are visited in one variable before the others have their turn, so that a huge one hides no other."""
 _MOST_ROWS = 1_000
+"""The most rows; the smallest variables share the last one."""
 
 
 class Variable(msgspec.Struct, frozen=True):
-    """One value under the names by which the user of a worker knows it."""
+    """A value, with all names by which the user of a worker knows it."""
 
     names: list[str]
     kind: str
-    """Of a `Pin`: ``variable``, ``out`` or ``traceback``."""
+    """The kind of the names, as in `Pin`: ``variable``, ``out`` or ``traceback``."""
     state: State
+    """The value's type, shape and size."""
     entries: int | None
-    """Of a built-in container."""
+    """The number of entries of a built-in container; None for anything else."""
     nbytes: int
-    """In the worker's memory; without what values of references, contexts and earlier variables hold as well."""
+    """Bytes in the worker's memory, without those already counted for references, contexts and other variables."""
     gpu: int
-    """On other devices."""
+    """Bytes on other devices, counted in the same way."""
     is_partial: bool
-    """Whether it may hold more than was met."""
+    """True if the value may hold more than was visited."""
 
 
 def count(census: Census, named: list[Named]) -> tuple[list[Variable], dict[int, list[Named]]]:
-    """Count what these values hold. Returns a row for each that holds anything, the largest first.
+    """Count what these values hold. Returns a row for each value that holds anything, the largest first.
 
-    Returns also, by the numbers of `Census.watched`, which values lead there.
+    All values are visited in turns of `_TURN` objects, until all are done or `MOST_OBJECTS` objects have been visited.
+    Also returns, for each number of `Census.watched` that was met, the values that lead to it.
     """
     walks = [(each, Walk(census, "variables", each.value)) for each in named]
     left = MOST_OBJECTS
@@ -74,7 +77,7 @@ def count(census: Census, named: list[Named]) -> tuple[list[Variable], dict[int,
 
 
 def _at_most(rows: list[Variable]) -> list[Variable]:
-    """Put the smallest of too many into one row."""
+    """Put the smallest rows into one if there are too many."""
     first, rest = rows[: _MOST_ROWS - 1], rows[_MOST_ROWS - 1 :]
     if len(rest) < 2:
         return rows
@@ -84,6 +87,7 @@ def _at_most(rows: list[Variable]) -> list[Variable]:
 
 
 def _entries(value: Any) -> int | None:
+    """Return the number of entries of a built-in container; None for anything else."""
     for kind in (list, tuple, dict, set, frozenset, collections.deque):
         if inert.is_a(value, kind):
             return int(kind.__len__(value))

@@ -1,6 +1,7 @@
-"""Where the main thread of a worker is that holds the GIL, and so can answer nothing: a signal has it written down.
+"""Finds out where a worker's main thread is, even while the worker holds the GIL and so cannot answer an RPC.
 
-The handler needs no GIL; it writes the frames into a file in the run directory, which are read here.
+A signal makes the worker write its frames to a file in the run directory; the handler needs no GIL. `Question` sends
+the signal and reads the file.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["PATIENCE", "POLL", "Frame", "Question"]
 
 PATIENCE = 0.3
-"""Seconds in which a worker has written where it is."""
+"""Seconds to wait for the frames."""
 POLL = 0.005
+"""Seconds between two looks at the file."""
 _LARGE = 1 << 18
+"""Bytes of the file above which it is emptied first: each question appends to it."""
 _ENDS = ("in <module>\n", "  ...\n")
+"""The last line of an answer: the outermost frame, or faulthandler's mark that there are more frames."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 
 class Frame(NamedTuple):
-    """A line of code, the function that it is in, and the file."""
+    """One frame: its file, the line number, and the name of the function."""
 
     file: str
     line: int
@@ -33,12 +37,16 @@ class Frame(NamedTuple):
 
     @property
     def in_cell(self) -> bool:
-        """Whether the code is a cell's."""
+        """Return whether the code of this frame is a cell's."""
         return "ipykernel_" in self.file
 
 
 class Question:
-    """One worker has been asked where it is; OSError where that cannot be done."""
+    """A question to one worker, which the constructor sends. All methods raise OSError if the file cannot be read.
+
+    Does not wait. Look at `answered` every `POLL` seconds, for `PATIENCE` seconds at most: a worker that is stopped, or
+    has died, never answers.
+    """
 
     def __init__(self, cluster: Cluster, worker: str) -> None:
         self._path = where_file(cluster.folder, worker)
@@ -49,14 +57,15 @@ class Question:
 
     @property
     def answered(self) -> bool:
-        """Whether it has written all its frames: the outermost, or the mark that there are more than are written."""
+        """Return whether the worker has written all its frames; faulthandler writes 100 of them at most."""
         return self._written().endswith(_ENDS)
 
     def frames(self) -> list[Frame]:
-        """Return the frames that it has written, innermost first."""
+        """Return the frames that the worker has written so far, innermost first."""
         return [Frame(name, int(line), function) for name, line, function in _FRAME.findall(self._written())]
 
     def _written(self) -> str:
+        """Return the text that has been written since the question."""
         with open(self._path, errors="replace") as file:
             file.seek(self._before)
             return file.read()

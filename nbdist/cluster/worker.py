@@ -1,8 +1,16 @@
-"""A worker: a stock ipykernel, and what this extension adds to it.
+"""A worker: a stock ipykernel, plus an RPC agent and a member of the process group in the same process.
 
-The kernel's own channels carry cells, output, completion and interrupts; the RPC agent has sockets and threads of
-its own in the same process. The notebook brings a worker up in steps, each of them a silent cell that calls one of
-the functions here, so that it can say how far each worker is, and which step failed on which.
+=================  =====================  =======================================================================
+step               caller                 function in this module
+=================  =====================  =======================================================================
+process            the zygote             `main`: runs the kernel until it is told to shut down
+kernel             the kernel (``--ext``) `load_ipython_extension`: turns the kernel into a worker
+rpc                the notebook           `join`: makes the worker a member of the RPC world
+process group      the notebook           `group`: forms the process group with the other workers
+=================  =====================  =======================================================================
+
+The notebook calls `join` and `group` by silent cells, so that it knows how far each worker is and which step failed.
+Cells, output, completion and interrupts use the kernel's channels; the RPC agent has its own sockets and threads.
 """
 
 from __future__ import annotations
@@ -29,27 +37,32 @@ if TYPE_CHECKING:
 __all__ = ["WHERE_SIGNAL", "group", "join", "main", "setup", "where_file"]
 
 WHERE_SIGNAL = signal.SIGRTMAX - 3
-"""Has a worker write down where its main thread is, which works also while the GIL is held."""
+"""The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
 
 _PATIENCE = 1.2
-"""Seconds for what this worker waits for to stop; the notebook, which waits for this worker, has a little more."""
+"""Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer."""
 
 _setup: WorkerSetup | None = None
+"""Set by `main`; None in a process that is no worker."""
 
 
 def setup() -> WorkerSetup:
-    """What this process was told; an error elsewhere than in a worker."""
+    """Return this worker's setup. Raises UsageError in a process that is no worker of a cluster."""
     if _setup is None:
-        raise UsageError("this process is not a worker of a cluster")
+        raise UsageError("this process is not a worker of a cluster; only a worker has a setup")
     return _setup
 
 
 def main(told: str) -> None:
-    """Be a worker; the entry of its process."""
+    """Run a worker: the entry of its process. ``told`` is its `WorkerSetup` as JSON.
+
+    Returns when the kernel has been asked to shut down. Crash reports go to the worker's log, which is standard error
+    before the kernel replaces it. The log is emptied once the kernel runs: what comes afterwards may say why it died.
+    """
     global _setup
     _setup = WorkerSetup.decode(told)
     _set_environment(_setup)
-    log = os.dup(2)  # the kernel makes something else of standard error
+    log = os.dup(2)  # the kernel replaces standard error
     faulthandler.enable(file=log, all_threads=False)
     _write_where_asked(_setup)
     from ipykernel.kernelapp import IPKernelApp
@@ -60,32 +73,33 @@ def main(told: str) -> None:
         [
             f"--f={_setup.connection_file}",
             "--ext=nbdist.cluster.worker",
-            "--HistoryManager.enabled=False",  # which would write the notebook's user's history file
+            "--HistoryManager.enabled=False",  # else the worker writes to the user's IPython history
             "--InteractiveShell.cache_size=1000",
             "--Session.packer=nbdist.cluster.jupyter_wire.pack",
             "--Session.unpacker=nbdist.cluster.jupyter_wire.unpack",
         ]
     )
-    app.log.setLevel(logging.WARNING)  # else every message is formatted for a handler that drops it
+    app.log.setLevel(logging.WARNING)  # else each message is formatted, and then dropped by a handler
     hand_over()
     with contextlib.suppress(OSError):
-        os.ftruncate(log, 0)  # how to connect other clients, and the like
-    atexit.register(_leave)  # runs behind what the user registers, before what the kernel has
+        os.ftruncate(log, 0)  # drops the kernel's hints on how to connect other clients
+    atexit.register(_leave)  # exit handlers run last first: after the user's, before the kernel's
     while True:
         app.start()
         if app.kernel._shutdown_message is not None:
             return
-        # A KeyboardInterrupt that came between two cells has ended the loop: it was meant for neither.
+        # A KeyboardInterrupt between two cells has ended the loop, although it was meant for neither: start it again.
 
 
 def _leave() -> None:
-    """Be gone: the kernel's own end may take seconds, and taking down every module copies what the zygote shares."""
+    """Exit at once: the kernel's own end may take seconds, and an ordinary exit copies pages shared with the zygote."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _set_environment(told: WorkerSetup) -> None:
+    """Set the variables that torch's ``env://`` reads, and keep connections of process groups on this host."""
     os.environ.update(
         RANK=str(told.rank),
         LOCAL_RANK=str(told.rank),
@@ -95,18 +109,19 @@ def _set_environment(told: WorkerSetup) -> None:
         MASTER_PORT=str(told.master_port),
     )
     if told.master_address == "127.0.0.1":
-        # All workers are on this host. Gloo's and NCCL's connections know no secret, so nobody beyond the host may
-        # reach them, whatever interface the environment names for programs that span hosts.
+        # All workers are on this host. Connections of gloo and NCCL are not authenticated, so no other host may reach
+        # them, whatever interface the environment names for programs that span hosts.
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
 
 
 def _write_where_asked(told: WorkerSetup) -> None:
+    """Write the frames of the main thread to `where_file` at each `WHERE_SIGNAL`. The handler is C code: no GIL."""
     file = open(where_file(told.folder, told.name), "a")  # noqa: SIM115 (it stays open: a handler writes to it)
     faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
 
 
 def where_file(folder: str, name: str) -> str:
-    """The file in which a worker writes down where it is."""
+    """Return the path of the file to which a worker writes where its main thread is; `Question` reads it."""
     return os.path.join(folder, f"{name}.where")
 
 
@@ -114,7 +129,10 @@ def where_file(folder: str, name: str) -> str:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Make a kernel a worker; called by the kernel while it starts."""
+    """Make a starting kernel a worker: its device, seed, tracebacks, output, and the names that cells have.
+
+    ``--ext`` names this module, so the kernel calls this function before it serves requests.
+    """
     import torch
 
     from nbdist import autograd, rpc
@@ -125,7 +143,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     told = setup()
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if threads.isdecimal():
-        torch.set_num_threads(int(threads))  # the zygote, whose torch this is, was told another number
+        torch.set_num_threads(int(threads))  # the zygote has started torch with another number
     device = torch.device(told.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -142,18 +160,21 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         "dist": torch.distributed,
         "rpc": rpc,
         "dist_autograd": autograd,
-        "__rank__": told.rank,  # as nbdistributed's programs know them
+        "__rank__": told.rank,  # the names in programs for nbdistributed
         "__world_size__": told.world_size,
     }
     worker_output.install(shell, given)
 
 
 def _seed(told: WorkerSetup) -> None:
-    """Every worker draws numbers of its own; with a seed, the same ones every time."""
+    """Seed this worker's random generators with the cluster's seed plus the rank. Without a seed, make torch's differ.
+
+    Those of Python and numpy differ already: a forked worker has seeded them again, a spawned one for the first time.
+    """
     import torch
 
     if told.seed is None:
-        torch.seed()  # which is the same in every fresh process
+        torch.seed()  # torch's first seed is the same in every process
         return
     own = told.seed + told.rank
     random.seed(own)
@@ -166,7 +187,11 @@ def _seed(told: WorkerSetup) -> None:
 
 
 def join() -> None:
-    """Become a member of the RPC world."""
+    """Start the RPC agent and join the RPC world. Returns when this worker is a member.
+
+    From then on calls have the cell that they belong to, collectives end when a member dies, and tracebacks of calls
+    name cells by their numbers.
+    """
     from nbdist.cluster import labels, process_memory, worker_output
     from nbdist.rpc import failures
     from nbdist.rpc.api import initialize
@@ -188,7 +213,10 @@ def join() -> None:
 
 
 def group(generation: int) -> None:
-    """Initialise the process group, or initialise it anew."""
+    """Form the process group number ``generation`` with the other workers; leave the previous one first.
+
+    Waits for them. Does nothing in a cluster without a process group. Raises what `collectives.initialise` does.
+    """
     told = setup()
     if told.backend != "none":
         collectives.initialise(told, generation)

@@ -1,4 +1,4 @@
-"""Runs the tasks of a `WorkerExecutor` on a worker, and measures them."""
+"""Runs the tasks of a `WorkerExecutor` on a worker, and measures when they start and end."""
 
 from __future__ import annotations
 

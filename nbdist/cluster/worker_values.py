@@ -1,6 +1,6 @@
-"""Values on their way into a worker's namespace.
+"""Puts the values of `Cluster.push` into a worker's namespace.
 
-They arrive by RPC, and are put in place by a cell, so that they come after the cells that were sent before.
+An RPC brings the values (`receive`), and a cell assigns them (`place`), so that they take effect in the order of cells.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _arrived: dict[str, dict[str, Any]] = {}
 
 
 def receive(token: str, variables: dict[str, Any]) -> None:
-    """Keep variables until their cell runs."""
+    """Keep variables, by name, until the cell with the same token runs. Runs by RPC."""
     _arrived[token] = variables
 
 
 def place(token: str) -> None:
-    """Set them in the user's namespace."""
+    """Assign the variables of this token in the user's namespace, once. Runs in a cell."""
     shell: Any = get_ipython()
     shell.push(_arrived.pop(token))

@@ -1,4 +1,14 @@
-"""One worker as the notebook sees it, and how it is brought up."""
+"""`Worker`: one worker as the notebook sees it, through all its restarts.
+
+==============  ============================================================  ========================
+`state`         since                                                         ends with
+==============  ============================================================  ========================
+a step          `prepare`; `Lifecycle` moves `step` on                        step "ready"
+idle            the step "ready", or the end of the last cell                 a cell
+busy            a cell, which is in `cells` until it ends                     the end of the last cell
+why it is lost  `exit` after SIGKILL, else `lose`, which `end` calls          `prepare`: a restart
+==============  ============================================================  ========================
+"""
 
 from __future__ import annotations
 
@@ -27,23 +37,27 @@ if TYPE_CHECKING:
 __all__ = ["STEP", "STEPS", "StartError", "Worker"]
 
 STEPS = ("process", "kernel", "rpc", "process group")
-"""What a worker has reached, in order; after the last it is ready."""
+"""The steps of a worker that starts, in their order; after the last one it is ready."""
 
 STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
-"""Calls a function of the worker's extension and leaves no name behind."""
+"""Code that calls a function of `nbdist.cluster.worker` and leaves no name in the user's namespace."""
 
 _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
 _LONGEST = 2000
+"""Characters that are kept of each of the last lines."""
 _CRASH = re.compile(r"^(Fatal Python error|terminate called)")
 
 
 class StartError(NbdistError):
-    """A worker did not come up."""
+    """A worker did not become ready: one of its steps failed or took too long."""
 
 
 class Worker:
-    """One worker: its process, its kernel, and what it does. Of the kernel thread, but for reading."""
+    """One worker: its process, its kernel and its cells.
+
+    Cells and messages are handled in the kernel thread. Any thread may read the attributes.
+    """
 
     def __init__(self, name: str, rank: int, id: int, device: str, gpu: int | None) -> None:
         self.name = name
@@ -54,32 +68,38 @@ class Worker:
         self.pid: int | None = None
         self.kernel: Kernel | None = None
         self.step = "starting"
+        """The last step that the worker has reached."""
         self.lost: str | None = None
+        """How the worker was lost, in words that follow its name; None while it is not lost."""
         self._let_go = False
+        """True once `lose` has run. `lost` alone does not tell, because `exit` may have set it before."""
         self.ended = threading.Event()
         self.exited = threading.Event()
-        """Set when its process has; `ended` when its last words are known, too."""
+        """Set when the process has ended; `ended` is set when its last words are known and its cells have failed."""
         self.cells: list[Cell] = []
+        """The cells that the worker has been sent and has not ended, in that order: the first one runs."""
         self.names: list[str] = []
+        """The names of the user's variables there, after the last cell, for completion."""
         self.stderr = Tail(_LAST_LINES, _LONGEST)
-        """The end of what the cell that runs has written to standard error."""
+        """The last lines that the present cell has written to standard error."""
         self.log = Tail(_LAST_LINES, _LONGEST)
-        """The end of all that it has written."""
+        """The last lines that all cells and calls have written."""
         self.lives = 0
+        """The number of times that the worker has been started."""
         self.print_log: PrintLog | None = None
-        """All that it has printed in cells and calls, its earlier lives included."""
+        """Everything that the worker has printed in cells and calls, before its restarts too."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}: {self.state}>"
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked for anything."""
+        """Return whether the worker has a kernel and is not lost. It may still be starting."""
         return self.kernel is not None and self.lost is None
 
     @property
     def state(self) -> str:
-        """What it does, in a word or two."""
+        """The worker's state, as in the table above: a step, "idle", "busy", or how it was lost."""
         if self.lost is not None:
             return self.lost.partition("\n")[0]
         if self.step != "ready":
@@ -87,7 +107,10 @@ class Worker:
         return "busy" if self.cells else "idle"
 
     def connection(self, folder: Path) -> dict[str, Any]:
-        """Where its next kernel shall listen: sockets in the run directory, which nobody else can reach."""
+        """Return the connection information of the next kernel, and count one life more.
+
+        The kernel's sockets are in the run directory, which no other user can enter.
+        """
         self.lives += 1
         return {
             "transport": "ipc",
@@ -99,11 +122,14 @@ class Worker:
         }
 
     def connection_file(self, folder: Path) -> Path:
-        """The file that says so."""
+        """Return the path of the connection file of the present life."""
         return folder / f"{self.name}-{self.lives}.json"
 
     def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
-        """Forget a life before; be ready for one more."""
+        """Forget the previous life, write the connection file of the next kernel, and make a client for it.
+
+        ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that nobody awaits.
+        """
         connection = self.connection(folder)
         self.print_log = self.print_log or PrintLog(folder, self.name)
         self.connection_file(folder).touch(mode=0o600)
@@ -118,22 +144,28 @@ class Worker:
         self.names = []
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:
-        """Have a function of its extension called in its main thread, after the cells that it was sent before.
+        """Call a function of `nbdist.cluster.worker`, such as ``"join()"``, in the worker's main thread.
 
-        It is sent at once. Who awaits what is returned waits for its end; the function's error is a StartError.
+        The request is sent at once, and runs after the cells that were sent before it. The returned coroutine waits
+        for the end of the function; it raises StartError if the function fails, WorkerLost if the worker dies.
         """
         assert self.kernel is not None
         request = {"code": STEP.format(function), "silent": True, "store_history": False, "allow_stdin": False}
         return self._outcome(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
 
     async def _outcome(self, asked: asyncio.Future[Message]) -> None:
+        """Wait for the reply to `call`; raise StartError with the worker's traceback if it is an error."""
         content = (await asked)["content"]
         if content["status"] != "ok":
             text = f"{self.name}: {content.get('ename', 'aborted')}: {content.get('evalue', '')}"
             raise StartError("\n".join([text, *content.get("traceback", ())]))
 
     def end(self, code: int, last_words: str) -> str:
-        """Its process has ended; what is to be said of that."""
+        """Fail the worker's cells with the reason of its process's end, and return that reason.
+
+        The reason has the last lines of ``last_words``, the process's standard error; where that is empty, those of
+        the present cell's standard error. In the kernel thread.
+        """
         lines = _telling([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
         why = describe_exit(code)
         for cell in self.cells:
@@ -147,15 +179,18 @@ class Worker:
         return why
 
     def exit(self, code: int) -> None:
-        """Its process has ended just now; what it has put out may be on its way, so its cells have not."""
-        if code == -signal.SIGKILL:  # there is no more to be said of that
+        """Note that the process has ended, in the launcher's thread.
+
+        Its cells fail later, by `end`, because their last output may still be on its way.
+        """
+        if code == -signal.SIGKILL:  # a process that is killed in this way leaves no last words to wait for
             self.lost = describe_exit(code)
         self.exited.set()
 
     def lose(self, why: str, advice: str | None = None) -> None:
-        """Note that the worker is gone: its cells fail, for that reason and with that advice. Nothing the second time.
+        """Mark the worker as lost: disconnect from its kernel, and fail its cells with ``why`` and ``advice``.
 
-        Without advice, they say how to start the worker again.
+        Without advice, the error says how to restart the worker. Does nothing for a worker that is lost already.
         """
         if self._let_go:
             return
@@ -167,11 +202,15 @@ class Worker:
         for cell in cells:
             try:
                 cell.on_lost(self.name, f"{why}\n{advice or f'`%dist_restart {self.name}` starts it again'}")
-            except Exception:  # it must not keep the others from ending
+            except Exception:  # must not keep the other cells from ending
                 _log.exception("a cell on %s could not be ended", self.name)
 
     def remember(self, stream: str, text: str, cell: int) -> None:
-        """Keep what it has printed in a cell, and the end of it for the panel, and for the case that it dies."""
+        """Keep text that the worker printed in cell number ``cell``: all of it in the log, on disk.
+
+        The last lines stay in memory, too: those of all streams for the panel, those of standard error for the error
+        if the worker dies.
+        """
         if self.print_log is not None:
             self.print_log.write(cell, stream, text)
         self.log.feed(text, time.time())
@@ -180,7 +219,7 @@ class Worker:
 
 
 def _telling(lines: list[str]) -> list[str]:
-    """The lines that say why a process died: the last ones, or those with which a crash begins."""
+    """Return the lines that say why a process died: those from the beginning of a crash, else the last ones."""
     crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
     return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]
 
@@ -189,7 +228,7 @@ _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 
 
 async def first_error(work: list[asyncio.Task[None]]) -> None:
-    """Wait for all; raise the first error at once, and give up the rest."""
+    """Wait for all tasks; as soon as one fails, cancel the others and raise its error."""
     try:
         await asyncio.gather(*work)
     except BaseException:
@@ -200,5 +239,5 @@ async def first_error(work: list[asyncio.Task[None]]) -> None:
 
 
 def lost_error(worker: Worker) -> WorkerLost:
-    """The error of who asks something of a worker that is gone."""
+    """Return the error for a caller that needs a worker that is lost."""
     return WorkerLost(f"{worker.name} {worker.lost}\n`%dist_restart {worker.name}` starts it again")

@@ -1,11 +1,27 @@
-"""The process that workers come from: it imports what they need once, forks them, and sees them out.
+"""The zygote: the process that imports torch once, forks the workers, and cleans up after them.
 
-It stands between the notebook and its workers because it is the one process that outlives either. However the notebook
-ends, SIGKILL included, the line to it closes; the zygote then kills all that came from it, grandchildren too, and
-removes the run directory (G5). It runs nobody's code, but for what it is told to import before there are workers, and
-holds no lock, so nothing keeps it from that. Should the zygote itself be killed, the kernel kills the workers.
+::
 
-Where forking is not safe (a thread runs already) or not to be had, workers are spawned: slower, otherwise the same.
+    the owner: the notebook               the zygote                                    the workers
+    ┌───────────┐  Preload, Start, Signal  ┌─────────┐  fork, or spawn: `_start`         ┌─────────┐
+    │ Processes │ ───────────────────────> │ _Zygote │ ────────────────────────────────> │ worker0 │ ──> processes
+    │           │ <─────────────────────── │         │ ────────────────────────────────> │ worker1 │     that it starts
+    └───────────┘  Ready, Preloaded,       └─────────┘                                   └─────────┘
+                   Started, Failed, Ended
+                   over a socket pair: `Line`
+
+    this one ends              the zygote notices by         and then
+    a worker                   SIGCHLD                       `_reap`: kills the worker's process group, reads its last
+                                                             words, sends Ended
+    the owner, even killed     the line closes; `_owner`     `_end`: kills everything that was started from here,
+                               becomes readable              removes the run directory, exits
+    the zygote, killed         (Linux kills the workers: `_die_with`)
+
+The zygote stands between the notebook and its workers because it must outlive both to clean up. It runs no code of the
+user's, except for imports before the first worker starts, and holds no lock, so nothing keeps it from that.
+
+Workers are spawned, and start more slowly, where forking is not safe (another thread runs, or the zygote has used a
+GPU), not possible, or not wanted (``NBDIST_FORK=0``).
 """
 
 from __future__ import annotations
@@ -47,108 +63,114 @@ __all__ = [
 ]
 
 _PDEATHSIG, _SUBREAPER = 1, 36
+"""Options of prctl: the signal to get when the parent dies; adopt the orphans of descendants."""
+
 _ENDING = 0.3
-"""Seconds that a thread which has been joined may be there for still."""
+"""Seconds for which the system may still list a thread that has been joined."""
 LAST_WORDS = "NBDIST_LAST_WORDS"
-"""Names, to a worker, the file by which it hands over what it may leave unread."""
+"""The environment variable that tells a worker the file number of its socket for `leave_last_words`."""
 
 _SPAWN = "from nbdist.cluster.zygote import spawned; spawned()"
 
 
 class Setup(msgspec.Struct):
-    """What the zygote is told when it starts."""
+    """The zygote's only argument, as JSON."""
 
     line: int
-    """The file number of its end of the line."""
+    """The file number of the zygote's end of the socket pair."""
     folder: str
-    """The run directory; removed at the end."""
+    """The run directory, which the zygote removes when it ends."""
     owner: int
-    """The pid of who started it; it ends when that ends."""
+    """The pid of the process that started the zygote. The zygote ends when that process ends."""
     preload: list[str]
+    """Modules to import before any worker starts."""
     fork: bool = True
+    """True to fork workers where that is safe; else they are spawned."""
 
 
 class Preload(msgspec.Struct, tag="preload"):
-    """Import more, before the first worker is started, as the owner would now."""
+    """Request: import more modules, before the first worker starts, as the owner would import them now."""
 
     modules: list[str]
     environment: dict[str, str]
     directory: str
     path: list[str]
-    """``sys.path``."""
+    """The owner's ``sys.path``."""
 
 
 class Start(msgspec.Struct, tag="start"):
-    """Start a worker process."""
+    """Request: start a worker process."""
 
     name: str
     entry: str
-    """``module:function``; it is called with the arguments."""
+    """``module:function``, which the worker calls with the arguments."""
     arguments: list[str]
     environment: dict[str, str]
     directory: str
     log: str
-    """A file for what is written to standard output and error before, and after, anybody captures them."""
+    """The file that gets standard output and error, but for the time in which ipykernel captures them."""
     path: list[str]
-    """``sys.path`` there."""
+    """The worker's ``sys.path``."""
 
 
 class Signal(msgspec.Struct, tag="signal"):
-    """Send a signal to a worker: only its parent knows that the pid is still that worker's."""
+    """Request: send a signal to a worker. Only its parent can be sure that the pid has not been reused."""
 
     name: str
     number: int
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The zygote has imported what it should."""
+    """Event: the imports of `Setup` are done."""
 
     forks: bool
+    """True if workers will be forked, False if they will be spawned."""
     complaints: list[str]
+    """The modules that could not be imported, each with its error."""
 
 
 class Preloaded(msgspec.Struct, tag="preloaded"):
-    """That has been done."""
+    """Event: the imports of `Preload` are done. Its fields are those of `Ready`."""
 
     forks: bool
     complaints: list[str]
 
 
 class Started(msgspec.Struct, tag="started"):
-    """A worker process exists."""
+    """Event: a worker process exists."""
 
     name: str
     pid: int
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """A worker process could not be made."""
+    """Event: a worker process could not be made."""
 
     name: str
     why: str
 
 
 class Ended(msgspec.Struct, tag="ended"):
-    """A worker process has ended: with its exit code, or minus the signal that killed it."""
+    """Event: a worker process has ended, with its exit code or minus the number of the signal that killed it."""
 
     name: str
     code: int
 
 
 class Line:
-    """One JSON message per text line, over a stream socket."""
+    """One end of the socket between owner and zygote, which carries one JSON message per text line."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._buffer = b""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send; nothing happens where the other side has gone."""
+        """Send a message; do nothing if the other side has closed."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self) -> list[bytes] | None:
-        """What has come, in whole lines; None at the end. Waits if there is nothing yet."""
+        """Wait for data; return the lines that are now complete, perhaps none. None if the other side has closed."""
         try:
             data = self.socket.recv(1 << 16)
         except ConnectionResetError:
@@ -160,14 +182,14 @@ class Line:
 
 
 def main() -> None:
-    """Be the zygote, and in a process that it forks, the worker."""
+    """Run the zygote, the entry of its process; in a process that it forks, run the worker."""
     start = _Zygote(msgspec.json.decode(sys.argv[1], type=Setup)).serve()
     if start is not None:
         _become(start)
 
 
 def spawned() -> None:
-    """Be a worker that was started afresh."""
+    """Run a worker that was spawned; its request comes on standard input, which then becomes empty."""
     parent, start = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[int, Start])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _die_with(parent)
@@ -175,7 +197,8 @@ def spawned() -> None:
 
 
 def _become(start: Start) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the zygote ignores it, and that is inherited
+    """Call the entry of a worker, in its directory and with its path."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the zygote ignores SIGINT, and its children inherit that
     os.chdir(start.directory)
     sys.path[:] = start.path
     sys.argv = [start.entry, *start.arguments]
@@ -184,21 +207,32 @@ def _become(start: Start) -> None:
 
 
 class _Zygote:
+    """The zygote's state: the line to the owner, and the workers that live, by pid."""
+
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._line = Line(socket.socket(fileno=setup.line))
         self._line.socket.set_inheritable(False)
         self._workers: dict[int, str] = {}
+        """The names of the workers that have not been reaped, by pid."""
         self._unread: dict[int, tuple[socket.socket, str]] = {}
+        """By worker: the socket in which its pipes wait for `_read_last_words`, and the path of its log."""
         self._forks = False
+        """True if workers are forked. Decided after the imports, and again after those of `Preload`."""
         self._set: dict[str, str] = {}
         self._added: list[str] = []
-        """What modules that were imported for the user have set in the environment, and added to ``sys.path``."""
+        """The variables that the imports of `Preload` have set, and the entries they have added to ``sys.path``."""
         self._wakeup, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """A pipe that becomes readable when a signal has come, so that `_listen` wakes."""
         self._owner = _open_process(setup.owner)
+        """A file that becomes readable when the owner ends; -1 if there is none."""
 
     def serve(self) -> Start | None:
-        """Work until the owner ends; in a forked worker, return what it shall be."""
+        """Import, then serve requests until the owner ends, and exit by `_end`.
+
+        Returns in a forked worker only: the request to start that worker. `main` then runs the worker on a stack that
+        has no frame of the zygote's.
+        """
         me = os.getpid()
         _prctl(_SUBREAPER, 1)
         self._heed_signals()
@@ -212,13 +246,18 @@ class _Zygote:
                 self._end()
 
     def _heed_signals(self) -> None:
+        """Ignore Ctrl-C, end at SIGTERM, and wake `_listen` when a child ends."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _end)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def _import(self, modules: Sequence[str]) -> list[str]:
-        """Import what workers need, and look after the owner meanwhile: it takes seconds."""
+        """Import modules; return the names and errors of those that cannot be imported.
+
+        This takes seconds, during which nothing is read from the line. A thread watches for the owner's end meanwhile.
+        It is joined before this returns, because a process with two threads cannot fork safely.
+        """
         done = threading.Event()
         watch = threading.Thread(target=self._watch_owner, args=(done,))
         watch.start()
@@ -228,24 +267,26 @@ class _Zygote:
                 importlib.import_module(name)
             except _Ended:
                 raise
-            except (Exception, SystemExit) as error:  # a program that is imported may end
+            except (Exception, SystemExit) as error:  # a module that is a program may call sys.exit
                 complaints.append(f"{name}: {type(error).__name__}: {error}")
         done.set()
         watch.join()
         gc.collect()
-        gc.freeze()  # a collection in a worker must not touch, and so copy, the pages it shares with us
+        gc.freeze()  # so that a worker's garbage collector does not write to shared pages, which copies them
         return complaints
 
     def _watch_owner(self, done: threading.Event) -> None:
+        """End everything if the owner ends before ``done`` is set, looking every 50 ms. In a thread of its own."""
         poller = select.poll()
         poller.register(self._line.socket, select.POLLRDHUP)
         if self._owner >= 0:
             poller.register(self._owner, select.POLLIN)
         while not done.is_set():
             if poller.poll(50):
-                self._end()  # what is being imported may have started processes
+                self._end()  # with the processes that an import may have started
 
     def _listen(self) -> Start | None:
+        """Serve requests and ends of children. In a forked worker, returns its request, else None."""
         poller = select.poll()
         poller.register(self._line.socket, select.POLLIN)
         poller.register(self._wakeup, select.POLLIN)
@@ -274,14 +315,18 @@ class _Zygote:
     # -- starting -----------------------------------------------------------------------------
 
     def _preload(self, request: Preload) -> None:
+        """Import modules in the owner's present environment, directory and path, and send Preloaded.
+
+        An import may start a thread or use a GPU. From then on workers are spawned, and have nothing of these imports.
+        """
         complaints = []
-        if self._forks:  # what is spawned would have nothing of it
+        if self._forks:  # a spawned worker would not have the modules
             os.environ.update(request.environment)
             os.chdir(request.directory)
             sys.path[:] = request.path
             before = dict(os.environ)
             complaints = self._import(request.modules)
-            # What that has set is theirs who have imported it; signals are not.
+            # Workers get what the imports have set in the environment. Signal handlers they have set are replaced.
             self._set = {name: value for name, value in os.environ.items() if before.get(name) != value}
             self._added = [entry for entry in sys.path if entry not in request.path]
             self._heed_signals()
@@ -289,7 +334,11 @@ class _Zygote:
         self._line.send(Preloaded(self._forks, complaints))
 
     def _start(self, start: Start) -> bool:
-        """Start a worker; true in the worker itself."""
+        """Start a worker and send Started or Failed; return True in the forked worker itself, else False.
+
+        The worker and the zygote share a socket pair, over which the worker leaves its last words: `leave_last_words`.
+        """
+        # A forked worker would write text that is still buffered here a second time.
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -305,7 +354,7 @@ class _Zygote:
         if pid == 0:
             try:
                 ours.close()
-                theirs.detach()
+                theirs.detach()  # stays open: `leave_last_words` finds it by its number
                 self._settle_in(start, parent)
             except BaseException:
                 traceback.print_exc()
@@ -318,7 +367,10 @@ class _Zygote:
         return False
 
     def _settle_in(self, start: Start, parent: int) -> None:
-        """In a forked worker: become a process of one's own."""
+        """In a forked worker, give up the zygote's session, handlers and files, and take the request's environment.
+
+        The files matter: if a worker kept the line open, the owner would not notice the death of the zygote.
+        """
         os.setsid()
         _die_with(parent)
         signal.set_wakeup_fd(-1)
@@ -331,6 +383,7 @@ class _Zygote:
         self._workers.clear()
         for other, _ in self._unread.values():
             other.close()
+        # Standard input is empty; output and error go to the log, as `_spawn` arranges it for a spawned worker.
         log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         for file, standard in ((null, 0), (log, 1), (log, 2)):
@@ -345,6 +398,7 @@ class _Zygote:
 
     @staticmethod
     def _spawn(start: Start, inherited: int) -> int:
+        """Start a worker in a fresh interpreter, which inherits one file; return its pid. `spawned` runs there."""
         boot = f"import sys; sys.path[:] = {start.path!r}; {_SPAWN}"
         with open(start.log, "ab") as log:
             process = subprocess.Popen(
@@ -359,18 +413,23 @@ class _Zygote:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(msgspec.json.encode((os.getpid(), start)))
-        process.returncode = 0  # it is `_reap` that waits for it
+        process.returncode = 0  # keeps Popen from waiting for the process, which `_reap` does
         return process.pid
 
     # -- ending -------------------------------------------------------------------------------
 
     def _signal(self, request: Signal) -> None:
+        """Send a signal to a worker; do nothing if it has been reaped."""
         for pid, name in self._workers.items():
             if name == request.name:
                 os.kill(pid, request.number)
 
     def _reap(self) -> None:
-        """Take leave of all that has ended, workers and what they left to us."""
+        """Reap all children that have ended, and send Ended for each that is a worker.
+
+        The others are orphans: a process that a worker started becomes ours when the worker ends. Those in the worker's
+        process group are killed here; a process that has left the group lives until `_end`.
+        """
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -379,7 +438,7 @@ class _Zygote:
             if found is None:
                 return
             if found.si_pid in self._workers:
-                _kill_group(found.si_pid)  # while the number cannot be anybody else's
+                _kill_group(found.si_pid)  # before waitpid, after which the number may be another process's
             _, status = os.waitpid(found.si_pid, 0)
             name = self._workers.pop(found.si_pid, None)
             if name is not None:
@@ -387,21 +446,24 @@ class _Zygote:
                 self._line.send(Ended(name, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> None:
-        """Kill all that came from here, and leave nothing."""
+        """Kill every process that was started from here, remove the run directory, and exit.
+
+        Loops until there are no children, because killing a process makes its children those of the zygote.
+        """
         for pid in list(self._workers):
             _kill_group(pid)
-        while children := _children():  # those of the killed become ours, whatever session they are in
+        while children := _children():  # as the subreaper, the zygote gets the children of killed processes
             for pid in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
         shutil.rmtree(self._setup.folder, ignore_errors=True)
-        os._exit(0)  # nothing else is left to do, and taking down every module takes long
+        os._exit(0)  # an ordinary exit takes long for all these modules
 
 
 class _Ended(SystemExit):
-    """It is to end."""
+    """Raised by SIGTERM: the zygote ends, with its workers."""
 
 
 def _end(*_: object) -> None:
@@ -409,9 +471,10 @@ def _end(*_: object) -> None:
 
 
 def leave_last_words(streams: Sequence[int]) -> None:
-    """In a worker: let the zygote read what is still in these pipes should the worker die before it has read it.
+    """In a worker, let the zygote read what is left in these pipes if the worker dies. Works once; then does nothing.
 
-    They lie in a message that the zygote takes only then; meanwhile nobody but the worker reads them.
+    The worker sends the pipes' file descriptors in a message that the zygote receives only after the worker's death, so
+    until then only the worker reads them.
     """
     number = os.environ.pop(LAST_WORDS, None)
     if number is not None:
@@ -420,6 +483,7 @@ def leave_last_words(streams: Sequence[int]) -> None:
 
 
 def _read_last_words(line: socket.socket, log: str) -> None:
+    """Append to a dead worker's log what it left in the pipes that it sent with `leave_last_words`."""
     with line, contextlib.suppress(OSError), open(log, "ab") as file:
         line.setblocking(False)
         _, pipes, _, _ = socket.recv_fds(line, 1, 4)
@@ -431,35 +495,44 @@ def _read_last_words(line: socket.socket, log: str) -> None:
 
 
 def _open_process(pid: int) -> int:
-    """A file that becomes readable when the owner ends: the line stays open in what the owner has forked."""
+    """Return a file that becomes readable when the owner ends; -1 if there is no such file. Exits if it has ended.
+
+    The line alone would not do: it stays open as long as a process lives that the owner has forked.
+    """
     try:
         file = os.pidfd_open(pid)
     except (AttributeError, OSError):
-        return -1  # the end of the line must do
+        return -1  # the line must do
     if os.getppid() != pid:
         os._exit(0)
     return file
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, which holds also while a thread keeps the GIL."""
+    """Let Linux kill this process when its parent dies, even while a thread holds the GIL; exit if it is dead."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):  # Linux alone has it
+    """Set an attribute of this process, where the system has such attributes."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has prctl
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _kill_group(pid: int) -> None:
+    """Kill a worker and the processes in its process group, whose number is the worker's pid."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _is_safe_to_fork() -> bool:
-    """Whether a fork has all that this process has: it has but one of its threads, and nothing of its GPUs."""
+    """Return whether a forked worker would be sound: this process has one thread, and has not used a GPU.
+
+    A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork. Waits a
+    moment for threads that are ending.
+    """
     deadline = time.monotonic() + _ENDING
     while _threads() > 1:
         if time.monotonic() >= deadline:
@@ -470,6 +543,7 @@ def _is_safe_to_fork() -> bool:
 
 
 def _threads() -> int:
+    """Return the number of threads of this process, those of C libraries included where Linux lists them."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -477,6 +551,7 @@ def _threads() -> int:
 
 
 def _children() -> list[int]:
+    """Return the pids of this process's children, zombies included."""
     me, found = str(os.getpid()), []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -486,7 +561,7 @@ def _children() -> list[int]:
 
 
 def _reseed() -> None:
-    """Forked generators would all give the same numbers."""
+    """Seed the random generators again: else all forked workers would draw the same numbers."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -121,7 +121,7 @@ def test_what_does_not_give_way_is_named_with_where_it_is(two):
     two.interrupt()
     two.finish(cell)
     text = cell.traceback
-    assert "worker1 has not given way within 2 s" in text
+    assert "worker1 did not stop within 2 s" in text
     assert "line 5 of its cell" in text
     assert "%dist_restart worker1" in text
     assert two.run("%%remote 0\nprint('here')").stdout == "here\n"
@@ -139,7 +139,7 @@ def test_a_queued_cell_is_interrupted_when_its_turn_comes(two):
 def test_a_limit_of_time_interrupts(two):
     cell = two.run("%%remote -t 0.5\nimport time; time.sleep(600)", check=False)
     assert cell.error["ename"] == "CellTimeout"
-    assert "worker0,1 had not ended after 0.5 s; worker0,1 stopped in " in cell.error["evalue"]
+    assert "worker0,1 did not end the cell within 0.5 s; worker0,1 stopped in " in cell.error["evalue"]
     assert two.run("%%remote\nprint(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
 
 

@@ -143,7 +143,7 @@ def test_a_handle_can_be_awaited_when_the_cluster_is_gone_and_by_several(tmp_pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:4] == [
         "[False, False, False]",
-        "this cluster belongs to the process that this one was forked from",
+        "this cluster belongs to the process that this one was forked from; use it there",
         "42",
         "lost",
     ]

@@ -161,7 +161,7 @@ def test_numbers_are_those_of_this_process_and_not_the_drivers(gpus):
         (0, {"gpu_ids": (0,), "backend": "gloo"}, "no such GPU: 0"),
         (2, {"gpu_ids": (1, 2, 5)}, "no such GPU: 2, 5; there are 2, numbered from 0"),
         (2, {"gpu_ids": (-1,)}, "no such GPU: -1"),
-        (0, {"backend": "nccl"}, "the backend nccl needs GPUs, and torch sees none here; take --backend gloo"),
+        (0, {"backend": "nccl"}, "the backend nccl needs GPUs, and torch sees none here; use the backend gloo"),
         (2, {"count": 3, "backend": "nccl"}, "nccl needs a GPU for each of 3 workers, and has 2"),
         (4, {"count": 3, "backend": "nccl", "gpu_ids": (0, 1)}, "and has 2"),
     ],

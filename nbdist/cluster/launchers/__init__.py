@@ -1,7 +1,7 @@
-"""What starts worker processes: the contract of a launcher, and how one is found by name.
+"""`Launcher`: the contract of a class that starts worker processes, and `find_launcher`, which finds one by name.
 
-A launcher is a small class behind the entry-point group ``nbdist.launchers``. It starts processes, signals them,
-tells of their ends, and sees that nothing is left of them. What the processes do is no business of its.
+A package offers a launcher as an entry point in the group ``nbdist.launchers``. A launcher starts processes, sends them
+signals, reports when they end, and removes everything when the cluster ends. It does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -18,56 +18,59 @@ from nbdist.errors import UsageError
 __all__ = ["Launcher", "find_launcher"]
 
 GROUP = "nbdist.launchers"
+"""The group of the entry points."""
 
 
 class Launcher(Protocol):
-    """Starts the workers of one cluster. Thread-safe."""
+    """Starts the worker processes of one cluster. Its methods may be called in any thread."""
 
     def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
         """Get ready to start ``count`` workers.
 
-        ``on_end(name, exit code)`` is to be called once for every worker that ends, with minus the number of the
-        signal that killed it, if one did.
+        Call ``on_end(name, code)`` once for every worker that ends, in any thread; ``code`` is its exit code, or minus
+        the number of the signal that killed it.
         """
         ...
 
     @property
     def folder(self) -> Path:
-        """The run directory of the cluster: this user's alone, and removed at the end."""
+        """The run directory of the cluster, which only this user can enter; `close` removes it."""
         ...
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
-        """Have workers begin with these modules imported, if that spares them something; called once, before `start`.
+        """Import modules ahead of all workers, if that saves them time or memory. Called at most once, before `start`.
 
-        It need not wait for that: what is returned does, and fails with UsageError where one cannot be imported.
+        Returns at once. The future is done when the modules are imported; it fails with UsageError if an import fails.
         """
         ...
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
-        """Start a worker; its pid, as soon as it is known."""
+        """Start a worker that calls `nbdist.cluster.worker.main` with this setup; return the future of its pid."""
         ...
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a worker, if it lives."""
+        """Send a signal to a worker; do nothing if it has ended."""
         ...
 
     def last_words(self, name: str) -> str:
-        """The end of what a worker wrote to its standard error outside of cells."""
+        """Return the end of what a worker wrote to standard error outside of cells; empty if nothing."""
         ...
 
     def close(self) -> None:
-        """Kill all that lives, and leave nothing."""
+        """Kill all workers and the processes that they started, and remove the run directory."""
         ...
 
 
 def find_launcher(name: str) -> type[Launcher]:
-    """The launcher of that name, built in or installed."""
+    """Return the class of a launcher, built in or installed. Raises UsageError if there is none of that name."""
     if name == "local":
         from nbdist.cluster.launchers.local import LocalLauncher
 
         return LocalLauncher
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
-        raise UsageError(f"there is no launcher {name!r}; there are {', '.join(sorted({'local', *found}))}")
+        raise UsageError(
+            f"there is no launcher {name!r}; the installed ones are {', '.join(sorted({'local', *found}))}"
+        )
     launcher: type[Launcher] = found[name].load()
     return launcher

@@ -1,7 +1,7 @@
-"""Workers as processes of this host, forked from a zygote that has imported what they need.
+"""`LocalLauncher`: runs workers as processes of this host, forked from a zygote that has imported torch for them.
 
-Importing torch is most of the time that a cluster takes to start. So the extension has a zygote begin with that as
-soon as it is loaded, while the notebook itself imports torch.
+Importing torch is most of the time that a cluster needs to start. Therefore ``%load_ext nbdist`` calls `prepare`: it
+starts a zygote that imports torch while the notebook imports it, too. The next cluster takes that zygote.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from nbdist.cluster.setup import WorkerSetup
 __all__ = ["LocalLauncher", "discard", "prepare"]
 
 _ENTRY = "nbdist.cluster.worker:main"
+"""The function that a worker process calls."""
+
 _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker_imports")
 _WORDS = 20_000
-_ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # a warning of the debugger's, on standard error
+"""Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
+_ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # else the debugger writes a warning
 
-# Who asks which GPUs there are is told by a library that leaves no mark in the process, which could not be forked then.
+# With the second variable, torch asks NVML which GPUs there are. If it asked CUDA, forking would not be safe any more.
 _BEFORE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Where workers are forked from; each sets its own number of threads."""
+"""Environment variables of the zygote. Workers have other ones, and set their own number of threads."""
 
 _FILES_NEEDED = 10
-"""Files that must be free to start a process and to talk to it; with fewer, its folder could not even be removed."""
+"""Files that this process must be able to open before it starts a zygote: with fewer it could not even clean up."""
 _prepared: Processes | None = None
+"""The zygote that waits for the next cluster."""
 
 
 def prepare() -> None:
-    """Start a zygote for the cluster to come. It ends with this process, whatever comes."""
+    """Start a zygote for the next cluster, if forking is allowed. Does nothing while one waits."""
     global _prepared
     if _prepared is None and _may_fork():
         _prepared = _start_zygote()
 
 
 def discard() -> None:
-    """No cluster is to come."""
+    """End the zygote that `prepare` has started, if no cluster has taken it."""
     global _prepared
     prepared, _prepared = _prepared, None
     if prepared is not None and prepared.owner == os.getpid():
@@ -49,9 +53,10 @@ def discard() -> None:
 
 
 def _take() -> Processes:
+    """Return the zygote that `prepare` has started, if it can still be used; else a new one."""
     global _prepared
     prepared, _prepared = _prepared, None
-    if prepared is not None and prepared.owner == os.getpid():  # else it is the parent's
+    if prepared is not None and prepared.owner == os.getpid():  # else it is the zygote of this fork's parent
         if prepared.usable:
             return prepared
         prepared.close()
@@ -59,30 +64,35 @@ def _take() -> Processes:
 
 
 def _start_zygote() -> Processes:
+    """Start a zygote in a new run directory. Raises ResourceError if this process has too many files open."""
     environment = {**_ENVIRONMENT, **os.environ, **_BEFORE}
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
     try:
         return Processes(folder, _nobody, preload=_PRELOAD, fork=_may_fork(), environment=environment)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # there is no zygote to do it
+        shutil.rmtree(folder, ignore_errors=True)  # no zygote lives that could do it
         raise
 
 
 def _may_fork() -> bool:
+    """Return whether the user allows forking: ``NBDIST_FORK=0`` forbids it."""
     return os.environ.get("NBDIST_FORK", "1") != "0"
 
 
 def _nobody(name: str, code: int) -> None:
-    """Nobody cares for the end of a worker of which there is none yet."""
+    """Do nothing: the ``on_end`` of a zygote that no cluster has taken, and which has no workers."""
 
 
 class LocalLauncher:
-    """The default launcher."""
+    """The default launcher: processes of this host. See `Launcher` for its methods.
+
+    Every worker gets an equal share of the host's cores for its threads, unless the user sets ``OMP_NUM_THREADS``.
+    """
 
     def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // count))
-        self._defaults = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads}  # else every worker takes every core for itself
+        self._defaults = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads}  # else each worker uses all cores
         self._processes = _take()
         self._processes.on_end = on_end
 
@@ -92,24 +102,27 @@ class LocalLauncher:
         return self._processes.folder
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
-        """Import these once, for all workers; they share the memory of that."""
+        """Import modules in the zygote, once for all workers, which share their memory."""
         return self._processes.preload(modules, {**environment, **_BEFORE})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
-        """Start a worker; its pid, as soon as it is known."""
+        """Start a worker; return the future of its pid. An environment overrides this launcher's defaults."""
         return self._processes.start(setup.name, _ENTRY, [setup.encode()], {**self._defaults, **environment})
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a worker, if it lives."""
+        """Send a signal to a worker; do nothing if it has ended."""
         self._processes.signal(name, number)
 
     def last_words(self, name: str) -> str:
-        """The end of what a worker wrote to its standard error outside of cells."""
+        """Return the end of the worker's log: what it wrote to standard error outside of cells.
+
+        Complete only after the zygote has reported the worker's end, when it has read the worker's last words.
+        """
         try:
             return self._processes.log(name).read_text(errors="replace")[-_WORDS:].strip()
         except OSError:
             return ""
 
     def close(self) -> None:
-        """Kill all that lives, and leave nothing."""
+        """Kill all workers and the zygote, and remove the run directory."""
         self._processes.close()
