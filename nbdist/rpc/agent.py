@@ -1,9 +1,9 @@
-"""An agent: the endpoint of one worker, which joins the parts.
+"""The agent: the RPC endpoint of one worker, which makes the other parts and joins them.
 
-Here is the way of every message: `post`, which is the links', numbers it, keeps it and sends it on the
-caller's thread; `read`, run by one or two threads of the pool, takes what comes, and then, one thread at a time,
-lets the peer judge it and passes it to the handler of its type. A handler is quick and runs nobody's code; if there
-is something to run it returns a job, and the thread that read it runs it while another reads.
+Every message passes here. `Agent.post` (the method of `Links`) numbers it, keeps a copy and sends it, on the caller's
+thread. `Agent.read`, which one or two threads of the pool run, receives. Then one thread at a time has the `Peer` judge
+the message, and calls the handler for the message's type. A handler is quick and runs no user code. Where user code has
+to run, the handler returns a job; the thread that has read the message runs the job, while another thread reads on.
 
 The locks on the way of a call:
 
@@ -16,9 +16,11 @@ lock                    protects                                                
 ======================  =========================================================  ==================================
 
 A thread takes them from the top to the bottom. Neither of the last two is taken while the other is held, nor held
-while a user's function, a pickler or a send runs. Two things do run under them: a user's ``__del__``, which Python may
-call anywhere (what it calls under `Links._lock` goes out by another thread, see `nbdist.finalisers`; `Exchange.lock` is
-reentrant), and under `Links._lock` the marking of blocks in shared memory and listeners of `nbdist.trace`.
+while a user's function, a pickler or a send runs. Two things do run under them:
+
+- A user's ``__del__``, which Python may call anywhere. A call that it makes under `Links._lock` is sent by another
+  thread (`nbdist.finalisers`); `Exchange.lock` is reentrant.
+- Under `Links._lock` also the marking of blocks in shared memory as sent, and listeners of `nbdist.trace`.
 """
 
 from __future__ import annotations
@@ -95,29 +97,32 @@ from nbdist.wire.peer import PeerLimits, Standing
 __all__ = ["Agent", "Handler", "active_agent"]
 
 Handler = Callable[[Any, int, list[bytes]], Job | None]
-"""``handler(message, sender's incarnation, the frames behind the envelope)``."""
+"""Handles a message: ``handler(message, sender's incarnation, frames after the envelope)``. May return a job."""
 
 _log = logging.getLogger("nbdist.rpc")
 
 
 def _drop(listeners: list[Any], listener: Any) -> None:
-    with contextlib.suppress(ValueError):  # it has been
+    """Remove a listener from a list; do nothing if it is not in the list any more."""
+    with contextlib.suppress(ValueError):  # removed before
         listeners.remove(listener)
 
 
 def active_agent() -> Agent | None:
-    """The agent for which the calling thread runs, if it is one of an agent's threads."""
+    """Return the agent for which the calling thread runs; None in a thread that belongs to no agent."""
     agent: Agent | None = here.agent
     return agent
 
 
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+"""All agents of this process. A forked child finds its parent's agents here, and marks them."""
 
 
 def _after_fork() -> None:
+    """Mark the parent's agents in a forked child, and free the lock of each exchange."""
     for agent in list(_agents):
         agent.forked = True
-        # A thread of the parent's may hold it, and there is no such thread here.
+        # A thread of the parent may hold the lock. The child does not have that thread.
         agent.exchange.lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
@@ -125,35 +130,56 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Agent:
-    """One member of an RPC world."""
+    """A member of an RPC world: one worker's endpoint, made of the parts in this package."""
 
     def __init__(self, me: Record, channel: Channel, options: RpcBackendOptions, arena: Arena | None = None) -> None:
+        """Make the parts; `start` begins to read.
+
+        ``me`` describes this agent to the others. The agent owns ``channel`` and ``arena`` from now on and closes them.
+        ``arena`` is the shared memory for large tensors; None where there is none.
+        """
         self.me = me
+        """The record that describes this agent to the others."""
         self.options = options
         self.channel = channel
+        """Moves frames to and from other agents; closed with this agent."""
         self.pid = os.getpid()
+        """The process that made the agent. A forked child has another one."""
         self.forked = False
-        """Whether this process was forked from the agent's own: the agent's threads and sockets are the parent's."""
+        """True in a forked child of the agent's process: the threads and sockets of the agent are the parent's."""
         self.refused = 0
+        """The number of dropped frames that are no message, plus the number of refused messages (`Agent._refuse`)."""
         self.hosted = False
-        """Whether a cluster keeps it, so that the user's `shutdown` does not end it."""
+        """True if a cluster owns this agent: then the user's `shutdown` does not end it."""
         self.explain_end: Callable[[int], str] | None = None
-        """How a process ended, by its pid, where somebody knows more than that it did; may take a moment."""
-        self.directory: Path | None = None
-        """Where files lie that must go with this process, however it ends; None for the temporary directory."""
-        self._cast_handlers: dict[str, Handler] = {}
-        self._at_close: list[Callable[[], None]] = []
-        self._turn = threading.RLock()
-        """Held while a message is handled, what is due is done, or a member is lost: they happen one at a time.
+        """Returns how a process ended, given its pid; an empty text if that is not known.
 
-        Also while the agent says what is under way here (`Ending`): it does not say so of a message half handled.
+        The text completes "worker1 ...". A cluster sets this function. It may take a moment.
+        """
+        self.directory: Path | None = None
+        """The directory for files that must be deleted when this process ends; None for the temporary directory."""
+        self._cast_handlers: dict[str, Handler] = {}
+        """The handlers of one-way messages, by topic."""
+        self._at_close: list[Callable[[], None]] = []
+        """The functions that `close` calls at its end."""
+        self._turn = threading.RLock()
+        """Held while a message is handled, due work is done, or a member is lost: one at a time.
+
+        `Ending` also holds it while it counts what is under way here, so that it never counts in the middle of a
+        message.
         """
         self.membership = Membership(me)
+        """The members of the world, and the names of those that are gone."""
         self.ids = IdSource(me.id, me.incarnation)
+        """Makes ids for values and forks, unique in the world."""
         self.exchange = Exchange(me.incarnation, self.ids)
+        """Decides what happens next to calls and references; has the lock around them."""
         self.pending = self.exchange.calls
+        """The calls that this agent has made and that have no answer yet."""
         self.processes = ProcessWatch(self._on_process_end)
+        """Watches the processes of members on this host, and reports each that ends."""
         self.sharing = Sharing(me, arena, reads=options.arena_bytes != 0)
+        """Passes large tensors to agents of this host through shared memory."""
         self.links = Links(
             channel,
             PeerLimits(options.suspect_after, options.lost_after, retries=options.retries),
@@ -163,7 +189,9 @@ class Agent:
             watch=self.processes.watch,
             on_undelivered=self._on_undelivered,
         )
+        """The connections to the other agents, and the clock."""
         self.post = self.links.post
+        """Sends a message to an agent, by its incarnation (`Links.post`)."""
         self.pool = Pool(
             options.num_worker_threads,
             self.read,
@@ -173,9 +201,13 @@ class Agent:
             has_more=channel.has_more,
             begin=self._adopt,
         )
+        """The threads of this agent."""
         self.references = References(self.ids, self.exchange, self.membership, self.links, self.submit)
+        """The values that this agent owns, and the references that it uses."""
         self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
+        """The listeners that are called with the record of a lost member, and the reason."""
         self.recorder: Recorder = registry.make_recorder(self)
+        """Records calls for backward passes; made by `nbdist.autograd`."""
         self.executor = Executor(
             self.exchange,
             self.membership,
@@ -184,7 +216,9 @@ class Agent:
             self.recorder,
             Answers(me.name, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
         )
+        """Runs the calls that come."""
         self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
+        """Ends the calls that this agent has made."""
         self.sender = Sender(
             options,
             self.pending,
@@ -196,9 +230,11 @@ class Agent:
             self.exchange.is_deciding,
             self.outcomes.unsent,
         )
+        """Encodes and posts calls."""
         self.caller = Caller(self.membership, self.ids, self.references, self.outcomes, self.sender)
+        """Makes calls; the functions of `nbdist.rpc.api` use it."""
         self.home = Home(self.references, self.caller, self.recorder.backward)
-        """The agent, as far as references know it."""
+        """This agent as its `RRef` objects see it."""
         self.references.refer = partial(RRef._refer, self.home)
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
         if channel.readers > 1:
@@ -212,10 +248,13 @@ class Agent:
             give_up=self.outcomes.interrupt,
             submit=self.submit,
         )
+        """Stops calls after Ctrl-C, here and on other workers."""
         self.handshake = Handshake(
             self.membership, self.links, self.sharing, lose=self.lose, lost_after=options.lost_after
         )
+        """Joins the world, and lets new members in."""
         self.ending = Ending(self.membership, self.links, self.exchange, self.references, self._turn)
+        """Ends the world in order."""
         self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {
             Nothing: lambda *_: None,
@@ -244,11 +283,11 @@ class Agent:
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r} (id {self.me.id}){' closed' if self.closed else ''}>"
 
-    # -- life ---------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------
 
     @property
     def rpc_timeout(self) -> float:
-        """Seconds that a call has which names no limit; 0 for none."""
+        """The time limit in seconds of a call that names none; 0 for no limit."""
         return self.sender.rpc_timeout
 
     @rpc_timeout.setter
@@ -257,7 +296,7 @@ class Agent:
 
     @property
     def read_as_guest(self) -> Callable[[Latch], None] | None:
-        """Reads messages in a thread that waits for an answer; None if the channel has no place for such a reader."""
+        """Reads the answer in the thread that waits for it; None if the channel has no place for such a guest."""
         return self.caller.read_as_guest
 
     def know_cells(
@@ -265,30 +304,34 @@ class Agent:
         origin: Callable[[], str] | None,
         around: Callable[[str], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Have calls carry the cell for which they are made.
+        """Attach to every call the cell for which it is made.
 
-        ``origin()`` names the cell for which the calling thread works; it travels with every call. ``around(origin)``
-        is entered around a function that runs here for a call with such an origin.
+        ``origin()`` returns the id of the cell for which the calling thread works; the id travels with every call.
+        ``around(origin)`` is entered around each call that runs here; ``origin`` is empty if no cell made the call.
         """
         self.sender.origin = origin
         self.executor.around = around
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """True once the agent has ended. Calls then fail with `WorkerLost`."""
         return self.links.closed
 
     def start(self) -> None:
-        """Begin to read; the world is joined by `handshake`."""
+        """Start the threads that read. `Agent.handshake` then joins the world.
+
+        The agent is connected to itself: calls to itself take the same way as all others.
+        """
         self.links.connect(self.me)
         self.sharing.meet_self()
         self.pool.start()
 
     def handle_cast(self, topic: str, handler: Handler) -> None:
-        """Have the casts of a topic go to ``handler``."""
+        """Call ``handler`` for every one-way message of a topic, in place of the topic's handler so far."""
         self._cast_handlers[topic] = handler
 
     def _on_cast(self, message: Cast, sender: int, frames: list[bytes]) -> Job | None:
+        """Pass a one-way message to the handler of its topic."""
         handler = self._cast_handlers.get(message.topic)
         if handler is None:
             _log.warning("%s has no handler for %s", self.me.name, message.topic)
@@ -296,33 +339,43 @@ class Agent:
         return handler(message, sender, frames)
 
     def on_lost(self, listener: Callable[[Record, str], None]) -> Callable[[], None]:
-        """Have ``listener(record, why)`` called when a member is lost; it must be quick. Returns what ends that."""
+        """Call ``listener(record, why)`` when a member is lost; return a function that removes the listener.
+
+        The listener runs under `_turn`, in whichever thread notices the loss, so it must be quick. Its errors are
+        logged.
+        """
         self._on_lost.append(listener)
         return partial(_drop, self._on_lost, listener)
 
     def at_close(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called at the end of `close`."""
+        """Call ``action`` at the end of `close`, in the thread that closes the agent."""
         self._at_close.append(action)
 
     def activate(self) -> contextlib.AbstractContextManager[Agent]:
-        """Make this the agent of the calling thread, for as long as the block lasts."""
+        """Return a context manager that makes this the agent of the calling thread."""
         return Active(self)
 
     def submit(self, job: Job) -> None:
-        """Have a thread of the agent's run a job."""
+        """Run a job on a thread of the pool. Its errors are logged. After `close` the job may never run."""
         self.pool.submit(job)
 
     def close(self, why: str) -> None:
-        """End at once: tell the others, fail what is pending, stop all threads."""
+        """End at once: say goodbye to the other members, fail all pending calls with `WorkerLost`, stop the threads.
+
+        ``why`` completes "worker0 ..." in the errors. A second call does nothing. A forked child only fails its copies
+        of the calls and references: the sockets and threads belong to the parent. Threads that run user code are waited
+        for, 2 s at most.
+        """
         if not self.links.close(None if self.forked else Goodbye(why, self.ending.completed)):
             return
         self.outcomes.close(why)
         self.references.clear()
         if self.forked:
-            return  # the sockets and threads are the parent's
+            return  # the sockets and threads belong to the parent
+        # The order matters: first the threads that use the channel and the memory, then these.
         self.processes.close()
         self.pool.close(2.0)
-        self.outcomes.close(why)  # what a reader has taken out of the table meanwhile, for a job that will not run
+        self.outcomes.close(why)  # calls that a reader took out of the table meanwhile, for a job that will not run
         self.channel.close()
         self.sharing.close()
         for action in self._at_close:
@@ -332,17 +385,19 @@ class Agent:
     # -- reading ------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """The calling thread is one of the pool's."""
+        """Make this agent the active one of a new thread of the pool."""
         here.agent = self
 
     def read(self, timeout: float | None, soon: bool = False, guest: bool = False) -> Job | None:
-        """Wait for a message and deal with it, and with what is due; return a job if there is something to run.
+        """Receive one message and handle it, after doing what is due; return a job if user code has to run.
 
-        ``guest`` is for a thread that reads beside those of the pool, one at a time; ``soon`` is as in
-        `Channel.receive`.
+        Waits ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`); returns None if nothing has come.
+        ``guest`` marks a thread that reads beside those of the pool; there may be one at a time. ``soon`` is the
+        argument of `Channel.receive`.
         """
         now = time.monotonic()
         links, sharing = self.links, self.sharing
+        # References that have been collected: tell their owners.
         if self.references.holds.ended:
             with self._turn:
                 self.references.release_ended()
@@ -358,7 +413,7 @@ class Agent:
             return self._take(frames)
 
     def _read_as_guest(self, timeout: float | None) -> Job | None:
-        """As `read`, in a thread that is none of the agent's."""
+        """Call `read` in a thread that waits for an answer and is not one of the agent's threads."""
         before, here.agent = here.agent, self
         was_closed = this_thread.is_closed
         try:
@@ -369,19 +424,29 @@ class Agent:
             here.agent = before
 
     def _give_back(self, now: float) -> None:
+        """Send back blocks of shared memory that have waited too long for another message to take them along.
+
+        Also frees shared memory that was not needed lately.
+        """
         due, later = self.sharing.tend(now)
         for to, message in due:
-            with contextlib.suppress(NbdistError):  # who is gone has no use for them
+            with contextlib.suppress(NbdistError):  # an owner that is gone does not need them
                 self.post(to, message)
         self.links.note(later)
 
     def _run_due(self, now: float) -> None:
+        """Resend, ping, lose silent members, end calls that have timed out. The caller holds `_turn`."""
         for incarnation, why in self.links.tick(now):
             self.lose(incarnation, why)
         self.outcomes.run_due(now)
         self.links.set_clock()
 
     def _take(self, frames: list[bytes]) -> Job | None:
+        """Decode one message, have its peer judge it, call its handler, and return the handler's job.
+
+        The caller holds `_turn`. Frames that are no message are dropped. A message is refused if its sender is not
+        connected, or if it is addressed to another incarnation than this agent's.
+        """
         try:
             envelope = decode(frames[0])
         except NOT_A_MESSAGE as error:
@@ -389,8 +454,9 @@ class Agent:
             _log.warning("%s dropped a message: not a message of nbdist: %s", self.me.name, error)
             return None
         message = envelope.message
+        # Who speaks? Only a connected agent, in its present incarnation, or one that introduces itself.
         connection = self.links.connections.get(envelope.sender)
-        if isinstance(message, Refused):  # perhaps from whoever listens now where the one we meant did
+        if isinstance(message, Refused):  # perhaps from an agent that now listens at the address of a dead one
             if envelope.receiver == self.me.incarnation:
                 self.handshake.on_refused(message)
             return None
@@ -400,6 +466,7 @@ class Agent:
         if connection is None or envelope.receiver != self.me.incarnation:
             self._refuse(envelope)
             return None
+        # Is the message new? A message that was sent twice is handled once.
         if not self.links.accept(connection, envelope, sum(map(len, frames))):
             return None
         if envelope.back:
@@ -410,10 +477,11 @@ class Agent:
         if handler is None:
             _log.warning("%s has no handler for %s", self.me.name, message.kind)
             return None
+        # Map the tensors in shared memory. Their leases begin, whatever becomes of the message.
         if isinstance(message, Carrier) and message.payload.places:
             memory = self.sharing.begin(connection.record, message.payload.places)
             if memory is None:
-                return None  # as if it had not come: its sender will be known to be lost in a moment
+                return None  # the sender died, and its memory with it: its loss will be noticed in a moment
             frames += memory  # type: ignore[arg-type]
         try:
             return handler(message, envelope.sender, frames[1:])
@@ -422,7 +490,10 @@ class Agent:
             return None
 
     def _refuse(self, envelope: Envelope) -> None:
-        """A message from a past incarnation, or to one: its sender must learn that it is out of date."""
+        """Refuse a message from or to a past incarnation; its sender must learn that it is out of date.
+
+        A goodbye needs no answer. An agent that was never connected, and was never a member, cannot be answered.
+        """
         self.refused += 1
         if isinstance(envelope.message, Goodbye):
             return
@@ -431,41 +502,52 @@ class Agent:
             reason = f"{self.me.name} does not keep this connection (any more)"
             self.links.refuse(record, Refused(envelope.receiver, reason))
 
-    # -- death --------------------------------------------------------------------------------
+    # -- losing members -----------------------------------------------------------------------
 
     def _on_process_end(self, pid: int) -> None:
+        """Lose the members whose process on this host has ended.
+
+        Called by the thread of `ProcessWatch`. So the death of a local worker is noticed at once, not by its silence.
+        """
         for incarnation, connection in list(self.links.connections.items()):
             if connection.record.pid == pid and connection.record.host == self.me.host:
                 how = self.explain_end(pid) if self.explain_end is not None else ""
                 self.lose(incarnation, how or f"died (process {pid} has ended)")
 
     def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
+        """Answer a ping with a few words on what runs here."""
         with contextlib.suppress(NbdistError):
             self.post(sender, Pong(message.number, self.executor.doing()))
 
     def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
+        """Stop a call whose caller has given up on it; if it was refused before, fail the value it was to make."""
         self.references.abandon(sender, message.id)
         self.stopping.on_stop(message, sender, frames)
 
     def _on_undelivered(self, call: Call) -> None:
-        """Fail a call that its callee did not take in all tries."""
+        """Fail a call that the callee has not acknowledged after all tries.
+
+        In a job, because `Links` may call this under its lock.
+        """
         self.submit(partial(self.outcomes.undelivered, call.id))
 
     def _on_goodbye(self, message: Goodbye, sender: int, _: list[bytes]) -> None:
+        """Lose a member that leaves, with the reason that it gives."""
         if message.orderly:
             self.ending.on_orderly_goodbye()
         self.lose(sender, message.reason)
 
     def lose(self, incarnation: int, why: str) -> None:
-        """Give up a member that is gone: fail all that waits for it. ``why`` completes "worker1 ...".
+        """Remove a member that is gone, and fail everything that waits for it. ``why`` completes "worker1 ...".
 
-        Any thread may call this. It waits for a message that is being handled: one from this member must not
-        register a call or a fork after what the member holds has been dropped.
+        Any thread may call this. It waits for the message that is being handled: a message of the lost member must not
+        register a call or a fork after the member's calls and forks have been dropped. A second call does nothing.
         """
         with self._turn:
             self._lose(incarnation, why)
 
     def _lose(self, incarnation: int, why: str) -> None:
+        """Do the work of `lose`. The caller holds `_turn`; the waiting calls fail in a job, outside of it."""
         connection = self.links.lose(incarnation)
         if connection is None:
             return
@@ -477,6 +559,7 @@ class Agent:
         calls = self.pending.to(incarnation)
 
         def tell() -> None:
+            """Fail the calls to the lost member."""
             for call in calls:
                 self.outcomes.lost(call, why, others=len(calls) - 1)
 
@@ -485,21 +568,26 @@ class Agent:
         for listener in list(self._on_lost):
             try:
                 listener(record, why)
-            except Exception:  # the others are told all the same
-                _log.exception("what was to be told of the loss of %s failed", record.name)
+            except Exception:  # the other listeners are called all the same
+                _log.exception("a listener to the loss of %s failed", record.name)
 
     # -- for the layers above -----------------------------------------------------------------
 
     def call(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Future[Any]:
-        """Call a function in another agent's process, and return a Future of what it returns.
+        """Call a function in another agent's process; return a Future of its result.
 
         Args:
-            to: the other agent's name, id or `WorkerInfo`.
-            function: it travels by name, or by value if it is one of ``__main__``.
-            args: its arguments.
-            timeout: seconds until the future fails with `RpcTimeout`; 0 for no limit, negative for the agent's own.
+            to: The other agent's name, id or `WorkerInfo`.
+            function: The function. It travels by name if the other agent can find it by its name, else by value.
+            args: Its arguments.
+            timeout: Seconds until the future fails with `RpcTimeout`; 0 for no limit, negative for the agent's own.
 
-        Raises UnknownWorker where there has never been an agent of that name. The future of one that is gone fails.
+        Returns:
+            A future. If the other agent is gone, the future has failed with `WorkerLost`.
+
+        Raises:
+            UnknownWorker: There has never been an agent of that name.
+            EncodeError: An argument cannot be sent.
         """
         return self.caller.asynchronous(to, function, args, None, timeout)
 
@@ -508,7 +596,7 @@ class Agent:
     ) -> dict[str, Future[Any]]:
         """Call a function in the processes of several agents; return the Futures by name, as `call` makes them.
 
-        An agent to which the call cannot be sent is left out.
+        Skips an agent to which the call cannot be sent. A future of an agent that is gone has failed.
         """
         called: dict[str, Future[Any]] = {}
         for name in workers:
@@ -517,18 +605,19 @@ class Agent:
         return called
 
     def begin(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Latch:
-        """Call a function in another agent's process, and return a latch on which one thread can wait for the result.
+        """Call a function in another agent's process; return a latch on which one thread waits for the result.
 
-        A latch costs less than the Future of a `call`, for which anybody may wait. It fails where the agent is gone.
+        A latch costs less than the Future of `call`, on which any thread may wait. If the other agent is gone, the
+        latch has failed with `WorkerLost`. ``timeout`` is as in `call`.
         """
         return self.caller.begin(to, function, args, timeout)
 
     def ask(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Any:
-        """Call a function in another agent's process, as `call` does, and wait for what it returns."""
+        """Call a function in another agent's process, as `call` does; wait for its result and return it."""
         return self.caller.sync(to, function, args, None, timeout)
 
     def members(self) -> list[Record]:
-        """Return the records of the living members of the world, by id."""
+        """Return the records of the living members of the world, in the order of their ids."""
         return self.membership.members()
 
     def member(self, incarnation: int) -> Record | None:
@@ -540,7 +629,10 @@ class Agent:
         return self.membership.name_of(incarnation)
 
     def why_gone(self, name: str) -> str | None:
-        """Return what became of the last member of that name, as in "worker1 ..."; None if it lives or never was."""
+        """Return why the last member of that name is gone; None if it lives, or never was there.
+
+        The words complete "worker1 ...".
+        """
         return self.membership.why_gone(name)
 
     def freeze(self, who: int) -> None:
@@ -548,32 +640,32 @@ class Agent:
         self.pending.freeze(who, time.monotonic())
 
     def thaw(self, who: int) -> None:
-        """Let the clock run again that `freeze` has stopped, unless another agent wants it stopped, too."""
+        """Restart the clock that `freeze` has stopped, unless another agent still wants it stopped."""
         self.pending.thaw(who, time.monotonic())
         self.links.hurry(self.pending.next_due())
 
     def reap(self) -> None:
-        """Tell the owners now which references have been let go of here; otherwise they hear of it within 0.25 s."""
-        with self._turn:  # a reader may be about to do the same, and would have sent nothing yet
+        """Tell the owners now which references were released here; otherwise they learn it within 0.25 s."""
+        with self._turn:  # a reader may have taken the released references, and not sent them yet
             self.references.reap()
             self.links.post_waiting()
 
-    # -- looking ------------------------------------------------------------------------------
+    # -- inspecting ---------------------------------------------------------------------------
 
     def awaited(self) -> list[Pending]:
-        """List the calls that this agent has made and that are not answered."""
+        """List the calls that this agent has made and that have no answer yet."""
         return self.pending.all()
 
     def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
-        """List the values that live here, or are to, and which other agents hold references to each."""
+        """List the values that live here or will: id, value, and the other agents that hold references to it."""
         return self.references.owned()
 
     def sent(self) -> dict[str, int]:
-        """Return how many bytes have been sent to whom."""
+        """Return how many bytes were sent to each agent, by name. Tensors in shared memory count."""
         return self.links.sent()
 
     def statistics(self) -> dict[str, int]:
-        """Counters, for people and tests."""
+        """Return counters for people and tests, by name."""
         peers = self.links.peers()
         forks = self.references.forks
         return {

@@ -1,4 +1,4 @@
-"""Answers calls: encodes what the function returned or raised, and lets go of what the call held."""
+"""Answers calls: encodes what the function returned or raised, and releases what the call held."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["Answers", "Asked"]
 
 
 class Asked(Arrival):
-    """The part of a call that has come which is needed to answer it."""
+    """The part of a call that is needed to answer it."""
 
     context: Any = None
-    """The autograd context for which it was recorded; None where it was not."""
+    """The autograd context in which the call was made; None for a call that is not recorded."""
     value: Promise[Any] | None = None
-    """The value that it works on, once it runs."""
+    """The value that the call works on, while it runs; None for a call that works on none."""
 
 
 class Answers:
-    """The answers of one agent, which give each call exactly one."""
+    """Sends one agent's answers: exactly one for each call."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Answers:
     ) -> None:
         """Answer as agent ``name``.
 
-        ``activate()`` is entered by a thread that answers for the agent and is none of its own.
+        ``activate()`` is entered by a thread that answers for the agent and is not one of its threads.
         """
         self._name = name
         self._exchange = exchange
@@ -61,15 +61,20 @@ class Answers:
         self._activate = activate
 
     def give(self, asked: Asked, result: Any) -> None:
-        """Answer with what the function returned."""
+        """Answer with the function's return value, or keep the value here if the caller asked for a reference.
+
+        A result that cannot be encoded becomes the error of the call. Called by the thread that ran the function, or
+        the one that completed its future.
+        """
         call = asked.call
         if call.result is not None:
-            # The reply goes first: who then asks for the value finds the reference confirmed.
+            # First reply, then publish the value: whoever gets the value then finds the reference confirmed.
             state = self._references.announce(call.result.rref, result, None)
             self._reply(asked, True, Payload(), [], state)
             self._references.fulfil(call.result.rref, result, None)
             self._finish(asked)
             return
+        # An atom or one small tensor, as almost all results are.
         usual = codec.encode_usual_result(result, self._spaces.get(asked.sender))
         if usual is not None:
             self._reply(asked, True, *usual)
@@ -85,6 +90,7 @@ class Answers:
                 error = EncodeError(f"the result of {call.function} (a {what}) {error}")
             self.fail(asked, error)
             return
+        # Tensors that were recorded have an edge in the autograd graph: the reply must name it.
         recording = None
         if encoded.recorded:
             recording = self._recorder.outgoing(asked.context, asked.sender, encoded.recorded, call.function)
@@ -94,7 +100,10 @@ class Answers:
         self._finish(asked)
 
     def give_later(self, asked: Asked, future: Any) -> None:
-        """Answer with what a future holds, once it is done: the function is an asynchronous one."""
+        """Answer once a future is done: the function is marked as asynchronous (`ASYNC_MARK`) and returned the future.
+
+        A return value that is no future fails the call.
+        """
         if not is_torch_future(future):
             error = UsageError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
@@ -104,6 +113,7 @@ class Answers:
             return
 
         def finish(done: Any) -> None:
+            """Answer with the future's outcome, in whichever thread completed the future."""
             with self._activate():
                 result, failed = outcome_of(done)
                 if failed is None:
@@ -114,15 +124,15 @@ class Answers:
         future.add_done_callback(finish)
 
     def fail(self, asked: Asked, error: BaseException) -> None:
-        """Answer with an error."""
+        """Answer with an error. If the caller asked for a reference, the error takes the place of the value."""
         call, failure, value = asked.call, None, asked.value
         if call.target is not None and value is not None and value.done() and value.exception() is error:
-            # The error arose earlier, where the value should have been made, and was described there.
+            # An earlier call failed to make the value. The error was described then, and is passed on unchanged.
             failure = self._references.failure(call.target)
         failure = failure or describe(error, self._name, call.function)
         state = None
         if call.result is not None:
-            error.__traceback__ = None  # its frames would keep the arguments, for as long as the reference lives
+            error.__traceback__ = None  # its frames would keep the arguments as long as the reference lives
             state = self._references.announce(call.result.rref, None, error, failure)
         trace.emit("call.failed", agent=self._name, function=call.function, error=error, note=failure[2])
         encoded = codec.encode(failure, by_value=True)
@@ -132,7 +142,11 @@ class Answers:
         self._finish(asked)
 
     def refuse(self, asked: Asked, error: MissingDefinition) -> None:
-        """Tell the caller which definitions are missing here: nothing has run, and it may repeat the call with them."""
+        """Tell the caller that a definition is missing here, by a reply that lists all that the call names.
+
+        The function has not run; the caller may repeat the call with the definitions. If the call names no definitions,
+        it fails with the error instead: a repeat would not help.
+        """
         missing = asked.call.payload.definitions
         if not missing:
             self.fail(asked, error)
@@ -142,6 +156,11 @@ class Answers:
         self._reply(asked, False, Payload(), [], missing=missing)
 
     def _encode(self, asked: Asked, result: Any, forker: MessageForker) -> codec.Encoded:
+        """Encode a result for the caller, by value; if a definition cannot travel by value, by its name.
+
+        Raises EncodeError if the result cannot be sent either way; `give` then takes the forks back.
+        """
+        # The caller's device map says where the tensors of the result go: it is read backwards.
         connection, recording = self._links.connections.get(asked.sender), asked.call.recording
         if connection is None:  # the caller is gone
             receiver, device_map, known = "", None, set[str]()
@@ -159,7 +178,7 @@ class Answers:
         try:
             return encode(result, by_value=True, known=known)
         except EncodeError:
-            # A definition of `__main__` that cannot travel by value may still be known by name.
+            # The caller may know by its name a definition of `__main__` that cannot travel by value.
             forker.take_back()
             return encode(result)
 
@@ -175,6 +194,10 @@ class Answers:
         recording: Recording | None = None,
         slots: Sequence[Slot] = (),
     ) -> None:
+        """Post the reply; do nothing if the caller is gone.
+
+        ``missing`` is `Reply.missing`, and ``state`` describes a value that stays here.
+        """
         reply = Reply(asked.call.id, ok, payload, state, missing or [], recording)
         try:
             self._links.post(asked.sender, reply, frames, holds, slots)
@@ -182,7 +205,7 @@ class Answers:
             return
 
     def _finish(self, asked: Asked) -> None:
-        """Let go of what was held for the call."""
+        """Forget a call that is answered, and release the values that it held. Called once for each call."""
         asked.value = None
         with self._exchange.lock:
             instructions = self._exchange.answered(asked)

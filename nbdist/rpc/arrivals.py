@@ -1,4 +1,4 @@
-"""A call that has come to its callee, and how far it is."""
+"""A call that has come to its callee, and the stage it is in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Arrival", "Stage"]
 
 
 class Stage(Enum):
-    """What a call that has come waits for."""
+    """Names what a call that has come waits for. `nbdist.rpc.exchange` draws the order of the stages."""
 
     CONFIRMING = "the owners of the references in its arguments, who have to count them"
     SEEKING = "the call that makes the value which it works on"
@@ -21,31 +21,31 @@ class Stage(Enum):
 
 
 class Arrival:
-    """One call that has come and is not answered. Only `nbdist.rpc.exchange.Exchange` changes how far it is."""
+    """A call that has come and is not answered. Only `nbdist.rpc.exchange.Exchange` changes its stage."""
 
     number = -1
-    """Its number here, given when it came."""
+    """The number that the exchange gave it when it came; -1 before."""
     stage = Stage.READY
     unconfirmed: frozenset[GlobalId] = frozenset()
-    """The forks that it brought and that their owners have not confirmed."""
+    """The forks that the call brought and that their owners have not confirmed."""
     holds_target = False
-    """Whether it holds a handle on the value that it works on, which keeps that value alive."""
+    """True while the call holds a handle on the value that it works on, which keeps that value alive."""
     makes_result = True
-    """Whether it holds a handle on the value that it is to make. A call that was refused holds none."""
+    """True while the call holds a handle on the value that it is to make. A refused call holds none."""
     is_heard = True
-    """False once its caller was lost while it waited: it then ends without having begun."""
+    """False if the caller was lost while the call waited: the call then ends without running."""
 
     def __init__(self, call: Call, sender: int) -> None:
         self.call = call
         self.sender = sender
         """The caller's incarnation."""
         self.since = time.monotonic()
-        """When it came."""
+        """The moment when the call came, as of `time.monotonic`."""
 
     def run(self) -> None:
         """Run the function and answer."""
         raise NotImplementedError
 
     def end_unheard(self) -> None:
-        """Fail the call, whose caller is lost."""
+        """Fail the call, whose caller is lost, without running it."""
         raise NotImplementedError

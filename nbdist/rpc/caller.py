@@ -1,4 +1,7 @@
-"""Makes calls: the caller's side. `nbdist.rpc.sender` sends them; how they end is told in `nbdist.rpc.outcomes`."""
+"""Makes calls: finds the callee, checks the arguments, names the function, and hands the call to a `Sender`.
+
+`nbdist.rpc.outcomes` ends the calls.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,22 @@ from nbdist.wire.messages import Fork, Mode, Record
 __all__ = ["Caller"]
 
 To = str | int | WorkerInfo
+"""The destination of a call: a worker's name, its id or its `WorkerInfo`."""
 
 _ARGS, _KWARGS = (tuple, list, type(None)), (dict, type(None))
-"""The usual types of a call's arguments, which need no closer look."""
+"""The usual types of the arguments of a call; only other types are checked more closely."""
 
 
 class Caller:
-    """The caller's side of calls."""
+    """The caller's side of one agent's calls."""
 
     def __init__(
         self, membership: Membership, ids: IdSource, references: References, outcomes: Outcomes, sender: Sender
     ) -> None:
         self.read_as_guest: Callable[[Latch], None] | None = None
-        """Reads messages in a thread that waits for an answer; None if the channel has no place for such a reader."""
+        """Reads the answer in the thread that waits for it; None if the channel has no place for such a guest."""
         self.expect: Callable[[], None] | None = None
-        """Called right before a call goes out whose answer the thread reads itself; `Sender.expect_no_more` ends it."""
+        """Called right before a call whose answer the calling thread reads itself (`Channel.expect`)."""
         self._membership = membership
         self._me = membership.me.incarnation
         self._ids = ids
@@ -53,18 +57,25 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
     ) -> Any:
-        """Call and wait."""
+        """Call a function, wait for its result and return it, or raise its error.
+
+        This thread may read messages while it waits (`nbdist.rpc.guest`). Ctrl-C ends the wait. Raises as `find` does,
+        and EncodeError if an argument cannot be sent.
+        """
         outcome = Latch(self.expect)
         self._call(to, function, args, kwargs, timeout, outcome)
         return outcome.wait(self.read_as_guest)
 
     def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
-        """Call, and have what `sync` waits for."""
+        """Call a function; return the latch on which the calling thread waits. It has failed if the worker is gone.
+
+        Raises UnknownWorker if there has never been such a worker, and EncodeError if an argument cannot be sent.
+        """
         outcome = Latch()
         try:
             self._call(to, function, args, None, timeout, outcome)
         except WorkerLost as error:
-            outcome.try_settle(None, error.with_traceback(None))  # whose frames have the outcome
+            outcome.try_settle(None, error.with_traceback(None))  # the frames refer to the outcome
         return outcome
 
     def asynchronous(
@@ -75,12 +86,15 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
     ) -> Future[Any]:
-        """Call, and have a Future; it fails where the worker is gone."""
+        """Call a function; return a Future of its result. The future has failed if the worker is gone.
+
+        Raises UnknownWorker if there has never been such a worker, and EncodeError if an argument cannot be sent.
+        """
         future: Future[Any] = Future()
         try:
             self._call(to, function, args, kwargs, timeout, future)
         except WorkerLost as error:
-            return _failed(error.with_traceback(None))  # whose frames have the arguments, and the other future
+            return _failed(error.with_traceback(None))  # the frames refer to the arguments and to ``future``
         return future
 
     def remote(
@@ -91,7 +105,11 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
     ) -> RRef[Any]:
-        """Call, and have an RRef to the outcome, which stays there."""
+        """Call a function; return an RRef to its result, which stays with the worker that ran the function.
+
+        Raises as `find` does, and EncodeError if an argument cannot be sent. Later failures show where the RRef is
+        used.
+        """
         _check(function, args, kwargs)
         owner = self.find(to)
         named = names.describe(function)
@@ -99,7 +117,11 @@ class Caller:
         return self._create(owner, Mode.REMOTE, named.label, body, timeout, builtin=named.builtin)
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
-        """Return a copy of a referenced value; on its owner, the value itself."""
+        """Return a copy of a referenced value, fetched from its owner; on the owner, the value itself.
+
+        Waits until the value exists, for ``timeout`` seconds at most. Raises the error of the call that should have
+        made it.
+        """
         if rref._fork is None:
             return self._references.local_value(rref._id, self._sender.timeout_of(timeout))
         owner = self._owner(rref)
@@ -108,19 +130,25 @@ class Caller:
         return outcome.wait(self.read_as_guest)
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a referenced value and wait."""
+        """Call a method of a referenced value on its owner; wait for the result and return it."""
         outcome = Latch(self.expect)
         self._method(rref, name, timeout, args, kwargs, outcome)
         return outcome.wait(self.read_as_guest)
 
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method of a referenced value, and have a Future."""
+        """Call a method of a referenced value on its owner; return a Future of the result.
+
+        Raises what is known to be wrong with the reference (`RRef.check_alive`) at once.
+        """
         future: Future[Any] = Future()
         self._method(rref, name, timeout, args, kwargs, future)
         return future
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Call a method of a referenced value, and have an RRef to the outcome."""
+        """Call a method of a referenced value on its owner; return an RRef to the result.
+
+        Raises AttributeError, without sending anything, if the value's class is known here and lacks the method.
+        """
         rref.check_alive()
         state = rref.state
         cls = local_type(state) if state is not None else None
@@ -130,14 +158,14 @@ class Caller:
         label = f"{cls.__name__}.{name}" if cls is not None else name
         return self._create(owner, Mode.METHOD_REMOTE, label, (name, args, kwargs), timeout, target=rref)
 
-    # -- whom ---------------------------------------------------------------------------------
+    # -- finding the callee -------------------------------------------------------------------
 
     def find(self, to: To) -> Record:
-        """Return the living member that ``to`` names.
+        """Return the record of the living member that ``to`` names.
 
         Raises:
-            WorkerLost: the member has gone; the text says why.
-            UnknownWorker: there has never been such a member.
+            WorkerLost: The member is gone; the message says why.
+            UnknownWorker: There has never been such a member.
         """
         try:
             return self._membership.find(to)
@@ -148,7 +176,7 @@ class Caller:
             name = to.name if isinstance(to, WorkerInfo) else to
             raise WorkerLost(f"{name if isinstance(name, str) else f'the worker with id {name}'} {why}") from None
 
-    # -- making a call ------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------
 
     def _call(
         self,
@@ -159,6 +187,10 @@ class Caller:
         timeout: float,
         outcome: Promise[Any] | Latch,
     ) -> None:
+        """Send a call of a function whose end settles ``outcome``.
+
+        The usual case comes first: a callable, arguments of the usual types, and a living worker's name.
+        """
         if not callable(function) or type(args) not in _ARGS or type(kwargs) not in _KWARGS:
             _check(function, args, kwargs)
         callee = (self._membership.names.get(to) if type(to) is str else None) or self.find(to)
@@ -169,6 +201,10 @@ class Caller:
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
     ) -> None:
+        """Send a call of a method of a referenced value whose end settles ``outcome``.
+
+        The label, for errors and displays, names the value's class if this worker knows it.
+        """
         rref.check_alive()
         state = rref.state
         label = f"{state.qualname}.{name}" if state is not None else name
@@ -176,6 +212,7 @@ class Caller:
         self._send(self._owner(rref), Mode.METHOD, label, body, timeout, outcome, target=rref)
 
     def _owner(self, rref: RRef[Any]) -> Record:
+        """Return the record of a reference's owner; raise WorkerLost if the owner is gone."""
         record = self._membership.get(rref._owner)
         if record is None:
             raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone")
@@ -192,6 +229,12 @@ class Caller:
         builtin: bool = False,
         target: RRef[Any] | None = None,
     ) -> RRef[Any]:
+        """Send a call whose result stays with ``owner``; return the RRef to the result.
+
+        The fork of the new reference is registered here before the call goes out. If the call cannot be sent, the
+        reference is marked as failed. A ChannelError is raised later, where the reference is used; other errors are
+        raised here.
+        """
         rref_id, fork_id = self._ids.next(), self._ids.next()
         mine = owner.incarnation == self._me
         creation: Promise[Any] = Promise()
@@ -207,24 +250,25 @@ class Caller:
                 self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
             except ChannelError as error:
                 self._outcomes.creation_failed(result, error, may_exist=False)
-                creation.try_settle(None, error.with_traceback(None))  # whose frames have the reference
+                creation.try_settle(None, error.with_traceback(None))  # the frames refer to the reference
             return rref
         except BaseException as error:
-            if rref is None:  # Ctrl-C: there is no object whose end would let go of it
+            if rref is None:  # Ctrl-C came: this hold ends at once, and releases the value
                 self._references.hold(rref_id, None if mine else fork_id)
-            if not mine:  # after Ctrl-C the call may be on its way
+            if not mine:  # after Ctrl-C the call may have gone out
                 self._references.fail(fork_id, may_exist=not isinstance(error, NbdistError))
             raise
 
 
 def _failed(error: BaseException) -> Future[Any]:
-    """Return a future that has failed; no frame that the error could hold has it."""
+    """Return a future that has failed. It is made here, so that no frame of the error refers to it."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
 
 
 def _check(function: Any, args: Any, kwargs: Any) -> None:
+    """Raise TypeError or UsageError if a function, its arguments or its keyword arguments are of a wrong type."""
     if not callable(function):
         raise TypeError(f"function should be callable, not {type(function).__name__}")
     if args is not None and not isinstance(args, list | tuple):

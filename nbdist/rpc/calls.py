@@ -1,4 +1,4 @@
-"""The calls that an agent awaits answers to, and when to stop waiting."""
+"""The calls that an agent has made and that have no answer yet, and their time limits."""
 
 from __future__ import annotations
 
@@ -19,49 +19,64 @@ __all__ = ["Pending", "PendingCalls"]
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """One call that has not been answered."""
+    """A call that has no answer yet. `asked` and `spared` change under `Exchange.lock`."""
 
     id: int
+    """This agent's number for the call."""
     to: int
+    """The callee's incarnation."""
     worker: str
+    """The callee's name, for errors."""
     function: str
+    """The function's name, for errors."""
     outcome: Promise[Any] | Latch
+    """Settled by the end of the call."""
     started: float
+    """The moment of the call, as of `time.monotonic`."""
     timeout: float
+    """The time limit in seconds; 0 for no limit."""
     thread: int
+    """The ident of the thread that made the call."""
     result: Fork | None = None
+    """The caller's fork of the value that the call makes; None if the result comes back."""
     target: GlobalId | None = None
+    """The id of the value that the call works on; None if it works on none."""
     hold: object = None
-    """What keeps the target."""
+    """Keeps the target until the call has ended."""
     seq: int = 0
+    """The number of the message that carries the call, for `Links.status`."""
     again: Callable[[], None] | None = None
+    """Sends the call once more, with definitions (`nbdist.rpc.repeats`); None if it cannot be repeated."""
     unsent: Callable[[], None] | None = None
+    """Takes back the references of the message that was encoded in case the call is repeated."""
     asked: bool = False
+    """True once half of its time is over and the callee was asked what it is doing."""
     spared: float = 0.0
-    """Seconds for which its time did not run."""
+    """Seconds for which its clock was stopped (`PendingCalls.freeze`)."""
     recording: Recording | None = None
+    """The record of the call for a backward pass, if the call was made in an autograd context."""
     definitions: Sequence[tuple[str, str]] = ()
-    """Those that the callee has to have."""
+    """The definitions of ``__main__`` that the callee must have, by name and digest."""
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether one thread waits for the outcome, and nobody else can see it."""
+        """True if one thread waits for the outcome and no other thread can see it."""
         return type(self.outcome) is Latch
 
     @property
     def deadline(self) -> float:
-        """When its time is up."""
+        """The moment at which the call times out, as of `time.monotonic`; infinite without a limit."""
         return self.started + self.timeout + self.spared if self.timeout > 0 else math.inf
 
     def next_due(self) -> float:
-        """Return when to look at it next.
+        """Return when to look at the call next: at half of its time, then at its deadline.
 
-        Half way, whoever runs it is asked what it is doing, so that a timeout can say so.
+        At half time the callee is asked what it is doing, so that a timeout can say so.
         """
         return self.deadline if self.asked else self.started + self.timeout * 0.5 + self.spared
 
     def drop_repeat(self) -> None:
-        """It will not be sent once more, with definitions."""
+        """Note that the call will not be sent again, and free the message that was encoded for that case."""
         unsent, self.again, self.unsent = self.unsent, None, None
         if unsent is not None:
             unsent()
@@ -71,14 +86,17 @@ class PendingCalls:
     """A table of calls by id, and a heap of their deadlines. Thread-safe."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
-        """Await nothing; ``lock`` is taken where more than one operation on a dict is needed."""
+        """Make an empty table. ``lock`` is taken where more than one operation on a dict is needed."""
         self.numbers = itertools.count(1)
         """The ids of calls; take the next one with `next`."""
         self.ending: dict[Pending, None] = {}
-        """The calls that are awaited no longer and that a job is going to end, or to send once more."""
+        """The calls that left the table and that a job is going to end, or to send again."""
         self._calls: dict[int, Pending] = {}
+        """The calls without an answer, by id."""
         self._due: list[tuple[float, int]] = []
+        """A heap of (next moment to look at the call, id). Calls that have ended stay in it until their moment."""
         self._frozen: set[int] = set()
+        """The agents that want all clocks stopped."""
         self._frozen_at = 0.0
         self._lock = lock
 
@@ -87,12 +105,13 @@ class PendingCalls:
 
     @property
     def unended(self) -> int:
-        """How many calls have not ended: those that are awaited, and those whose answer is still being read."""
+        """The number of calls that have not ended: those in the table, and those in `ending`."""
         return len(self._calls) + len(self.ending)
 
     def add(self, call: Pending) -> None:
-        """Await the answer to a call that is about to be sent, perhaps once more."""
-        # First: what cannot be computed must not be awaited, and a new object may have Python collect garbage.
+        """Add a call that is about to be sent, for the first time or again."""
+        # Computed first: a bad time limit must raise before the call is in the table, and a new object may make Python
+        # collect garbage, which must not happen under the lock.
         half = call.started + call.timeout * 0.5, call.id
         with self._lock:
             self._calls[call.id] = call
@@ -102,9 +121,9 @@ class PendingCalls:
                     self._sort()
 
     def _sort(self) -> None:
-        """With the lock held: make the heap of deadlines anew, of the calls that are awaited.
+        """Rebuild the heap from the calls in the table. The caller holds the lock.
 
-        A finaliser of the user's may run in this thread meanwhile, and make a call: then it is made once more.
+        A user's finaliser may run in this thread meanwhile and make a call; then the heap is rebuilt once more.
         """
         while True:
             due, size = self._due, len(self._due)
@@ -115,16 +134,19 @@ class PendingCalls:
                 return
 
     def pop(self, id: int) -> Pending | None:
-        """Return the call of that id, which is awaited no longer; None if it was not. Needs no lock."""
+        """Take a call out of the table and return it; None if it is not there. Needs no lock.
+
+        Whoever gets the call must settle it.
+        """
         return self._calls.pop(id, None)
 
     def answered(self, id: int, sender: int) -> Pending | None:
-        """Return the call that an agent has answered, as `pop` does; None if it did not go to that agent."""
+        """Take a call out of the table for the agent that has answered it; None if it did not go to that agent."""
         call = self._calls.get(id)
         return self._calls.pop(id, None) if call is not None and call.to == sender else None
 
     def get(self, id: int) -> Pending | None:
-        """Return the call of that id, if it is awaited. Needs no lock."""
+        """Return the call of that id, if it is in the table. Needs no lock."""
         return self._calls.get(id)
 
     def to(self, incarnation: int) -> list[Pending]:
@@ -132,23 +154,30 @@ class PendingCalls:
         return [call for call in self.all() if call.to == incarnation]
 
     def all(self) -> list[Pending]:
-        """List all calls that are awaited."""
-        return list(self._calls.values())  # one operation, as the interpreter sees it
+        """List all calls in the table. Needs no lock."""
+        return list(self._calls.values())  # one operation for the interpreter
 
     def next_due(self) -> float:
-        """When `due` has something to say."""
+        """Return the earliest moment at which `due` may return a call; infinite while the clocks are stopped."""
         due = self._due
         return due[0][0] if due and not self._frozen else math.inf
 
     def freeze(self, who: int, now: float) -> None:
-        """Let nobody's time run, as ``who``, an agent, wants it."""
+        """Stop the clocks of all calls, because the agent ``who`` wants it.
+
+        Repeating it for the same agent is harmless. ``now`` is the time, as of `time.monotonic`. A call that is made
+        meanwhile gets its whole time afterwards.
+        """
         with self._lock:
             if not self._frozen:
                 self._frozen_at = now
             self._frozen.add(who)
 
     def thaw(self, who: int, now: float) -> None:
-        """Let it run again, unless others have had it stopped, too."""
+        """Restart the clocks, unless another agent still wants them stopped.
+
+        Does nothing if ``who`` did not stop any.
+        """
         with self._lock:
             if who not in self._frozen:
                 return
@@ -160,7 +189,10 @@ class PendingCalls:
             self._sort()
 
     def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
-        """The calls whose half time, and those whose time, has come; the latter are awaited no longer."""
+        """Return the calls whose half time has come, and those that have timed out. The latter leave the table.
+
+        A call in the heap that has ended is skipped. While the clocks are stopped, nothing is due.
+        """
         half: list[Pending] = []
         over: list[Pending] = []
         with self._lock:
@@ -170,7 +202,7 @@ class PendingCalls:
                 if call is None:
                     continue
                 if now >= call.deadline:
-                    if self._calls.pop(id, None) is not None:  # it may be answered at this moment
+                    if self._calls.pop(id, None) is not None:  # it may be answered at this very moment
                         over.append(call)
                 else:
                     if not call.asked:

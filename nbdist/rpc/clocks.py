@@ -1,4 +1,4 @@
-"""By how much the clock of another worker is ahead of ours."""
+"""Measures how far the clock of another worker is ahead of ours."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from nbdist.wire.messages import Record
 __all__ = ["offset"]
 
 _ROUND_TRIPS = 8
+"""The number of calls that measure the clock of another host. The fastest one counts."""
 
 
 def clock() -> float:
-    """The time, by this worker's clock."""
+    """Return this worker's monotonic time in seconds."""
     return time.monotonic()
 
 
 def offset(me: Record, record: Record, ask: Callable[..., Any]) -> float:
-    """Return the seconds by which the clock of ``record`` is ahead of ours.
+    """Return the seconds by which the clock of ``record``'s worker is ahead of ours.
 
-    It is 0 on one host, where all have the same clock. Else it is found by round trips, of which the fastest tells
-    best; ``ask`` is `nbdist.rpc.agent.Agent.ask`.
+    0 on one host, where all processes have the same clock. Otherwise the worker's clock is asked `_ROUND_TRIPS` times;
+    the fastest round trip is the most exact. ``ask`` is `nbdist.rpc.agent.Agent.ask`.
     """
     if record.host == me.host:
         return 0.0

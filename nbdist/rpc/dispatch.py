@@ -1,12 +1,20 @@
-"""The threads of an agent: they take turns at reading, and whoever read a request runs it.
+"""The thread pool of an agent: threads take turns at reading, and the thread that reads a request runs it.
 
-So a request is executed without being handed from one thread to another. What is handed over is the turn at
-reading; or not even that, where two threads may wait for messages at once, of which one is woken for each: then the
-other one is there already for what comes while the first is busy.
+So a request never passes from one thread to another. Only the turn at reading passes on. Where the channel lets two
+threads wait for messages at once, and wakes one of them for each message, not even that: while one thread runs a
+request, the other one waits already for the next.
 
-Up to ``size`` threads may run user code. One that blocks in a wait for another call does not count, so nested and
-recursive calls cannot use the pool up; and when nothing has finished for a while although work is queued (a handler
-sleeping in a lock that another call must release), the pool grows as well.
+The life of a thread of the pool::
+
+    start ─> idle: sleep until there is work ──> take a queued job ────────────┐
+              ^        │                                                       v
+              │        └── fewer than `readers` read? ──> read, until a job ─> run the job
+              │                                           comes              │
+              └──────────────────────────────────────────────────────────────┘
+
+Up to ``size`` threads may run user code. A thread that waits for another call does not count, so nested and recursive
+calls cannot use up the pool. The pool also grows when work is queued and no job has finished for a while: a function
+may sleep in a lock that another call must release. An idle thread ends if more than ``size`` others are idle.
 """
 
 from __future__ import annotations
@@ -24,10 +32,13 @@ from nbdist.rpc.futures import set_blocking_hook
 __all__ = ["Job", "Pool"]
 
 Job = Callable[[], object]
+"""A function without arguments that a thread of the pool runs once; its result is ignored."""
 
 BRISK = 0.005
-"""Seconds within which jobs must end for the other reader to leave what is at hand to the thread that runs them; as
-long as Python lets a thread keep the GIL, so that one which had to wait for it is not taken for a slow one."""
+"""Seconds. While jobs end within this time, the second reader leaves waiting messages to the thread that runs them.
+
+As long as Python lets a thread keep the GIL (5 ms), so that a job that had to wait for the GIL does not count as slow.
+"""
 
 STUCK_AFTER = 0.1
 """Seconds without a finished job, with jobs queued, after which one more thread starts."""
@@ -36,9 +47,10 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class _PoolThread(threading.Thread):
-    """A thread that is closed to the calls of finalisers from its first step on: it is started under a lock."""
+    """A thread in which finalisers may not wait for calls, from its first step on: it is started under a lock."""
 
     def _bootstrap(self) -> None:
+        """Close the thread to finalisers before any other Python code runs in it."""
         this_thread.is_closed = True
         super()._bootstrap()  # type: ignore[misc]
 
@@ -46,10 +58,10 @@ class _PoolThread(threading.Thread):
 class Pool:
     """An elastic pool of threads, of which one or two read.
 
-    ``read(timeout, soon)`` is called by up to ``readers`` threads at a time, and returns a job, or None. ``soon`` says
-    that the thread has just done what came last, and no other has anything to do. One must return
-    when ``wake()`` is called; that is done where ``has_more()`` says that those who wait will not be woken otherwise.
-    Each thread calls ``begin()`` first.
+    ``read(timeout, soon)`` waits for a message and returns a job, or None. Up to ``readers`` threads are in it at a
+    time. ``soon`` is True if the thread has just finished the last job and no other thread has anything to do. One of
+    the threads in ``read`` must return when ``wake()`` is called; the pool calls it if ``has_more()`` says that
+    messages are there for which no reader will be woken. Each new thread calls ``begin()`` first.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class Pool:
         has_more: Callable[[], bool] = lambda: False,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
+        """Make a pool without threads; `start` starts the first."""
         self._size = max(1, size)
         self._read = read
         self._wake = wake
@@ -78,36 +91,43 @@ class Pool:
         self._running = 0
         self._blocked = 0
         self._extra = 0
+        """The number of threads beyond ``size`` that may run jobs, because the others are stuck."""
         self._finished_at = time.monotonic()
         self._brisk = False
+        """True while jobs end within `BRISK` seconds."""
         self._watching = False
+        """True while the second reader waits in `_leave_to_the_other`."""
         self._needed = threading.Event()
+        """Wakes the second reader from there."""
         self._closed = False
         self._count = 0
 
     def start(self) -> None:
-        """Start reading."""
+        """Start the first thread, which reads. More start as they are needed."""
         with self._condition:
             self._spawn()
 
     @property
     def threads(self) -> int:
-        """How many threads there are."""
+        """The number of threads."""
         return len(self._threads)
 
     @property
     def active(self) -> int:
-        """How many jobs are running or queued."""
+        """The number of jobs that are running or queued."""
         return self._running + len(self._queue)
 
     def resize(self, size: int) -> None:
-        """Let up to ``size`` threads run jobs from now on; jobs that run already end first."""
+        """Let up to ``size`` threads run jobs from now on. Jobs that are running are not stopped."""
         with self._condition:
             self._size = max(1, size)
             self._provide()
 
     def submit(self, job: Job) -> None:
-        """Run ``job`` on a thread of the pool."""
+        """Run ``job`` on a thread of the pool. Any thread may call this; after `close` the job may never run.
+
+        The calling thread is closed to finalisers meanwhile (`nbdist.finalisers`): it holds the lock of the pool.
+        """
         was_closed = this_thread.is_closed
         try:
             this_thread.is_closed = True
@@ -118,7 +138,10 @@ class Pool:
             this_thread.is_closed = was_closed
 
     def close(self, timeout: float) -> bool:
-        """End all threads that are not in user code; whether that was all of them."""
+        """End all threads, waiting ``timeout`` seconds at most; return whether all have ended.
+
+        A thread in user code ends when the user code returns. Queued jobs do not run.
+        """
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -132,24 +155,28 @@ class Pool:
     # -- threads ------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
+        """Start one more thread. The caller holds the lock."""
         self._count += 1
         thread = _PoolThread(target=self._run, name=f"{self._name}-{self._count}", daemon=True)
         self._threads.add(thread)
         thread.start()
 
     def _capacity(self) -> bool:
-        """Whether one more job may run."""
+        """Return whether one more job may run."""
         return self._running - self._blocked < self._size + self._extra
 
     def _provide(self) -> None:
-        """With the lock held: see that queued work, and reading, have threads."""
+        """Give queued work a thread: wake an idle one, or start one. The caller holds the lock."""
         if self._idle:
             self._condition.notify()
         elif self._queue and self._capacity():
             self._spawn()
 
     def _run(self) -> None:
-        """Run jobs, and read messages in between. What a finaliser calls in between is made by another thread."""
+        """Run jobs, and read in between, until the pool is closed.
+
+        Between jobs the thread is closed: a call that a finaliser makes there is sent by another thread.
+        """
         set_blocking_hook(self._blocking)
         self._begin()
         thread = threading.current_thread()
@@ -172,7 +199,11 @@ class Pool:
                 self._threads.discard(thread)
 
     def _next(self) -> Job | None:
-        """The next job for this thread, which it may have to read itself; None to end."""
+        """Return the next job for this thread, which may read it itself; None if the thread is to end.
+
+        Queued jobs come first, then reading. A thread that finds neither sleeps, or ends if enough others sleep
+        already.
+        """
         while True:
             with self._condition:
                 while True:
@@ -183,8 +214,9 @@ class Pool:
                         self._provide_reader()
                         queued = self._queue.popleft()
                         if self._queue:
-                            self._provide()  # two jobs may have been announced to one sleeper
+                            self._provide()  # one idle thread may have been woken for two jobs
                         return queued
+                    # Nothing is stuck any more when the queue is empty.
                     self._extra = 0 if not self._queue else self._extra
                     if self._reading < self._readers:
                         self._reading += 1
@@ -199,7 +231,10 @@ class Pool:
                 return job
 
     def _provide_reader(self) -> None:
-        """With the lock held: see that somebody reads on."""
+        """Keep the channel read while this thread runs a job. The caller holds the lock.
+
+        If another thread reads, it is woken only for messages that the channel will not wake it for.
+        """
         if self._reading:
             if self._has_more() and not self._watching:
                 self._wake()
@@ -209,7 +244,7 @@ class Pool:
             self._spawn()
 
     def _lead(self) -> Job | None:
-        """Read until there is a job for this thread; somebody else reads on."""
+        """Read until there is a job for this thread, and return it; None once the pool is closed."""
         is_first = True
         while True:
             self._leave_to_the_other()
@@ -224,12 +259,13 @@ class Pool:
             with self._condition:
                 if self._closed:
                     self._reading -= 1
-                    self._wake()  # it has woken one of those who read, and that was this one
+                    self._wake()  # `close` has woken one reader, which was this thread; now it wakes the next
                     return None
                 if job is None:
                     if self._queue:
                         self._unstick()
                     continue
+                # Enough jobs run already: queue this one, and read on.
                 if not self._capacity():
                     self._queue.append(job)
                     continue
@@ -242,10 +278,10 @@ class Pool:
                 return job
 
     def _leave_to_the_other(self) -> None:
-        """While jobs end briskly, let the thread that runs them take what is at hand: waking others costs more.
+        """Leave waiting messages to the thread that runs jobs, while jobs end briskly: waking this one costs more.
 
-        Many small calls that come at once then run one after the other, on one thread; a longer one is noticed here,
-        and the rest goes on beside it.
+        Many small calls that come at once then run one after the other, on one thread. A longer job is noticed here,
+        and the rest runs beside it.
         """
         while self._brisk and self._reading < self._readers and self._has_more() and not self._closed:
             finished = self._finished_at
@@ -257,6 +293,10 @@ class Pool:
                 self._brisk = False
 
     def _unstick(self) -> None:
+        """Allow one more thread, or half as many again, if no job has finished for `STUCK_AFTER` seconds.
+
+        So the pool grows quickly when many jobs wait for one another.
+        """
         if time.monotonic() - self._finished_at >= STUCK_AFTER:
             self._extra += max(1, self._extra // 2)
         self._provide()
@@ -265,8 +305,9 @@ class Pool:
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
+        """Surround a wait for another call: this thread does not count towards ``size`` meanwhile."""
         try:
-            this_thread.is_closed = True  # a thread of the pool comes here from a job, where it is not
+            this_thread.is_closed = True  # the thread comes here from a job, where it is open
             with self._condition:
                 self._blocked += 1
                 self._brisk = False

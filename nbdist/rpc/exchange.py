@@ -1,4 +1,4 @@
-"""Decides how the calls and the references of one agent go on. Pure: events in, what can be done out.
+"""Decides what happens next to the calls and references of one agent. Pure: an event goes in, what to do comes out.
 
 The life of a call. Events are in brackets, the stages of `nbdist.rpc.arrivals.Stage` in capitals::
 
@@ -8,30 +8,32 @@ The life of a call. Events are in brackets, the stages of `nbdist.rpc.arrivals.S
                                                     |         [confirmed] <--------------------+
                                                  the value it works on is not known? -----> SEEKING
                                                     |         [came], of the call that makes it <--+
-                                                 that value is not there? ----------------> AWAITING
+                                                 that value does not exist yet? ----------> AWAITING
                                                     |         [made] <-------------------------+
-                                                 READY: the driver runs it
+                                                 READY: the executor runs it
                                                     |
     [answered]  repeated <---- Reply ----------- [refused], if it lacks a definition; then [came] again, or [abandoned]
                                                     |
-    [answered]  settled <----- Reply ----------- [answered]: forgotten; what it held is released
+    [answered]  settled <----- Reply ----------- [answered]: forgotten; the values that it held are released
 
-The caller's events are methods of `PendingCalls`; its `due` (the time is up) and `pop` (given up, or the callee is
-lost) end a call without an answer. The callee's are methods of `Exchange`. `Exchange.lost` ends the calls of a lost
-agent that wait here, and lets those go on that wait for a value which that agent was to create.
+The events on the left are methods of `PendingCalls`. Its `due` (the call has timed out) and `pop` (the user gave up, or
+the callee is lost) end a call without an answer. The events on the right are methods of `Exchange`. `Exchange.lost`
+ends the waiting calls of a lost agent; calls that wait for a value which that agent was to create stop waiting, and
+fail.
 
-A reference is counted by `nbdist.rpc.forks.Forks`, whose head tells its life. Here it meets calls in three places: a
-call brings forks that must be confirmed, a call works on a value (its target) that must be there, and a call makes a
-value (its result).
+`nbdist.rpc.forks.Forks` counts references; its head draws their life. References and calls meet here in three places: a
+call brings forks that must be confirmed, a call works on a value (its target) that must exist, and a call makes a value
+(its result).
 
-Each of the three nouns has a file: `calls` what this agent has asked, `arrivals` what it was asked, `forks`
-references.
+The state has three files: `calls` for the calls that this agent has made, `arrivals` for the calls that have come,
+`forks` for references.
 
-Threads: whoever sends an event here holds `Exchange.lock`, and lets go of it before it runs, encodes or sends
-anything. It is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks.
-These need no lock, because each is one operation on a dict: `Exchange.came_alone`, and `answered`, `pop`, `get` and
-`all` of `PendingCalls`. A finaliser may run at any moment in any thread, also while that thread holds the lock. So
-nbdist has no finalisers of its own that send events: the end of a reference is only noted (`nbdist.holds`).
+Threads: whoever calls a method here holds `Exchange.lock`, and releases it before it runs, encodes or sends anything.
+It is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks. Some
+methods need no lock, because each is one operation on a dict: `Exchange.came_alone` and `doing`, and `answered`, `pop`,
+`get` and `all` of `PendingCalls`. A finaliser may run at any moment in any thread, also while that thread holds the
+lock. So nbdist has no finalisers of its own that call these methods: the end of a reference is only noted
+(`nbdist.holds`).
 """
 
 from __future__ import annotations
@@ -51,55 +53,59 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """The calls and references of one agent."""
+    """The calls and references of one agent: what each of them waits for."""
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self.lock = threading.RLock()
-        """Guards the calls, references, values and running threads of the agent.
+        """Guards the agent's calls, references and values, and the table of running threads (`Stopping`).
 
         Reentrant, because a user's ``__del__`` may run in a thread that holds it, and make a call.
         """
         self.is_deciding = guard(self.lock)
-        """Returns whether the calling thread holds the lock; so it does where Python has run a finaliser meanwhile."""
+        """Returns whether the calling thread holds the lock.
+
+        It does where Python runs a finaliser in the middle of an event.
+        """
         self.calls = PendingCalls(self.lock)
         self.forks = Forks(me, ids)
         self.served = 0
-        """How many calls have been answered."""
+        """The number of calls that have been answered or refused."""
         self._me = me
         self._numbers = itertools.count()
         self._arrivals: dict[int, Arrival] = {}
+        """The calls that have come and are not answered, by the number they got here."""
         self._by_fork: dict[GlobalId, list[Arrival]] = {}
         """The calls in stage CONFIRMING, by each fork that they wait for."""
         self._by_target: dict[GlobalId, list[Arrival]] = {}
-        """The calls in the stages SEEKING and AWAITING."""
+        """The calls in the stages SEEKING and AWAITING, by the value that they wait for."""
         self._refused: dict[tuple[int, int], Fork] = {}
-        """The value that a call was to make which was refused for lack of a definition.
+        """The results of calls that were refused for lack of a definition and may be repeated.
 
         By the caller's incarnation and the caller's number for the call.
         """
 
-    # -- what can be seen ---------------------------------------------------------------------
+    # -- inspecting ---------------------------------------------------------------------------
 
     @property
     def active(self) -> int:
-        """How many calls have come and are not answered."""
+        """The number of calls that have come and are not answered."""
         return len(self._arrivals)
 
     def doing(self) -> list[Arrival]:
         """List the calls that have come and are not answered, the oldest first. Needs no lock."""
         return sorted(self._arrivals.copy().values(), key=lambda arrival: arrival.since)
 
-    # -- a call has come ----------------------------------------------------------------------
+    # -- a call arrives -----------------------------------------------------------------------
 
     def came_alone(self, arrival: Arrival) -> None:
-        """Take a call that has nothing to wait for: no forks, no target, no result. Needs no lock."""
+        """Register a call that has nothing to wait for: no forks, no target, no result. Needs no lock."""
         arrival.number = number = next(self._numbers)
         self._arrivals[number] = arrival
 
     def came(self, arrival: Arrival, forks: Sequence[GlobalId]) -> list[Arrival]:
-        """Take a call that brought ``forks``, and count what it makes; return the calls that can go on.
+        """Register a call that brought ``forks``, and count the value that it makes; return the calls that can go on.
 
-        These are the call itself, unless it has to wait, and those that waited for what it makes.
+        These are the call itself, unless it has to wait, and calls that waited for the value which this one makes.
         """
         self.came_alone(arrival)
         self._refused.pop((arrival.sender, arrival.call.id), None)
@@ -121,7 +127,11 @@ class Exchange:
         return going_on
 
     def _advance(self, arrival: Arrival) -> bool:
-        """Lead a call to the stage where it waits, or to READY; return whether that is where it is."""
+        """Move a call to the stage in which it has to wait, or to READY; return whether it is READY.
+
+        A call whose caller was lost becomes READY with `Arrival.is_heard` False. A call whose value is gone becomes
+        READY, too: it runs, and fails.
+        """
         forks, target = self.forks, arrival.call.target
         if arrival.unconfirmed:
             arrival.stage = Stage.CONFIRMING
@@ -139,14 +149,16 @@ class Exchange:
         return True
 
     def _wait(self, arrival: Arrival, target: GlobalId, stage: Stage) -> bool:
+        """Put a call into a stage in which it waits for a value; return False."""
         arrival.stage = stage
         self._by_target.setdefault(target, []).append(arrival)
         return False
 
     def _look_again(self, target: GlobalId) -> list[Arrival]:
+        """Return the calls that waited for a value and can go on now; the others wait in their next stage."""
         return [arrival for arrival in self._by_target.pop(target) if self._advance(arrival)]
 
-    # -- what it waited for -------------------------------------------------------------------
+    # -- the events that calls wait for -------------------------------------------------------
 
     def confirmed(self, fork: GlobalId) -> list[Arrival]:
         """Note that a fork held here is no longer pending; return the calls that can go on."""
@@ -158,14 +170,14 @@ class Exchange:
         return going_on
 
     def made(self, rref: GlobalId) -> list[Arrival]:
-        """Note that a value owned here is there, or the error in its place; return the calls that can go on."""
+        """Note that a value owned here exists, or the error in its place; return the calls that can go on."""
         self.forks.make(rref)
         return self._look_again(rref) if rref in self._by_target else []
 
-    # -- how it ends --------------------------------------------------------------------------
+    # -- a call ends --------------------------------------------------------------------------
 
     def answered(self, arrival: Arrival) -> list[Instruction]:
-        """Forget a call that has its answer, and release the value that it worked on and the one that it made."""
+        """Forget a call that has its answer; release the value that it worked on and the value that it made."""
         call, forks = arrival.call, self.forks
         del self._arrivals[arrival.number]
         self.served += 1
@@ -178,9 +190,9 @@ class Exchange:
         return instructions
 
     def refused(self, arrival: Arrival) -> list[Instruction]:
-        """Forget a call that has not run, for lack of a definition; its caller may ask again.
+        """Forget a call that has not run, for lack of a definition. Its caller may repeat it.
 
-        What it was to make is as if it had not come, until `came` or `abandoned`.
+        The value that it was to make is in the same state as before the call came, until `came` or `abandoned`.
         """
         result = arrival.call.result
         arrival.makes_result = False
@@ -191,9 +203,10 @@ class Exchange:
         return instructions
 
     def abandoned(self, caller: int, id: int) -> tuple[GlobalId | None, list[Arrival]]:
-        """Note that a call which was refused will not be asked again.
+        """Note that a call which was refused will not be repeated.
 
-        Returns the value that it will not make, if that was its purpose, and the calls that can go on.
+        Returns the value that it will never make, and the calls that can go on. The value is None if the call was to
+        make none, or was not refused.
         """
         result = self._refused.pop((caller, id), None)
         if result is None:
@@ -201,12 +214,13 @@ class Exchange:
         self.forks.abandon(result.rref, result.fork)
         return result.rref, self._look_again(result.rref) if result.rref in self._by_target else []
 
-    # -- death --------------------------------------------------------------------------------
+    # -- losing members -----------------------------------------------------------------------
 
     def lost(self, agent: int) -> tuple[list[Instruction], list[Arrival]]:
-        """Note that an agent is gone, with what it held and owned; return the calls that can go on or must end.
+        """Note that an agent is lost, and drop the forks it held; return the calls that can go on or must end.
 
-        `Arrival.is_heard` tells the two apart. What that agent was to create here is in `Forks.expected_from`.
+        `Arrival.is_heard` is False for the calls that must end: the lost agent had made them. The values that it owned
+        are dead from now on. The values that it was to create here are in `Forks.expected_from`.
         """
         instructions = self.forks.on_lost(agent)
         for key in [key for key in self._refused if key[0] == agent]:
@@ -225,7 +239,7 @@ class Exchange:
         return instructions, going_on
 
     def clear(self) -> None:
-        """Forget what waits: the agent has ended."""
+        """Forget the calls that wait: the agent has ended."""
         self._by_fork.clear()
         self._by_target.clear()
         self._refused.clear()

@@ -1,8 +1,8 @@
-"""Errors on their way from the worker where they arose to the cell that caused them (G8).
+"""Brings an error from the worker where it arose to the cell that caused it (G8).
 
-An error travels as itself, with a note that holds the remote traceback, trimmed to the user's frames, and
-the worker's name. Where it cannot be pickled, or its class is not to be had on the other side, a
-RemoteError with the same text takes its place.
+An error travels as itself, with a note that names the worker and holds the remote traceback, trimmed to the user's
+frames. If it cannot be pickled, or its class is missing on the other side, a RemoteError with the same text takes its
+place.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from nbdist.wire.messages import Payload
 __all__ = ["Failure", "describe", "on_error", "on_text", "rebuild"]
 
 _OURS = str(Path(nbdist.__file__).parent)
+"""The directory of nbdist, whose frames are removed from tracebacks."""
 _TORCHS = tuple(str(Path(torch.__file__).parent / package) for package in ("futures", "autograd"))
-"""What stands between our frames and the user's."""
+"""The directories of torch whose frames stand between ours and the user's. They are removed, too."""
 
 _rewriters: list[Callable[[str, str], str]] = []
 
 
 def on_text(rewrite: Callable[[str, str], str]) -> None:
-    """Have ``rewrite(text, worker)`` applied to every remote traceback that leaves or reaches this process."""
+    """Apply ``rewrite(text, worker)`` to every remote traceback that leaves or reaches this process.
+
+    Registering the same function twice has no effect.
+    """
     if rewrite not in _rewriters:
         _rewriters.append(rewrite)
 
@@ -40,29 +44,37 @@ _translators: list[Callable[[BaseException, str], BaseException]] = []
 
 
 def on_error(translate: Callable[[BaseException, str], BaseException]) -> None:
-    """Have ``translate(error, worker)`` return what is raised here for each error that arose on another worker."""
+    """Let ``translate(error, worker)`` replace each error that comes from another worker before it is raised here.
+
+    Registering the same function twice has no effect.
+    """
     if translate not in _translators:
         _translators.append(translate)
 
 
 def _rewrite(text: str, worker: str) -> str:
+    """Apply all registered rewriters to a traceback."""
     for rewrite in _rewriters:
         text = rewrite(text, worker)
     return text
 
 
 Failure = tuple[str, str, str, tuple[bytes, list[bytes]] | None]
-"""Class name, text, note, and the encoded error where it can travel."""
+"""An error as it travels: class name, text, note, and the encoded error, None if it cannot be encoded."""
 
 
 def describe(error: BaseException, worker: str, function: str) -> Failure:
-    """What to send for ``error``, which arose on ``worker``."""
+    """Return the description to send of ``error``, which arose on ``worker`` in ``function``.
+
+    The encoded error is left out if the error cannot be pickled, and for SystemExit and KeyboardInterrupt, which must
+    not end the caller's process. The name and the text always travel.
+    """
     name = type(error).__qualname__
     if type(error).__module__ not in ("builtins", "__main__"):
         name = f"{type(error).__module__}.{name}"
     note = f"raised on {worker}, in {function}:\n{_rewrite(_user_traceback(error), worker)}"
     travels = None
-    if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt are meant for the process they arose in
+    if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt are meant for the process in which they arose
         with contextlib.suppress(NbdistError):
             encoded = codec.encode(error, by_value=True)
             travels = msgspec.msgpack.encode(encoded.payload), [bytes(frame) for frame in encoded.frames]
@@ -70,13 +82,18 @@ def describe(error: BaseException, worker: str, function: str) -> Failure:
 
 
 def _text(error: BaseException) -> str:
+    """Return an error's text; if its ``__str__`` fails, a text that says so."""
     try:
         return str(error)
     except Exception as failed:
-        return f"(its text could not be had: {failed!r})"
+        return f"(its __str__ raised {failed!r})"
 
 
 def _user_traceback(error: BaseException) -> str:
+    """Format an error's traceback, and those of its causes, without the frames of `_OURS` and `_TORCHS`.
+
+    Notes are left out: they belong to the error itself.
+    """
     described = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
     queue: list[Any] = [described]
@@ -93,7 +110,10 @@ def _user_traceback(error: BaseException) -> str:
 
 
 def rebuild(failure: Failure) -> BaseException:
-    """The error to raise on the caller's side."""
+    """Return the error to raise on the caller's side: the original one, or a RemoteError. The note is added to it.
+
+    Registered translators (`on_error`) may replace it.
+    """
     name, text, note, travelled = failure
     error: BaseException = RemoteError(f"{name}: {text}" if text else name)
     if travelled is not None:

@@ -1,4 +1,4 @@
-"""The references that go with one message."""
+"""The references in one message."""
 
 from __future__ import annotations
 
@@ -12,28 +12,35 @@ __all__ = ["MessageForker"]
 
 
 class MessageForker:
-    """Forks the references inside one message, and remembers them in case it is never sent."""
+    """Makes forks of the references in one message, and undoes them if the message is never sent."""
 
     def __init__(self, references: References, to: int) -> None:
         self._references = references
         self._to = to
         self.is_sent = False
-        """Whether the message may reach its receiver, to whom the forks then belong: `take_back` leaves them alone."""
+        """True once the message may reach its receiver.
+
+        The forks then belong to the receiver: `take_back` leaves them alone.
+        """
         self.handed: list[Fork] = []
+        """The forks that were made."""
         self.kept: list[object] = []
-        """Holds on the values that the message refers to. They live as long as this object, so until it has arrived."""
+        """Holds on the values that the message refers to.
+
+        They end with this object, so once the message has arrived.
+        """
 
     def fork(self, reference: RRef[Any]) -> Fork:
-        """Describe a new fork of ``reference``."""
-        self.kept.append(reference._hold)  # before it is let go of by another thread
+        """Make a fork of ``reference`` for the receiver."""
+        self.kept.append(reference._hold)  # before another thread releases it
         references = self._references
         child = references.new_id()
-        # Before it is made, so that `take_back` also knows one after whose making Ctrl-C came.
+        # Noted before it is made, so that `take_back` finds it even if Ctrl-C comes right after.
         self.handed.append(Fork(reference._id, child, reference._owner, references.me))
         return reference.hand_over(self._to, references, child)
 
     def take_back(self) -> None:
-        """Take back the forks, unless the message may go out."""
+        """Undo the forks, unless the message may go out. A second call does nothing."""
         if not self.is_sent:
             self._references.take_back(self.handed, self._to)
             self.handed = []

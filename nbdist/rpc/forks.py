@@ -1,20 +1,42 @@
-"""Distributed reference counting. Pure: events in, messages and drops out.
+"""Distributed reference counting. Pure: an event goes in, messages to send and values to drop come out.
 
-Every value that is referenced from elsewhere has one *owner*. Every other place that refers to it is a
-*user* holding one *fork*, and the owner counts forks:
+Each value that other agents refer to has one *owner*. An agent that refers to it is a *user*, and each hand-over of the
+reference to a user is a *fork*. The owner counts forks. It drops the value when no fork is left, and no object or call
+of its own refers to the value.
 
-- ``remote()`` makes the rref and its first fork; the call itself registers the fork with the owner.
-- An owner that hands a reference out registers the new fork before it sends it.
-- A user that hands one on makes a child fork. The child asks the owner (`ForkRequest`); once the owner
-  knows it (`ForkConfirm`), the child tells its parent (`ChildAccept`). Until then the parent's own fork
-  stays, whatever its holder does: so the owner's count cannot reach zero on the way.
-- A user that lets go tells the owner (`UserDelete`), and only after it was confirmed itself.
+- ``remote()`` makes the reference and its first fork; the call itself registers the fork with the owner.
+- An owner that hands a reference out counts the new fork before it sends it.
+- A user that hands a reference on makes a child fork. The receiver asks the owner to count the child (`ForkRequest`).
+  Once the owner has confirmed it (`ForkConfirm`), the receiver tells the agent that the reference came from
+  (`ChildAccept`). Until then the parent fork stays, even if it is released. So the owner's count cannot reach zero
+  while the child is on its way.
+- A user that releases a reference tells the owner (`UserDelete`), but not before its own fork is confirmed.
 
-Messages are taken to arrive exactly once or their peer to be lost (`nbdist.wire.peer` sees to that), and
-in any order. Two kinds of overtaking matter. A delete may come before the call that creates its fork; it is
-remembered. And a request for a child may come before the call that creates the value, from another agent:
-the fork is counted, and the value is still to come, unless its creator is lost or it has been here already.
-What a lost user held is dropped; what a lost owner held is dead.
+The life of a user's fork:
+
+====================================  =================  ==================
+event                                 `Standing` before  `Standing` after
+====================================  =================  ==================
+`begin`: ``remote()`` is called                          PENDING
+`accept`, from another user                              PENDING
+`accept`, from the owner                                 CONFIRMED
+`accept`, owner lost before                              DEAD
+`confirm`: the reply has come         PENDING, FAILED    CONFIRMED
+`fail`: ``remote()`` failed           PENDING            FAILED
+`on_fork_confirm`                     PENDING            CONFIRMED
+`on_fork_confirm`, value gone         PENDING            DEAD
+`on_lost`, of the owner               any                DEAD
+====================================  =================  ==================
+
+A fork that has been released (`release`), has no children and is not PENDING is forgotten. The owner is then sent a
+`UserDelete`, unless the fork is DEAD or the owner never heard of it.
+
+This module assumes that every message arrives exactly once, in any order, unless its receiver is lost
+(`nbdist.wire.peer`). Two kinds of overtaking matter. A delete may arrive before the call that creates its fork: it is
+remembered. And a request for a child may arrive before the call that creates the value, which another agent sends: the
+fork is counted, and the value expected, unless its creator is lost or the value was here before.
+
+A lost user's forks are dropped; references to a lost owner's values are dead.
 """
 
 from __future__ import annotations
@@ -29,20 +51,20 @@ from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RR
 __all__ = ["Drop", "Forks", "Instruction", "Send", "Standing"]
 
 _REMEMBERED = 1024
-"""So many dropped values are remembered, to tell a request that comes too late from one that comes too early."""
+"""The number of dropped values that are remembered, to tell a request that is too late from one that is too early."""
 
 Control = ForkRequest | ForkConfirm | ChildAccept | UserDelete | RRefState
 
 
 class Send(NamedTuple):
-    """Do: send a control message to the agent of that incarnation."""
+    """Instruction: send a control message to the agent of that incarnation."""
 
     to: int
     message: Control
 
 
 class Drop(NamedTuple):
-    """Do: forget the value of this rref; nobody refers to it."""
+    """Instruction: forget the value with that id; nobody refers to it."""
 
     rref: GlobalId
 
@@ -51,7 +73,7 @@ Instruction = Send | Drop
 
 
 class Standing(Enum):
-    """How far a user's fork has come."""
+    """Names how far a user's fork has come. The table at the head of this module has the steps between them."""
 
     PENDING = "pending"
     CONFIRMED = "confirmed"
@@ -61,72 +83,96 @@ class Standing(Enum):
 
 @dataclass
 class _Owned:
+    """A value that this agent owns or is about to own."""
+
     handles: int = 0
+    """The number of objects and calls of this agent that refer to the value."""
     forks: dict[GlobalId, int] = field(default_factory=dict)
+    """The forks of other agents, each with its holder's incarnation."""
     uninformed: dict[int, int] = field(default_factory=dict)
+    """The agents that got forks before the value existed and must be sent its description; with the number of forks."""
     state: State | None = None
+    """The description of the value; None until it exists."""
     created: bool = False
+    """True once the call by which another agent makes the value has come, or never will come."""
     made: bool = False
+    """True once the value exists, or the error in its place."""
 
 
 @dataclass
 class _User:
+    """A fork that this agent holds of another agent's value."""
+
     rref: GlobalId
+    """The id of the value."""
     owner: int
+    """The incarnation of the value's owner."""
     parent: int | None
+    """The incarnation of the agent from which the fork came; None for a fork that ``remote()`` made."""
     standing: Standing = Standing.PENDING
     held: bool = True
+    """True while objects or messages here refer to the fork."""
     children: set[GlobalId] = field(default_factory=set)
+    """The forks that were handed on and are not accepted yet. They keep this fork."""
     state: State | None = None
+    """The description of the value; None until it is known here."""
     known_to_owner: bool = True
+    """False if the owner certainly never heard of the fork: then no `UserDelete` is sent."""
 
 
 class Forks:
-    """The references that one agent owns and uses."""
+    """The references that one agent owns and uses. Not thread-safe: the caller holds `Exchange.lock`."""
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self._me = me
+        """This agent's incarnation."""
         self._ids = ids
         self._owned: dict[GlobalId, _Owned] = {}
+        """The values that this agent owns or is about to own."""
         self._users: dict[GlobalId, _User] = {}
+        """The forks that this agent holds, of values of other agents."""
         self._children: dict[GlobalId, tuple[GlobalId, int]] = {}
+        """The parent fork and the receiver of each fork that was handed on and not accepted yet."""
         self._early: dict[GlobalId, int] = {}
+        """The holders of forks whose delete came before the call that creates them."""
         self._lost: set[int] = set()
+        """The incarnations of lost agents."""
         self._dropped: dict[GlobalId, None] = {}
+        """The values that were dropped lately, or will never be made, in the order of dropping."""
 
-    # -- what can be seen ---------------------------------------------------------------------
+    # -- inspecting ---------------------------------------------------------------------------
 
     @property
     def owners(self) -> int:
-        """How many values are owned here and referenced from elsewhere."""
+        """The number of values that are owned here and referred to from elsewhere."""
         return sum(1 for owned in list(self._owned.values()) if owned.forks)
 
     @property
     def forks(self) -> int:
-        """How many forks other agents hold of values owned here."""
+        """The number of forks that other agents hold of values owned here."""
         return sum(len(owned.forks) for owned in list(self._owned.values()))
 
     @property
     def users(self) -> int:
-        """How many forks are held here."""
+        """The number of forks held here."""
         return len(self._users)
 
     @property
     def pending(self) -> int:
-        """How many of them the owner has not confirmed, plus children that have not accepted."""
+        """The number of forks held here that the owner has not confirmed, plus children that are not accepted."""
         return sum(1 for user in list(self._users.values()) if user.standing is Standing.PENDING) + len(self._children)
 
     def owns(self, rref: GlobalId) -> bool:
-        """Whether this agent keeps the value of ``rref``."""
+        """Return whether this agent owns the value, or is about to own it."""
         return rref in self._owned
 
     def is_made(self, rref: GlobalId) -> bool:
-        """Return whether a value owned here is there, or the error in its place."""
+        """Return whether a value owned here exists, or the error in its place."""
         owned = self._owned.get(rref)
         return owned is not None and owned.made
 
     def is_gone(self, rref: GlobalId) -> bool:
-        """Whether a value that is not here has been here, or can no longer come to be."""
+        """Return whether a value that this agent should own was here and is dropped, or can never be made any more."""
         owned = self._owned.get(rref)
         if owned is not None:
             return not owned.created and rref.incarnation in self._lost
@@ -137,16 +183,19 @@ class Forks:
         return agent in self._lost
 
     def expected_from(self, creator: int) -> list[GlobalId]:
-        """The values that are referred to already, and that this agent has still to create here."""
+        """List the values that others refer to already and that agent ``creator`` has not yet created here."""
         return [rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created]
 
     def holders_of(self, rref: GlobalId) -> set[int]:
-        """Which other agents hold forks of an owned value."""
+        """Return the incarnations of the agents that hold forks of an owned value."""
         owned = self._owned.get(rref)
         return set(owned.forks.values()) if owned is not None else set()
 
     def handed_out(self, to: int | None = None) -> list[tuple[GlobalId, GlobalId]]:
-        """List the forks, each behind its value's id, that other agents hold of values owned here; all, or ``to``'s."""
+        """List the forks that other agents hold of values owned here, as pairs of the value's id and the fork's id.
+
+        With ``to``, list only the forks of that agent.
+        """
         return [
             (rref, fork)
             for rref, owned in self._owned.items()
@@ -155,17 +204,17 @@ class Forks:
         ]
 
     def forks_of(self, rref: GlobalId) -> int:
-        """How many forks of an owned value are out."""
+        """Return how many forks of an owned value other agents hold."""
         owned = self._owned.get(rref)
         return len(owned.forks) if owned is not None else 0
 
     def standing(self, fork: GlobalId) -> Standing | None:
-        """How far a fork held here has come."""
+        """Return how far a fork held here has come; None if this agent does not hold it (any more)."""
         user = self._users.get(fork)
         return user.standing if user is not None else None
 
     def state(self, rref: GlobalId, fork: GlobalId | None) -> State | None:
-        """What is known of the value."""
+        """Return the description of a value, as far as this agent knows it. ``fork`` is None on the owner."""
         if fork is None:
             owned = self._owned.get(rref)
             return owned.state if owned is not None else None
@@ -173,17 +222,20 @@ class Forks:
         return user.state if user is not None else None
 
     def held(self) -> list[GlobalId]:
-        """The forks that objects here still hold."""
+        """List the forks that objects here still refer to."""
         return [fork for fork, user in self._users.items() if user.held]
 
-    # -- the owner ----------------------------------------------------------------------------
+    # -- the owner's side ---------------------------------------------------------------------
 
     def retain(self, rref: GlobalId) -> None:
-        """One more object here refers to the value."""
+        """Count one more object or call of this agent that refers to the value."""
         self._owned.setdefault(rref, _Owned()).handles += 1
 
     def release_owned(self, rref: GlobalId) -> list[Instruction]:
-        """One less."""
+        """Count one object or call less, and drop the value if nothing refers to it.
+
+        Does nothing for a value that is not owned here.
+        """
         owned = self._owned.get(rref)
         if owned is None:
             return []
@@ -191,14 +243,18 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def create(self, rref: GlobalId, fork: GlobalId, creator: int) -> None:
-        """A remote call came that makes ``rref`` here; the running call itself holds a handle."""
+        """Note that the call which makes ``rref`` has come, and count its caller's fork.
+
+        The running call holds a handle. The fork is not counted if its delete came before. Then the value is dropped as
+        soon as the call has been answered, unless others refer to it.
+        """
         self.retain(rref)
         self._owned[rref].created = True
         if self._early.pop(fork, None) is None:
             self._owned[rref].forks[fork] = creator
 
     def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
-        """The call that made ``rref`` could not run yet and will be repeated: as if it had not come."""
+        """Undo `create`: the call lacks a definition, and may be repeated."""
         owned = self._owned[rref]
         owned.handles -= 1
         owned.created = False
@@ -206,19 +262,22 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def abandon(self, rref: GlobalId, fork: GlobalId) -> None:
-        """Note that the call which was to make ``rref`` will not be repeated: the value never comes.
+        """Note that the call which was to make ``rref`` will not be repeated: the value will never exist.
 
         Others may refer to the value already. They keep their forks until they release them.
         """
         self._early.pop(fork, None)
         owned = self._owned.get(rref)
         if owned is not None:
-            owned.created = True  # nobody needs to wait for the call any more
+            owned.created = True  # calls for the value need not wait for the creating call any more
         else:
             self._remember_dropped(rref)
 
     def set_state(self, rref: GlobalId, state: State) -> list[Instruction]:
-        """The value has come to be: tell those that were confirmed before it did."""
+        """Store the description of a value that now exists; send it to the agents that were given forks before.
+
+        Agents that are given forks later get the description with the fork.
+        """
         owned = self._owned.get(rref)
         if owned is None:
             return []
@@ -227,13 +286,13 @@ class Forks:
         return [Send(holder, RRefState(rref, state)) for holder in told]
 
     def make(self, rref: GlobalId) -> None:
-        """Note that the value is there, or the error in its place."""
+        """Note that the value exists, or the error in its place."""
         owned = self._owned.get(rref)
         if owned is not None:
             owned.made = True
 
     def on_fork_request(self, message: ForkRequest, sender: int) -> list[Instruction]:
-        """A user asks to be counted."""
+        """Count a user's fork and confirm it; if the value is gone, say so."""
         if self.is_gone(message.rref):
             return [Send(sender, ForkConfirm(message.rref, message.fork, gone=True))]
         owned = self._owned.setdefault(message.rref, _Owned())
@@ -242,9 +301,10 @@ class Forks:
         return [Send(sender, ForkConfirm(message.rref, message.fork, owned.state))]
 
     def on_user_delete(self, message: UserDelete, sender: int) -> list[Instruction]:
-        """A user has let go."""
+        """Drop a fork that its user has released; remember the delete if the fork is not known yet."""
         owned = self._owned.get(message.rref)
         if owned is None or message.fork not in owned.forks:
+            # Too early, unless the value was here: then this delete is simply too late.
             if message.rref not in self._dropped and (owned is None or not owned.created):
                 self._early[message.fork] = sender
             return []
@@ -253,10 +313,12 @@ class Forks:
 
     @staticmethod
     def _remember_uninformed(owned: _Owned, holder: int) -> None:
+        """Note that a holder must be sent the value's description once the value exists."""
         if owned.state is None:
             owned.uninformed[holder] = owned.uninformed.get(holder, 0) + 1
 
     def _drop_if_free(self, rref: GlobalId, owned: _Owned) -> list[Instruction]:
+        """Drop the value if no object here and no fork refers to it."""
         if owned.handles > 0 or owned.forks:
             return []
         del self._owned[rref]
@@ -265,28 +327,30 @@ class Forks:
         return [Drop(rref)]
 
     def _remember_dropped(self, rref: GlobalId) -> None:
+        """Remember a value that was dropped or will never exist; forget the oldest if there are too many."""
         self._dropped[rref] = None
         if len(self._dropped) > _REMEMBERED:
             del self._dropped[next(iter(self._dropped))]
 
-    # -- the user -----------------------------------------------------------------------------
+    # -- the user's side ----------------------------------------------------------------------
 
     def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
-        """This agent calls ``remote()``: the reply will confirm the fork."""
+        """Register the fork of a ``remote()`` call that is about to be sent. The reply will confirm it."""
         self._users[fork] = _User(rref, owner, parent=None)
 
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
-        """The reply to ``remote()`` has come."""
+        """Mark the fork of a ``remote()`` call as confirmed: the reply has come."""
         return self._settle(fork, Standing.CONFIRMED, state)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
-        """``remote()`` failed; where the call may still arrive, the owner must hear of the end of the fork."""
+        """Mark the fork of a ``remote()`` call as failed. If ``may_exist``, its release sends a delete to the owner."""
         user = self._users.get(fork)
         if user is not None:
             user.known_to_owner = may_exist
         return self._settle(fork, Standing.FAILED, None)
 
     def _settle(self, fork: GlobalId, standing: Standing, state: State | None) -> list[Instruction]:
+        """Set the standing of a pending or failed fork, and forget the fork if nothing needs it."""
         user = self._users.get(fork)
         if user is None or user.standing not in (Standing.PENDING, Standing.FAILED):
             return []
@@ -295,13 +359,14 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def on_fork_confirm(self, message: ForkConfirm) -> list[Instruction]:
-        """The owner counts a fork held here: its parent may let go."""
+        """Mark a fork held here as counted by its owner, or as dead; tell its parent that it need not wait any more."""
         user = self._users.get(message.fork)
         if user is None or user.standing is not Standing.PENDING:
             return []
         instructions: list[Instruction] = []
         if user.parent is not None:
             instructions.append(Send(user.parent, ChildAccept(message.fork)))
+        # A dead fork has nothing to tell its owner.
         if message.gone:
             user.standing = Standing.DEAD
             if not user.held and not user.children:
@@ -310,18 +375,21 @@ class Forks:
         return instructions + self._settle(message.fork, Standing.CONFIRMED, message.state)
 
     def on_child_accept(self, message: ChildAccept) -> list[Instruction]:
-        """A child that was handed out is counted."""
+        """Forget a child that was handed on: the owner counts it, or the child is dead."""
         return self._end_child(message.fork)
 
     def on_state(self, message: RRefState) -> list[GlobalId]:
-        """The value came to be; the forks here that now know what it is."""
+        """Store the description of a value that now exists; return the forks here that refer to it."""
         told = [fork for fork, user in self._users.items() if user.rref == message.rref]
         for fork in told:
             self._users[fork].state = message.state
         return told
 
     def release(self, fork: GlobalId) -> list[Instruction]:
-        """The object here that held ``fork`` is gone."""
+        """Note that nothing here refers to ``fork`` any more.
+
+        The owner is told as soon as the fork is no longer pending and has no children.
+        """
         user = self._users.get(fork)
         if user is None:
             return []
@@ -329,6 +397,7 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def _delete_if_free(self, fork: GlobalId, user: _User) -> list[Instruction]:
+        """Forget a fork that nothing needs, and return the message for its owner."""
         if user.held or user.children or user.standing is Standing.PENDING:
             return []
         del self._users[fork]
@@ -337,6 +406,10 @@ class Forks:
         return [Send(user.owner, UserDelete(user.rref, fork))]
 
     def _end_child(self, child: GlobalId) -> list[Instruction]:
+        """Forget a child; forget its parent, too, if nothing else needs it.
+
+        Called when the child is accepted, when its message is not sent, and when its receiver is lost.
+        """
         parent, _ = self._children.pop(child, (None, 0))
         user = self._users.get(parent) if parent is not None else None
         if user is None or parent is None:
@@ -347,10 +420,10 @@ class Forks:
     # -- handing over -------------------------------------------------------------------------
 
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
-        """Describe the reference for a message to ``to``; ``fork`` is None where this agent owns the value.
+        """Make a fork for a message to agent ``to``; ``fork`` is None where this agent owns the value.
 
-        Whoever sends the message keeps the reference alive until it has arrived; what must live longer than
-        that is seen to here. ``child`` is the id of the new fork; where it is None, one is made.
+        The sender keeps the reference alive until the message has arrived; the new fork keeps it alive afterwards.
+        ``child`` is the id of the new fork; if it is None, a new id is made.
         """
         child = child or self._ids.next()
         if fork is None:
@@ -361,12 +434,12 @@ class Forks:
             return Fork(rref, child, self._me, self._me, owned.state)
         user = self._users[fork]
         if to != user.owner:
-            self._children[child] = (fork, to)  # first: `take_back` looks here, also after Ctrl-C
+            self._children[child] = (fork, to)  # first, because `take_back` looks here, also after Ctrl-C
             user.children.add(child)
         return Fork(rref, child, user.owner, self._me, user.state)
 
     def take_back(self, handed: Fork, to: int) -> list[Instruction]:
-        """The message with that fork was never sent; nothing happens where the fork was never made."""
+        """Undo a fork whose message was never sent. Does nothing if the fork was never made."""
         if handed.owner != self._me:
             return self._end_child(handed.fork)
         owned = self._owned.get(handed.rref)
@@ -376,7 +449,11 @@ class Forks:
         return self._drop_if_free(handed.rref, owned)
 
     def accept(self, handed: Fork) -> list[Instruction]:
-        """A message with that fork has come; an object here is going to hold it."""
+        """Register a fork that a message brought, and ask its owner to count it where that is needed.
+
+        A fork that came from the owner itself is counted already. A fork whose owner is lost is dead from the start.
+        """
+        # The reference came home: an object here refers to the value.
         if handed.owner == self._me:
             self.retain(handed.rref)
             return []
@@ -385,6 +462,7 @@ class Forks:
                 handed.rref, handed.owner, handed.parent, Standing.DEAD, state=handed.state
             )
             return [Send(handed.parent, ChildAccept(handed.fork))]
+        # The owner has counted this fork before it sent it.
         if handed.parent == handed.owner:
             self._users[handed.fork] = _User(
                 handed.rref, handed.owner, handed.parent, Standing.CONFIRMED, state=handed.state
@@ -393,10 +471,10 @@ class Forks:
         self._users[handed.fork] = _User(handed.rref, handed.owner, handed.parent, state=handed.state)
         return [Send(handed.owner, ForkRequest(handed.rref, handed.fork))]
 
-    # -- death --------------------------------------------------------------------------------
+    # -- losing members -----------------------------------------------------------------------
 
     def on_lost(self, incarnation: int) -> list[Instruction]:
-        """An agent is gone, and with it what it held and what it owned."""
+        """Drop the forks of a lost agent, mark references to its values as dead, free forks that waited for it."""
         instructions: list[Instruction] = []
         self._lost.add(incarnation)
         for rref in [rref for rref in self._dropped if rref.incarnation == incarnation]:
@@ -408,18 +486,20 @@ class Forks:
                 del owned.forks[fork]
             if gone:
                 instructions += self._drop_if_free(rref, owned)
+        # Its early deletes, and the children that it was about to accept.
         for fork, holder in list(self._early.items()):
             if holder == incarnation:
                 del self._early[fork]
         for child, (_, holder) in list(self._children.items()):
             if holder == incarnation:
                 instructions += self._end_child(child)
+        # References to its values.
         for fork, user in list(self._users.items()):
             if user.owner == incarnation:
                 if user.standing is Standing.PENDING and user.parent is not None:
-                    instructions.append(Send(user.parent, ChildAccept(fork)))  # it need not wait for us
+                    instructions.append(Send(user.parent, ChildAccept(fork)))  # the parent need not wait for this fork
                 user.standing = Standing.DEAD
-                for child in user.children:  # they will never be confirmed
+                for child in user.children:  # the owner will never confirm them
                     self._children.pop(child, None)
                 user.children.clear()
                 instructions += self._delete_if_free(fork, user)

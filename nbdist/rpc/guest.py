@@ -1,16 +1,16 @@
-"""The thread that waits for an answer reads it itself, where it is likely to be the next thing that comes.
+"""Reads an answer in the thread that waits for it, where that answer is likely to be the next message.
 
-Else two threads have part in each answer: the one that reads it, and the one that it wakes, which is a change of
-threads in the midst of a call. Of all that wait for messages the kernel wakes the one that came last; that is the one
-which has just made the call.
+Otherwise each answer needs two threads: one reads it and wakes the other, which costs a switch of threads in the middle
+of a call. While there is a guest, a message wakes the guest rather than a thread of the pool.
 
-It is a guest among the threads that read: it runs nothing that others ask for, which may take long, or need what the
-guest holds; that it leaves to the pool. And it comes only while that pays: where others were needed after all, the
-next waits are on a lock, the more of them the more often that was so; as they are for everybody while there is a
-guest already.
+The waiting thread is a *guest* among the threads of the pool that read:
 
-Nor does it come from a thread that is in some mode of torch's, without grad or with another default device: what others
-are sent is not to be read in that.
+- A guest runs no requests, which may take long, or need a lock that the guest's thread holds. It leaves them to the
+  pool.
+- There is one guest at a time. Other threads wait on their locks.
+- Threads are guests only while that pays. When another thread had to settle the call after all, or the guest read a
+  request, the agent's next 1, 2, 4, … 64 waits are on a lock.
+- A thread inside ``no_grad`` or another mode of torch is no guest: it would decode other threads' messages in its mode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nbdist.torch_private import is_in_a_mode
 __all__ = ["Guest"]
 
 _REST_MOST = 64
-"""So many waits are on a lock, at most, before another one is tried."""
+"""The most waits that are on a lock before a thread is a guest again."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -48,23 +48,33 @@ class Guest:
         self._channel, self._links = channel, links
         self._read, self._submit = read, submit
         self._rest = 0
+        """The number of waits that are still to be on a lock."""
         self._rest_next = 1
+        """The number of waits on a lock after the next failure."""
         self._free = threading.Lock()
+        """Held by the guest."""
         self._thread = 0
+        """The ident of the guest's thread; 0 without a guest."""
         self._is_called = False
+        """True while the guest is called out of `Channel.receive` and has not noted it."""
         self._calling = threading.Lock()
+        """Guards `_thread` and `_is_called`."""
 
     def read(self, outcome: Latch) -> None:
-        """Read, for as long as it pays, until ``outcome`` is there."""
+        """Read messages, as long as that pays, until ``outcome`` is settled.
+
+        It may return before; then the caller sleeps.
+        """
         try:
             if self._rest:
                 self._rest -= 1
             elif not (self._free.locked() or is_in_a_mode()):
                 self._read_until(outcome)
-        finally:  # also where it has read nothing: another thread has to
+        finally:  # also if it has read nothing: another thread must read now
             self._channel.expect_no_more()
 
     def _read_until(self, outcome: Latch) -> None:
+        """Act as the guest until ``outcome`` is settled, a signal handler is due, or it does not pay any more."""
         with Deferral(SLEEPS) as deferral:
             if not self._free.acquire(blocking=False):
                 return
@@ -75,7 +85,7 @@ class Guest:
                     self._read_one()
             finally:
                 outcome.on_settle = None
-                with self._calling:  # or who is about to call would call nobody, and all that read
+                with self._calling:  # else another thread might still call this guest, and nobody would end the call
                     self._thread = 0
                 if self._is_called:
                     self._come()
@@ -83,12 +93,13 @@ class Guest:
                     self._rest_next >>= 1
                 self._free.release()
                 if self._channel.has_more() or self._links.closed:
-                    self._channel.wake()  # who sleeps there has not been told of what came together
+                    self._channel.wake()  # a sleeping reader is not woken for messages that came together
 
     def _read_one(self) -> None:
+        """Read one message. If it needs a job, the pool runs the job."""
         try:
             job = self._read(None)
-        except Exception:  # not the waiting call's affair
+        except Exception:  # not an error of the waiting call
             _log.exception("reading failed")
             job = None
         if self._is_called:
@@ -99,18 +110,22 @@ class Guest:
             self._tire()
 
     def _tire(self) -> None:
+        """Let the next waits be on a lock, twice as many as the last time."""
         self._rest = self._rest_next
         self._rest_next = min(2 * self._rest_next, _REST_MOST)
 
     def _call(self) -> None:
-        """What the guest waits for is settled: if by somebody else, the guest has to know."""
+        """Wake the guest, because another thread has settled the outcome that it waits for. That thread calls this."""
         with self._calling:
             if self._thread not in (0, threading.get_ident()):
                 self._is_called = True
                 self._channel.call()
 
     def _come(self) -> None:
-        """Note that the guest has heard that it was called."""
+        """Note that the guest has heard the call, so that the channel stops calling it.
+
+        It was called because it was of no use, so the next waits are on a lock.
+        """
         with self._calling:
             self._is_called = False
             self._tire()

@@ -1,8 +1,8 @@
-"""The connections of an agent to the others: what is sent over them, and the clock by which they are kept up.
+"""The connections of an agent to the others, and the clock that says when one of them needs attention.
 
-A connection joins what the protocol knows of another agent (`nbdist.wire.peer`, which is pure) with the way
-there. Many threads send, so the lock is here; and the time at which some connection wants something done is
-here, because whoever sends may have to move it forward under a reader that sleeps.
+A `Connection` joins the protocol state about another agent (`nbdist.wire.peer`, which is pure) with the channel's link
+to it. Many threads send, so the lock is here. The clock is here, too: a thread that sends may have to move the next
+alarm forward while the reader sleeps.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from nbdist.wire.tensors import Slot
 __all__ = ["Connection", "Links"]
 
 _SLEEP = 0.2
-"""The reader looks at the clock that often even if nothing comes, so that most senders need not wake it."""
+"""Seconds after which a reader looks at the clock even if nothing comes, so that most senders need not wake it."""
 
 _FILES = ("unix://", "ipc://")
-"""How addresses begin that are files, which on another host are not there, or are somebody else's."""
+"""The beginnings of addresses that are files. On another host the file does not exist, or belongs to another agent."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -54,25 +54,25 @@ class Held(Protocol):
     """An object that a message keeps alive until it has arrived, such as the references in its arguments."""
 
     is_sent: bool
-    """Whether the message may reach its receiver. `Links.post` sets it before it sends."""
+    """True once the message may reach its receiver. `Links.post` sets it before it sends."""
 
     def take_back(self) -> None:
-        """Undo what was done for the message, unless it may go out."""
+        """Undo what was done for the message, unless the message may go out."""
 
 
 @dataclass
 class Connection:
-    """What is known of another agent, and the way to it."""
+    """Another agent as this one knows it: who it is, the protocol state, and the link to it."""
 
     record: Record
     peer: Peer
     link: Link
     sent: int = 0
-    """Bytes that have gone there, those in shared memory included."""
+    """Bytes that were sent there, those in shared memory included."""
 
 
 class Links:
-    """The connections of one agent, by the other's incarnation; one of them leads to itself."""
+    """The connections of one agent, by the other agent's incarnation. One of them leads to the agent itself."""
 
     def __init__(
         self,
@@ -87,15 +87,19 @@ class Links:
     ) -> None:
         """Make the table, without any connection.
 
-        ``watch(pid, started)`` is to have the process of a member of this host watched, and ``on_undelivered(call)``
-        is told of a call that was not taken in all tries.
+        ``watch(pid, started)`` watches the process of a member of this host, and ``on_undelivered(call)`` is told of a
+        call that its callee has not acknowledged in any try.
         """
         self.connections: dict[int, Connection] = {}
+        """The connections, by the other agent's incarnation. Changed under the lock; a lookup needs none."""
         self.closed = False
+        """True once `close` was called: then nothing is sent any more."""
         self.due = math.inf
+        """The moment at which some connection or call needs attention, as of `time.monotonic`."""
         self._asleep_until = 0.0
+        """The moment until which a reader may sleep without looking at `due`."""
         self._sent_to_gone = 0
-        """The number of messages that had to arrive and were sent to agents which are gone now."""
+        """The number of messages that had to arrive and were sent to agents that are gone now."""
         self._channel = channel
         self._limits = limits
         self._membership = membership
@@ -105,11 +109,16 @@ class Links:
         self._watch = watch
         self._on_undelivered = on_undelivered
         self._lock = threading.Lock()
+        """Guards `connections` and the `Peer` of each. Held for short steps only, never while something is sent."""
 
-    # -- coming and going ---------------------------------------------------------------------
+    # -- connecting and disconnecting ---------------------------------------------------------
 
     def connect(self, record: Record) -> None:
-        """Know another agent, and the way to it."""
+        """Connect to another agent. A second call for the same incarnation does nothing.
+
+        The process of an agent on this host is watched; an agent on another host is judged by its silence. Addresses
+        that are files count only for an agent on this host.
+        """
         with self._lock:
             if record.incarnation in self.connections or self.closed:
                 return
@@ -123,14 +132,18 @@ class Links:
         self.hurry(peer.next_tick())
 
     def disconnect(self, incarnation: int) -> None:
-        """Forget an agent that never became a member."""
+        """Close the connection to an agent that never became a member. Does nothing if there is none."""
         with self._lock:
             connection = self._remove(incarnation)
         if connection is not None:
             connection.link.close(at_once=True)
 
     def lose(self, incarnation: int) -> Connection | None:
-        """Give up an agent that is gone; its connection, unless that has been done before."""
+        """Remove the connection to an agent that is gone, and return it.
+
+        Returns None if that was done before, or after `close`. The caller closes the link. Whatever was kept for the
+        agent is forgotten, with the references that the messages held.
+        """
         with self._lock:
             connection = self._remove(incarnation)
             if connection is None or self.closed:
@@ -139,13 +152,17 @@ class Links:
         return connection
 
     def _remove(self, incarnation: int) -> Connection | None:
+        """Take a connection out of the table. The caller holds the lock."""
         connection = self.connections.pop(incarnation, None)
         if connection is not None:
             self._sent_to_gone += connection.peer.next_seq - 1
         return connection
 
     def close(self, goodbye: Goodbye | None) -> bool:
-        """Let nothing more out, but for a goodbye to the others; whether that had not been done before."""
+        """Send nothing more, except a goodbye to the others; return False if that was done before.
+
+        A forked child passes no goodbye: the agent lives on in the parent.
+        """
         with self._lock:
             if self.closed:
                 return False
@@ -168,11 +185,15 @@ class Links:
         holds: Held | None = None,
         slots: Sequence[Slot] = (),
     ) -> int:
-        """Send a message; return its number, by which the peer knows whether it has arrived.
+        """Send a message; return its number, with which `status` can tell whether it has arrived.
 
-        ``holds`` lives until it has; ``slots`` are what it refers to in shared memory. A call that the channel
-        refuses raises ChannelError; anything else that must arrive is tried again. Wherever this raises and the
-        message certainly does not go out, ``holds`` and ``slots`` are taken back. After Ctrl-C it may yet go out.
+        Any thread may call this. ``holds`` is kept until the message has arrived; ``slots`` are the copies of tensors
+        in shared memory. A message with `Message.gives_back` also takes along blocks of the receiver's shared memory.
+
+        Raises WorkerLost if the agent is not connected, and ChannelError if the channel refuses a call. Other messages
+        that must arrive are tried again later, and messages that need not arrive are dropped. If this raises and the
+        message certainly does not go out, ``holds`` and ``slots`` are taken back. After Ctrl-C the message may still go
+        out.
         """
         was_closed = this_thread.is_closed
         try:
@@ -181,21 +202,23 @@ class Links:
             sharing = self._sharing
             back: list[tuple[int, int]] | None = None
             try:
+                # 1. Take along the blocks that the receiver should get back.
                 if (sharing.ended or sharing.owing) and message.gives_back:
                     with Deferral():
                         back = sharing.owed(to)
                 with self._lock:
+                    # 2. Number the message and keep a copy.
                     connection = self.connections.get(to)
                     if connection is None or self.closed:
                         raise self._no_connection(to)
                     if holds is not None:
                         holds.is_sent = True
                     for slot in slots:
-                        slot.send()  # before it can be seen, and before the receiver can be given up
+                        slot.send()  # before the receiver can see it, and before the receiver can be lost
                         connection.sent += slot.place.length
                     outgoing = connection.peer.send(message, frames, now, holds, back)
                     connection.sent += sum(map(len, outgoing.frames))
-            except BaseException:  # the receiver is gone, or Ctrl-C
+            except BaseException:  # the receiver is gone, or Ctrl-C came
                 if not self._keeps(to, message):
                     self._take_back(to, holds, slots, back)
                 raise
@@ -209,10 +232,10 @@ class Links:
                     self.hurry(due)
                     self._take_back(to, holds, slots, back)
                     if self.closed or self.connections.get(to) is None:
-                        raise self._no_connection(to) from None  # it was lost in between
+                        raise self._no_connection(to) from None  # the receiver was lost in between
                     raise
                 self.hurry(self._postpone(connection, outgoing))
-            finally:  # also after Ctrl-C: the peer keeps the message, and will see that it has not arrived
+            finally:  # also after Ctrl-C: the peer keeps the message, and will notice that it has not arrived
                 if now + PING_FIRST < self.due:
                     self.hurry(now + PING_FIRST)
             return outgoing.seq
@@ -220,14 +243,17 @@ class Links:
             this_thread.is_closed = was_closed
 
     def note_call(self, call: Pending) -> None:
-        """Note that a call has gone out: its callee is to be asked for news when half of its time is over."""
+        """Note that a call was sent: at half of its time limit the reader asks the callee what it is doing."""
         if call.timeout > 0 and call.started + call.timeout * 0.5 < self.due:
             self.hurry(call.started + call.timeout * 0.5)
         if trace.listeners:
             trace.emit("call.sent", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
 
     def _keeps(self, to: int, message: Message) -> bool:
-        """Return whether the peer of agent ``to`` keeps a message: it has gone out, or will be sent again."""
+        """Return whether the peer of agent ``to`` keeps a message: it was sent, or will be sent again.
+
+        Ctrl-C may come anywhere in `post`. Only the peer knows then whether the message goes out.
+        """
         with self._lock:
             connection = self.connections.get(to)
             return connection is not None and connection.peer.keeps(message)
@@ -235,17 +261,21 @@ class Links:
     def _take_back(
         self, to: int, holds: Held | None, slots: Sequence[Slot], back: list[tuple[int, int]] | None
     ) -> None:
-        """Undo what has been done for a message that certainly does not go out."""
+        """Undo what was done for a message that certainly does not go out."""
         if holds is not None:
             holds.is_sent = False
             holds.take_back()
         for slot in slots:
             slot.take_back()
-        if back and to in self.connections and not self.closed:  # who is gone has no use for them
+        if back and to in self.connections and not self.closed:  # an owner that is gone does not need them
             self._sharing.owe(to, back)
 
     def post_later(self, to: int, message: UserDelete) -> None:
-        """Queue a delete for the next message to that agent; if none goes, it goes after 50 ms, or 0.25 s at most."""
+        """Queue a delete for the next message to that agent.
+
+        If none goes there within 50 ms, it goes alone, within 0.25 s. The second number is the first plus `_SLEEP`,
+        because no reader is woken for this. Raises WorkerLost if the agent is not connected.
+        """
         with self._lock:
             connection = self.connections.get(to)
             if connection is None or self.closed:
@@ -263,6 +293,7 @@ class Links:
                 self._transmit(connection, outgoing)
 
     def _no_connection(self, to: int) -> NbdistError:
+        """Return the error for an agent that is not connected: this agent has ended, or that one is gone, and why."""
         if self.closed:
             return WorkerLost(f"{self._me.name} has ended")
         membership = self._membership
@@ -271,20 +302,26 @@ class Links:
         return WorkerLost(f"{name} {membership.why_gone(name) or otherwise}")
 
     def _transmit(self, connection: Connection, outgoing: Outgoing) -> None:
-        """Send what the peer wants sent; if the channel refuses it, the peer will want it again."""
+        """Send a message that the peer wants to be sent. If the channel refuses it, the peer tries again later.
+
+        Nothing is raised: this sends what no caller waits for.
+        """
         try:
             connection.link.send(outgoing.frames, outgoing.message.kind)
         except ChannelError:
             self._postpone(connection, outgoing)
 
     def _postpone(self, connection: Connection, outgoing: Outgoing) -> float:
-        """The channel did not take a message; when the clock must be looked at for that."""
+        """Note that the channel refused a message; return when the peer next needs attention."""
         with self._lock:
             connection.peer.failed(outgoing.seq, time.monotonic())
             return connection.peer.next_tick()
 
     def refuse(self, record: Record, refused: Refused) -> None:
-        """Tell an agent, member or not, that its message was not taken."""
+        """Tell an agent, member or not, that its message was refused. It is not an error if that cannot be sent.
+
+        The agent may not be connected, so this opens a link for this one message.
+        """
         answer = Envelope(self._me.incarnation, record.incarnation, 0, 1, 0, [], refused)
         with contextlib.suppress(ChannelError):
             link = self._channel.connect(record.addresses)
@@ -294,8 +331,11 @@ class Links:
     # -- for the thread that reads ------------------------------------------------------------
 
     def nap(self, now: float, timeout: float | None) -> float:
-        """Return for how many seconds the reader may wait for a message before it must look at the clock."""
-        # Announce the nap before measuring it: who moves `due` forward then sees that it must wake us.
+        """Return for how many seconds the reader may wait for a message before it must look at the clock.
+
+        At most `_SLEEP`, and at most ``timeout``; 0 if something is due.
+        """
+        # Announce the nap before measuring it: a thread that moves `due` forward then sees that it must wake us.
         self._asleep_until = now + _SLEEP
         wait = self.due - now
         if not 0.0 <= wait <= _SLEEP:
@@ -303,16 +343,24 @@ class Links:
         return wait if timeout is None or wait < timeout else timeout
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
-        """Take note of an envelope; whether its message is new and to be acted upon."""
+        """Show an envelope to the peer; return whether its message is new and must be handled.
+
+        Called by the reading thread, under `Agent._turn`. ``size`` is the message's bytes: after many bytes the
+        acknowledgement goes out at once.
+        """
         with self._lock:
             fresh = connection.peer.receive(envelope, size, time.monotonic())
             due = connection.peer.ack_due
         if due < self.due:
-            self.due = due  # this is the reader, which need not be woken
+            self.due = due  # this thread is the reader: it looks at `due` before it sleeps
         return fresh
 
     def tick(self, now: float) -> list[tuple[int, str]]:
-        """Do what is due; the agents that have been silent for too long, and the words for it."""
+        """Do what is due: resend, ping, acknowledge. Return the agents that were silent for too long, with the reason.
+
+        Called by the reading thread, under `Agent._turn`. Afterwards `set_clock` must be called. The lock is released
+        before anything is sent.
+        """
         lost: list[tuple[int, str]] = []
         transmit: list[tuple[Connection, Outgoing]] = []
         with self._lock:
@@ -333,27 +381,34 @@ class Links:
         return lost
 
     def set_clock(self) -> None:
-        """After a `tick`: find out when something is due next."""
+        """Find out when something is due next, after a `tick`.
+
+        Looks at all connections and at the time limits of calls.
+        """
         with self._lock:
             due = min((connection.peer.next_tick() for connection in self.connections.values()), default=math.inf)
             self.due = min(due, self._pending.next_due())
-        self.hurry(self.due)  # this thread may get something to run, and another be asleep
+        self.hurry(self.due)  # this thread may run a job now, and another reader be asleep
 
     def note(self, due: float) -> None:
-        """Have the clock looked at by then; for the thread that reads, which need not be woken."""
+        """Make sure that the clock is looked at by ``due``, or at most `_SLEEP` seconds later.
+
+        For the reading thread, which looks at the clock before it sleeps, and for work that may be late.
+        """
         if due < self.due:
             self.due = due
 
     def hurry(self, due: float) -> None:
-        """Have the clock looked at by then."""
+        """Make sure that the clock is looked at by ``due``; wake a reader that would sleep too long."""
         if due < self.due:
             self.due = due
         if due < self._asleep_until:
             self._channel.wake()
 
     def _gave_up(self, connection: Connection, message: Message) -> None:
+        """Log a message that was not acknowledged in any try, retire its shared memory, and fail it if it is a call."""
         _log.error(
-            "%s did not take a %s message in %d tries; it is given up",
+            "%s has not acknowledged a %s message, which was repeated %d times; the message is given up",
             connection.record.name,
             message.kind,
             self._limits.retries,
@@ -363,10 +418,10 @@ class Links:
             self._on_undelivered(message)
 
     def on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
-        """Note what another agent says it is doing."""
+        """Note what another agent says it is doing, and send again the messages that its pong shows to be missing."""
         connection = self.connections.get(sender)
         if connection is None:
-            return  # it is gone
+            return  # the agent is gone
         with self._lock:
             actions = connection.peer.ponged(message, time.monotonic())
             due = connection.peer.next_tick()
@@ -377,10 +432,10 @@ class Links:
             elif isinstance(action, Undelivered):
                 self._gave_up(connection, action.message)
 
-    # -- what is known ------------------------------------------------------------------------
+    # -- inspecting ---------------------------------------------------------------------------
 
     def ask(self, to: int) -> None:
-        """Ask an agent what it is doing; `status` knows when it has answered."""
+        """Ping an agent to ask what it is doing. Once it has answered, `status` says so."""
         with self._lock:
             connection = self.connections.get(to)
             outgoing = connection.peer.ping(time.monotonic()) if connection else None
@@ -388,40 +443,44 @@ class Links:
             self._transmit(connection, outgoing)
 
     def status(self, to: int, seq: int) -> str:
-        """What is known of a call's fate: whether it arrived, and what its worker was doing."""
+        """Describe in a few words what is known of a call: whether it arrived, and what its worker was doing.
+
+        For the text of a timeout, which then says whether the network or the function was slow. What the worker was
+        doing counts for a minute.
+        """
         with self._lock:
             connection = self.connections.get(to)
             if connection is None:
                 return "it is gone"
             peer, now = connection.peer, time.monotonic()
             if peer.is_unacknowledged(seq):
-                return f"it has not acknowledged the call; nothing was heard of it for {peer.silent_for(now):.1f} s"
+                return f"it has not acknowledged the call; no message has come from it for {peer.silent_for(now):.1f} s"
             if peer.doing and now - peer.doing_at < 60:
                 return f"{now - peer.doing_at:.1f} s before, it was running {peer.doing}"
         return "it has acknowledged the call"
 
     def peer(self, incarnation: int) -> Peer | None:
-        """The protocol state with one agent."""
+        """Return the protocol state about one agent; None if it is not connected."""
         connection = self.connections.get(incarnation)
         return connection.peer if connection is not None else None
 
     def peers(self) -> list[Peer]:
-        """The protocol state with each agent."""
+        """Return the protocol states about all connected agents."""
         return [connection.peer for connection in list(self.connections.values())]
 
     def connected(self, incarnation: int) -> Record | None:
-        """The record of an agent that this one talks to, member or not yet."""
+        """Return the record of a connected agent, member or not yet; None if it is not connected."""
         connection = self.connections.get(incarnation)
         return connection.record if connection is not None else None
 
     def sent(self) -> dict[str, int]:
-        """How many bytes have been sent to whom."""
+        """Return how many bytes were sent to each connected agent, by name."""
         return {each.record.name: each.sent for each in list(self.connections.values())}
 
     def traffic(self) -> tuple[int, int]:
-        """Return how many messages that must arrive have been sent so far, and how many are not acknowledged.
+        """Return how many messages that must arrive were sent so far, and how many are not acknowledged.
 
-        The first number never falls: it counts those to agents that are gone, too.
+        The first number never falls: it includes messages to agents that are gone.
         """
         with self._lock:
             peers = [connection.peer for connection in self.connections.values()]

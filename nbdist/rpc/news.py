@@ -1,4 +1,4 @@
-"""Tells whoever shows a reference that there is news of it."""
+"""Tells whoever displays a reference that its state has changed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class News:
-    """Tells listeners what becomes of the values and forks of one agent."""
+    """Calls listeners when a value or fork of one agent changes."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
         self._watched: dict[GlobalId, list[Callable[[], None]]] = {}
 
     def when_changed(self, ids: Sequence[GlobalId], then: Callable[[], None]) -> Callable[[], None]:
-        """Call ``then`` with each news of a value or fork among ``ids``; returns a function that ends that.
+        """Call ``then`` whenever a value or fork among ``ids`` changes; return a function that removes the listener.
 
-        It is called by whatever thread has the news, and must not block.
+        ``then`` runs in whichever thread brings the news, and must not block.
         """
         with self._lock:
             for id in ids:
                 self._watched.setdefault(id, []).append(then)
 
         def end() -> None:
+            """Remove the listener."""
             with self._lock:
                 for id in ids:
                     left = [other for other in self._watched.pop(id, ()) if other is not then]
@@ -40,7 +41,7 @@ class News:
         return end
 
     def tell(self, id: GlobalId | None = None) -> None:
-        """Say that there is news of a value or fork, or, without an id, of all."""
+        """Call the listeners of a value or fork; without an id, all listeners. Their errors are logged."""
         if not self._watched:
             return
         with self._lock:
@@ -49,5 +50,5 @@ class News:
         for then in found:
             try:
                 then()
-            except Exception:  # what shows a reference must not keep the news from those who use it
+            except Exception:  # an error in a display must not affect the threads that use the reference
                 _log.exception("a reference could not be shown")

@@ -1,8 +1,8 @@
-"""What an agent lets a recorder do with its messages, so that gradients can flow back where tensors went.
+"""The interface through which an autograd recorder sees an agent's messages, so that gradients can flow back.
 
-The recorder is `nbdist.autograd`'s, and `nbdist.registry` knows how to make one. This layer does not know what it
-records; it hands over the tensors of a message that require grad when one is sent, and has them made by the recorder
-when one has come.
+`nbdist.autograd` has the recorder, and `nbdist.registry` makes one for each agent. This layer does not know what a
+recorder records. When a message is sent, it gives the recorder the tensors that require grad. When a message has come,
+it has the recorder join them to the graph.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from nbdist.wire.messages import Recording
 __all__ = ["Attach", "Calling", "Recorder", "Replied", "Served"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""Makes the tensors that a message brought part of the graph here."""
+"""Joins the tensors that a message brought to this process's graph: takes them and returns them with their history."""
 
 
 class Replied(Protocol):
-    """The methods of a recorder that `nbdist.rpc.outcomes` calls where an answer comes."""
+    """The methods of a recorder that `nbdist.rpc.outcomes` calls when an answer comes."""
 
     def enter(self, recording: Recording, sender: int) -> Any:
-        """Return the context of a message that has come; None if it is over."""
+        """Return the context of a message that has come; None if that context is over."""
 
     def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:
-        """Return what makes the tensors of a message that has come part of the graph here."""
+        """Return the function that joins the tensors of a message from ``sender`` to the graph here."""
 
 
 class Served(Replied, Protocol):
-    """The methods of a recorder that `nbdist.rpc.executor` and `nbdist.rpc.answers` call to run a function."""
+    """The methods of a recorder that `nbdist.rpc.executor` and `nbdist.rpc.answers` call for a call that has come."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Record that tensors go to an agent, as part of a call of a function or of its answer."""
+        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message."""
 
     def running(self, context: Any, recording: Recording) -> AbstractContextManager[None]:
-        """Return what to enter around a function that was called in a context."""
+        """Return the context manager to enter around a function that was called in a context."""
 
 
 class Calling(Protocol):
-    """The methods of a recorder that `nbdist.rpc.sender` calls where a call is sent."""
+    """The methods of a recorder that `nbdist.rpc.sender` calls when a call is sent."""
 
     def current(self) -> Any:
-        """Return the context in which the calling thread is; None if in none."""
+        """Return the autograd context of the calling thread; None outside of any."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Record that tensors go to an agent, as part of a call of a function or of its answer."""
+        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message."""
 
     def withdraw(self, recording: Recording) -> None:
-        """Forget a recording: its message was not sent."""
+        """Forget a recording whose message was not sent."""
 
     def warn(self, function: str, worker: str) -> None:
-        """Warn that tensors which require grad are sent outside of any context."""
+        """Warn the user that tensors which require grad are sent outside of any context: no gradient will come back."""
 
 
 class Recorder(Calling, Served, Protocol):
-    """All methods of an agent's recorder. A part of the agent knows one of the smaller Protocols instead."""
+    """All methods of an agent's recorder. Each part of the agent knows only one of the smaller protocols."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Run a backward pass from a referenced value."""
+        """Run a backward pass in a context, from a tensor on this worker."""

@@ -1,7 +1,8 @@
-"""Sends calls once more, with definitions in them that the callee turned out to lack.
+"""Sends a call again, with the definitions that the callee lacked the first time.
 
-A call that names functions or classes of our ``__main__`` goes out without their definitions where the callee may have
-them. If it has not, it runs nothing and says so, and `nbdist.rpc.outcomes` calls `Pending.again`, which sends it anew.
+A call that names functions or classes of our ``__main__`` goes out without their definitions, unless the callee has
+said before that it lacks one. If the callee lacks one now, it runs nothing and says so. `nbdist.rpc.outcomes` then
+calls `Pending.again`, which sends the call with the definitions in it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ __all__ = ["Draft", "Repeats"]
 
 
 class Draft(NamedTuple):
-    """A call that is encoded, and can be sent."""
+    """A call that is encoded and ready to be sent."""
 
     message: Call
     frames: list[Buffer]
     forker: MessageForker
+    """Knows the references in the message, to take them back if the message is not sent."""
     slots: Sequence[Slot] = ()
+    """The copies of tensors in shared memory."""
 
 
 class Repeats:
-    """The calls of one agent that may have to be sent once more."""
+    """The calls of one agent that may have to be sent again."""
 
     def __init__(self, pending: PendingCalls, links: Links, outcomes: Outcomes) -> None:
         self._pending = pending
@@ -40,28 +43,30 @@ class Repeats:
         self._outcomes = outcomes
 
     def prepare(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Be ready to send a call once more, which ``encode()`` encodes with its definitions.
+        """Make ``call.again`` send the call with the definitions in it; ``encode()`` encodes it that way.
 
-        What is sent is the value at the call. So where the callee is not known to have the definitions, the call is
-        encoded right away, before the caller can change an argument; it costs that once for each definition and callee.
+        The values sent must be those at the time of the call. So if the callee is not known to have the definitions,
+        the call is encoded right away, before the caller can change an argument. That costs time once per definition
+        and callee. An error in this encoding matters only if the repeat turns out to be needed. If the callee is known
+        to have the definitions, the call can be repeated only if its caller waits for it.
         """
         peer = self._links.peer(call.to)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
-            if call.is_waited_for:  # the caller cannot touch its arguments meanwhile
+            if call.is_waited_for:  # the caller waits, so it cannot change its arguments
                 call.again = partial(self.send, call, encode)
             return
         names_only = call.definitions
         try:
             spare = encode()
         except NbdistError as error:
-            call.again = partial(self._give_up, call, error)  # of no matter unless it is needed
+            call.again = partial(self._give_up, call, error)  # raised only if the repeat is needed
         else:
             call.again = partial(self.send, call, lambda: spare)
             call.unsent = spare.forker.take_back
         call.definitions = names_only
 
     def send(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Send a call once more, and have its answer awaited again; where that cannot be done, the call fails."""
+        """Send a call again and put it back into the table; if that cannot be done, end the call with the error."""
         call.again = call.unsent = None
         try:
             self._pending.add(call)
@@ -74,5 +79,6 @@ class Repeats:
         self._links.note_call(call)
 
     def _give_up(self, call: Pending, error: NbdistError) -> None:
+        """End a call whose repeat could not be encoded."""
         call.again = None
         self._outcomes.unrepeated(call, error)

@@ -1,4 +1,4 @@
-"""Sends calls: encodes what is called and its arguments, has the answer awaited, and posts the message."""
+"""Sends calls: encodes the function and its arguments, registers the call as pending, and posts the message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Sender"]
 
 
 class Sender:
-    """Sends one agent's calls."""
+    """Sends the calls of one agent."""
 
     def __init__(
         self,
@@ -47,28 +47,30 @@ class Sender:
     ) -> None:
         """Make the sender.
 
-        ``is_deciding()`` returns whether the calling thread holds the lock without which nothing is answered.
-        ``on_unsent`` is to end what a finaliser has called and what could not be sent.
+        ``is_deciding()`` returns whether the calling thread holds `Exchange.lock`, without which no answer is handled.
+        ``on_unsent(result, outcome, error)`` ends a call that a finaliser made and that could not be sent.
         """
         self.origin: Callable[[], str] | None = None
-        """For whose cell the calling thread works; it travels with every call."""
+        """Returns the id of the cell for which the calling thread works; it travels with every call. None: no cells."""
         self.rpc_timeout = time_limit(options.rpc_timeout)
-        """Seconds that a call has which names no limit; 0 for none."""
+        """The time limit in seconds of a call that names none; 0 for no limit."""
         self.expect_no_more: Callable[[], None] = _nothing
-        """Called where a call could not be sent, to undo what `Latch.on_send` did."""
+        """Called where a call could not be sent, to undo `Latch.on_send`."""
         self._device_maps = options.device_maps
+        """The receiver's device for each device here, by the receiver's name."""
         self._pending = pending
         self._links = links
         self._references = references
         self._spaces = sharing.spaces
+        """The shared memory for large tensors, by receiver (`Sharing.spaces`)."""
         self._recorder = recorder
         self._repeats = repeats
         self._is_deciding = is_deciding
         self._on_unsent = on_unsent
 
     def timeout_of(self, timeout: float) -> float:
-        """Return a call's time limit in seconds: the default where ``timeout`` is negative; 0 for none."""
-        if timeout == UNSET_RPC_TIMEOUT:  # as in almost every call
+        """Return a call's time limit in seconds: the default if ``timeout`` is negative; 0 for no limit."""
+        if timeout == UNSET_RPC_TIMEOUT:  # almost every call
             return self.rpc_timeout
         seconds = durations.limit(timeout)
         return self.rpc_timeout if seconds < 0 else seconds
@@ -86,18 +88,23 @@ class Sender:
         target: RRef[Any] | None = None,
         result: Fork | None = None,
     ) -> None:
-        """Send a call of ``body``, and have its end settle ``outcome``.
+        """Send a call. However the call ends, its end settles ``outcome``.
 
-        ``body`` is a function (or its name), a tuple and a dict; None for a fetch, which only has a ``target``, the
-        reference whose value the call works on. ``result`` is the fork that the caller has of a value which the call
-        makes. ``timeout`` is as in `timeout_of`. Raises what keeps the call from being sent. What is called in the
-        midst of the package (`nbdist.finalisers`) is sent by another thread; where ``outcome`` is a Latch, for which
-        somebody would wait, this raises UsageError then.
+        ``body`` is a tuple: the function or its name, the arguments, the keyword arguments. ``target`` is the reference
+        whose value the call works on; a fetch has only a target, and None as its body. ``result`` is the fork that the
+        caller has of the value which the call makes. ``timeout`` is as in `timeout_of`.
+
+        Raises the error that keeps the call from being sent, after undoing everything that was done for it.
+
+        A finaliser or signal handler may call this while its thread sends or reads messages (`nbdist.finalisers`). Then
+        another thread sends the call. A Latch as ``outcome`` means that the caller wants to wait, which is impossible
+        there, and also while the thread holds `Exchange.lock`: another thread sends the call, and UsageError is raised.
         """
         if this_thread.is_closed or (type(outcome) is Latch and self._is_deciding()):
             send = partial(self.send, to, mode, label, body, timeout, builtin=builtin, target=target, result=result)
             self._hand_over(send, outcome, result, label, to)
             return
+        # 1. Note everything about the call.
         call = Pending(
             id=next(self._pending.numbers),
             to=to.incarnation,
@@ -111,8 +118,10 @@ class Sender:
             target=target._id if target is not None else None,
         )
         if target is not None:
-            # Until it is answered, though the reference be let go of: it may be repeated, or wait there for others.
+            # Held until the answer, even if the reference is released: the call may be repeated, or wait at the callee.
             call.hold = target.keep()
+        # 2. Encode it. Almost all calls take the short way: no autograd context, no reference as the target, and at
+        # most one small tensor.
         context = self._recorder.current()
         if context is None and target is None:
             function, args, kwargs = body
@@ -121,11 +130,12 @@ class Sender:
             space = self._spaces.get(to.incarnation)
             usual = codec.encode_usual_call(function, args, kwargs, space, known, lacking)
             if usual is not None:
-                if usual[0].definitions and type(outcome) is Latch:  # the caller cannot touch its arguments meanwhile
+                if usual[0].definitions and type(outcome) is Latch:  # the caller waits: its arguments cannot change
                     again = partial(self._encode, call, to, mode, builtin, body, None, None, by_value=True)
                     call.again = partial(self._repeats.send, call, again)
                 self._send_usual(call, mode, builtin, *usual)
                 return
+        # 3. The general way. Register the call as pending before it is sent: the answer may come at once.
         first: Draft | None = None
         try:
             first = self._encode(call, to, mode, builtin, body, target, context)
@@ -137,6 +147,7 @@ class Sender:
                 outcome.on_send()
             call.seq = self._links.post(call.to, first.message, first.frames, first.forker, first.slots)
         except BaseException:
+            # Undo everything: nobody will answer this call.
             self._pending.pop(call.id)
             self.expect_no_more()
             if first is not None:
@@ -150,13 +161,14 @@ class Sender:
     def _hand_over(
         self, send: Callable[..., None], outcome: Promise[Any] | Latch, result: Fork | None, label: str, to: Record
     ) -> None:
-        """Have another thread do ``send(outcome=...)``; what keeps the call from being sent is its outcome.
+        """Run ``send(outcome=...)`` in another thread; an error that keeps the call from being sent ends the call.
 
-        That thread encodes the arguments, a moment later, without the calling thread's gradient mode and context.
+        That thread encodes the arguments a moment later, outside of the calling thread's gradient mode and context.
         """
-        told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for a latch
+        told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for the latch
 
         def try_to_send() -> None:
+            """Send the call, or end it with the error."""
             try:
                 send(outcome=told)
             except BaseException as error:
@@ -167,10 +179,14 @@ class Sender:
             raise UsageError(_MIDST.format(label=label, to=to.name))
 
     def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
-        """Send a call in which there is nothing that references, recordings or definitions must hear of."""
+        """Send a call that needs no bookkeeping of references, recordings or definitions.
+
+        Raises the error that keeps the call from being sent; the call is not pending then.
+        """
         origin = self.origin() if self.origin is not None else ""
         message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
         try:
+            # Registered before it is sent: the answer may come at once.
             self._pending.add(call)
             outcome = call.outcome
             if type(outcome) is Latch and outcome.on_send is not None:
@@ -194,10 +210,16 @@ class Sender:
         *,
         by_value: bool = False,
     ) -> Draft:
+        """Encode a call and its arguments; return the message and its frames, which have not been sent.
+
+        ``by_value`` puts the definitions of ``__main__`` into the message. The call is recorded here if it belongs to
+        an autograd context. On an error, the forks made for the message are undone. EncodeError names the argument at
+        fault, which is searched for only then.
+        """
         forker = MessageForker(self._references, to.incarnation)
         peer = self._links.peer(to.incarnation)
         device_map = self._device_maps.get(to.name)
-        # A call that is encoded once more is so by another thread.
+        # A repeated call is encoded by another thread, whose gradient mode does not count.
         grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
             if body is None:
@@ -215,7 +237,7 @@ class Sender:
                     space=self._spaces.get(to.incarnation),
                 )
             call.definitions = encoded.named
-            if context is not None and call.recording is None:  # once, also for a call that is encoded twice
+            if context is not None and call.recording is None:  # recorded once, even if the call is encoded twice
                 call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
             elif encoded.requires_grad and context is None and grad and not by_value:
                 self._recorder.warn(call.function, to.name)
@@ -235,6 +257,7 @@ class Sender:
         except BaseException as error:
             forker.take_back()
             if isinstance(error, EncodeError):
+                # The codec's text begins with the verb: put the noun before it.
                 found = culprit.of_call(body) if error.__cause__ is not None and isinstance(body, tuple) else ""
                 which = f"{found}, which" if found else f"an argument of {call.function} (or the function)"
                 raise EncodeError(f"{which} {error}") from (error.__cause__ or error)
@@ -244,11 +267,13 @@ class Sender:
 _NO_PAYLOAD = Payload()
 
 _MIDST = (
-    "{label} was called on {to} by a finaliser (a __del__, or what a weak reference calls) or a signal's handler that "
-    "Python ran while this thread was sending or reading messages, where it cannot wait for an answer. The call is "
-    "made all the same, and its result dropped. Call with rpc_async there"
+    "{label} was called on {to} by a finaliser (a __del__ or a callback of a weak reference) or a signal handler that "
+    "Python ran while this thread was sending or reading messages. It cannot wait for an answer there. The call is "
+    "made all the same, and its result is dropped. Use rpc_async in finalisers and signal handlers"
 )
+"""The error for a call that wants to wait where it cannot."""
 
 
 def _nothing() -> None:
+    """Do nothing: the channel keeps nothing that would have to be undone."""
     pass

@@ -1,7 +1,16 @@
-"""Large tensors between agents of one host: who can read whose arena, and how blocks find their way back.
+"""Large tensors between agents of one host: who can read whose arena, and how blocks return to their owner.
 
-Two agents find out as they meet: each looks whether it can read the other's memory, and says so. What is sent to one
-that cannot goes in frames.
+When two agents meet, each tests whether it can read the other's memory, and says so (`Hello.reads`). Tensors for an
+agent that cannot read it travel in frames.
+
+The way of a block::
+
+    owner                                       receiver
+    Space.put    copy a tensor in
+    Slot.send    lend the block  ── Call ────>  Sharing.begin     read it in place; a lease begins
+                                                (the last tensor is gone)
+                                                Sharing.tend      the lease has ended: the block is owed
+    Sharing.on_back   free it  <── any message ─ Sharing.owed      a `GiveBack`, if no other goes in 20 ms
 """
 
 from __future__ import annotations
@@ -20,48 +29,55 @@ from nbdist.wire.tensors import Buffer
 __all__ = ["Sharing"]
 
 _TRIM_EVERY = 5.0
+"""Seconds between two looks for memory that was not needed lately."""
 _PATIENCE = 0.02
-"""Seconds for which a block waits for a message that goes to its owner anyhow."""
+"""Seconds for which a block waits for another message to its owner that can take it along."""
 _MUCH = 8 << 20
-"""Bytes that do not wait."""
+"""Bytes owed to one agent above which they are sent back at once."""
 _NOTHING: list[tuple[int, int]] = []
+"""The empty list of blocks, for the usual case."""
 
 
 class _Owed:
-    """What is to go back to one agent."""
+    """The blocks that must go back to one agent."""
 
     def __init__(self, due: float) -> None:
         self.blocks: list[tuple[int, int]] = []
+        """The segment and offset of each block that the owner may use again."""
         self.shared: list[tuple[int, int]] = []
+        """The segment and offset of each block that a forked process may still read, and that must not be reused."""
         self.size = 0
+        """The bytes of them all."""
         self.due = due
+        """The moment at which they go back in a message of their own."""
 
 
 class Sharing:
-    """One agent's arena, and its leases of those of others."""
+    """One agent's arena, and its leases of blocks in other agents' arenas."""
 
     def __init__(self, me: Record, arena: Arena | None, *, reads: bool) -> None:
         self._me = me
         self._arena = arena
         self._reads = reads
-        """Whether this agent reads the memory of others at all."""
+        """True if this agent may read the memory of others at all."""
         self._leases = Leases()
         self.spaces: dict[int, Space] = {}
         """The shared memory for large tensors, by receiver; tensors for a receiver without an entry go in frames."""
         self._readable: dict[int, bool] = {}
+        """True or False for each agent whose arena was tested, by incarnation."""
         self.ended = self._leases.ended
-        """The leases that have ended and that nobody has looked at: `tend` does."""
+        """The leases that have ended and that `tend` has not looked at; empty in the usual case."""
         self.owing: dict[int, _Owed] = {}
-        """The blocks that should go back to other agents, by agent."""
+        """The blocks that should go back, by their owner's incarnation."""
         self._lock = threading.Lock()
         """Guards `owing`."""
         self.trim_at = 0.0
-        """When `tend` should be called although nothing is owed (of `time.monotonic`)."""
+        """The moment at which `tend` must be called even if nothing is owed, as of `time.monotonic`."""
 
-    # -- meeting ------------------------------------------------------------------------------
+    # -- meeting another agent ----------------------------------------------------------------
 
     def can_read(self, owner: Record) -> bool:
-        """Whether this agent can read the arena of another."""
+        """Return whether this agent can read the arena of another; tested once for each agent."""
         known = self._readable.get(owner.incarnation)
         if known is None:
             known = self._reads and owner.host == self._me.host and self._leases.can_read(owner)
@@ -69,35 +85,35 @@ class Sharing:
         return known
 
     def meet_self(self) -> None:
-        """What this agent sends to itself is read as anybody else's."""
+        """Use shared memory for what this agent sends to itself, as for any other agent."""
         self.on_met(self._me.incarnation, self.can_read(self._me))
 
     def on_met(self, other: int, reads: bool) -> None:
-        """Another agent has said whether it can read this one's arena."""
+        """Note whether another agent, which has just said so, can read this one's arena."""
         if reads and self._arena is not None and other not in self.spaces:
             self.spaces[other] = Space(self._arena, other)
 
     # -- sending ------------------------------------------------------------------------------
 
     def undelivered(self, receiver: int, message: Message) -> None:
-        """A message is given up, although it may have arrived."""
+        """Retire the blocks of a message that is given up but may have arrived: they are never used again."""
         if isinstance(message, Carrier) and message.payload.places and self._arena is not None:
             self._arena.lose(receiver, [(place.segment, place.offset) for place in message.payload.places])
 
     # -- receiving ----------------------------------------------------------------------------
 
     def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer] | None:
-        """Return the memory that a message came with; None where its sender has died, and its memory with it."""
+        """Return the memory that a message came with; None if its sender has died, and the memory with it."""
         memory = self._leases.begin(owner, places, time.monotonic())
         if not all(memory) and not is_alive(owner.pid, owner.started):
             return None
         return memory
 
     def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
-        """Do what is due between two messages, in the thread that reads.
+        """Collect ended leases, and trim unused memory. Called by the reading thread between two messages.
 
-        Returns what to send to whom, and by when (of `time.monotonic`) this should be called again, if nothing
-        happens before; as it should be where `ended`, `owing` or `trim_at` says so.
+        Returns the messages to send, with their receivers, and the moment by which to call this again if nothing
+        happens before (as of `time.monotonic`). Call it before that if `ended`, `owing` or `trim_at` says so.
         """
         if self.ended:
             self._collect(now)
@@ -112,7 +128,7 @@ class Sharing:
     # -- giving back --------------------------------------------------------------------------
 
     def owed(self, to: int) -> list[tuple[int, int]]:
-        """The blocks that a message to ``to`` can take back to it."""
+        """Take the blocks that a message to agent ``to`` can bring back; call `owe` if it does not go out."""
         if self.ended:
             self._collect(time.monotonic())
         if not self.owing:
@@ -127,12 +143,12 @@ class Sharing:
             return blocks
 
     def owe(self, to: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """A message that had blocks to take back has certainly not gone out."""
+        """Put back the blocks that a message was to bring back and that certainly has not gone out."""
         with self._lock:
             self.owing.setdefault(to, _Owed(time.monotonic())).blocks += blocks
 
     def _collect(self, now: float) -> None:
-        """Note what has ended, for the next message to its owner."""
+        """Move ended leases into `owing`, for the next message to each owner."""
         with self._lock:
             for lease in self._leases.take_ended():
                 owed = self.owing.get(lease.owner)
@@ -144,7 +160,7 @@ class Sharing:
                     owed.due = now
 
     def _due(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
-        """Return what has waited for a message to its owner for too long, and when more of it will have."""
+        """Return the messages that give back blocks which have waited too long, and when the next ones are due."""
         due: list[tuple[int, GiveBack]] = []
         later = math.inf
         with self._lock:
@@ -157,19 +173,22 @@ class Sharing:
         return due, later
 
     def on_back(self, sender: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Another agent needs these no longer."""
+        """Free blocks that another agent has given back."""
         if self._arena is not None:
             self._arena.give_back(sender, blocks)
 
     def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
-        """Free shared blocks that another agent needs no longer."""
+        """Retire blocks that another agent gives back although a forked process may still read them."""
         if self._arena is not None:
             self._arena.lose(sender, message.shared)
 
     # -- the end ------------------------------------------------------------------------------
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Forget the memory of a lost member, and the blocks that it read."""
+        """Forget a lost member's memory, and take back the blocks that it was reading.
+
+        If its process still runs, these blocks are never used again, because its tensors may be in them.
+        """
         self.spaces.pop(record.incarnation, None)
         self._readable.pop(record.incarnation, None)
         with self._lock:
@@ -179,7 +198,7 @@ class Sharing:
             self._arena.forget(record.incarnation, is_dead=not is_alive(record.pid, record.started))
 
     def close(self) -> None:
-        """Let go of all memory but what tensors hold."""
+        """Release all memory except what tensors still refer to."""
         self.trim_at = math.inf
         self.spaces.clear()
         self._leases.close()
@@ -187,6 +206,6 @@ class Sharing:
             self._arena.close()
 
     def statistics(self) -> dict[str, int]:
-        """Counters."""
+        """Return counters of the arena and the leases, by name."""
         mine = self._arena.statistics() if self._arena is not None else {}
         return {**mine, **self._leases.statistics()}

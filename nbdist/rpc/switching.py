@@ -1,7 +1,8 @@
-"""How long a thread may run Python while another one wants to: shorter than Python's own 5 ms, while there is an agent.
+"""Shortens the time for which a thread may run Python while another thread wants to, as long as there is an agent.
 
-Whoever answers a call has to be given its turn several times, after each wait and each operation of torch's. On a
-worker whose main thread is busy in Python an empty call then takes 10 ms, and a sum of two numbers 20.
+A thread that answers a call needs the GIL several times: after each wait, and after each operation of torch. By
+default, Python lets another thread keep the GIL for 5 ms each time. So on a worker whose main thread is busy in Python,
+an empty call takes 10 ms, and a sum of two numbers 20 ms.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ __all__ = ["shorten"]
 
 _lock = threading.Lock()
 _wanted: list[float] = []
+"""The intervals that are in force, one for each `shorten` that was not ended."""
 _before = _ours = 0.0
+"""The interval from before the first `shorten`, and the one that was set here last."""
 
 
 def shorten(seconds: float) -> Callable[[], None]:
-    """Let no turn be longer, unless it is 0; what is returned ends that. What the user sets meanwhile stays."""
+    """Limit a thread's turn to ``seconds``; return a function that ends the limit. 0 means no limit.
+
+    An interval that the user sets meanwhile stays. Call the returned function once.
+    """
     if not seconds:
         return lambda: None
     global _before, _ours
@@ -29,6 +35,7 @@ def shorten(seconds: float) -> Callable[[], None]:
         _apply()
 
     def end() -> None:
+        """Remove the limit; the shortest remaining one, or the interval from before, is in force."""
         with _lock:
             _wanted.remove(seconds)
             _apply()
@@ -37,7 +44,8 @@ def shorten(seconds: float) -> Callable[[], None]:
 
 
 def _apply() -> None:
+    """Set the shortest interval. The caller holds the lock."""
     global _ours
-    if sys.getswitchinterval() == _ours:  # or the user has set another
+    if sys.getswitchinterval() == _ours:  # else the user has set another one
         sys.setswitchinterval(min((_before, *_wanted)))
         _ours = sys.getswitchinterval()

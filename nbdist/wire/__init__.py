@@ -1,1 +1,1 @@
-"""Bytes: what messages look like, how values become frames, and the protocol of one peer. All pure."""
+"""The layer of bytes: the messages, how values become frames, and the protocol with one peer. All of it is pure."""

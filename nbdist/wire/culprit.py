@@ -1,4 +1,7 @@
-"""Finds which part of a value cannot be pickled, and says how to get there: ``args[0]['lock'] is a lock``."""
+"""Finds the part of a value that cannot be pickled, and says how to get there: ``args[0]['lock'] is a lock``.
+
+Used only after pickling has failed. Each part is pickled by itself, so this may take as long as many attempts.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,35 @@ import torch
 __all__ = ["name_file", "of_call", "of_value"]
 
 _DEEPEST = 20
+"""The most steps down into a value."""
 _MOST_PARTS = 10_000
+"""The most items of a list, tuple or dict that are tried."""
 
 name_file: list[Callable[[str], str]] = []
-"""What names the file of a function that was typed, such as ``cell 22``; empty text for other files."""
+"""Functions that name the file of a function that was typed, such as ``cell 22``; an empty text for other files."""
 
 _KINDS = {"lock": "a lock", "RLock": "a lock", "generator": "a generator", "frame": "a frame", "socket": "a socket"}
+"""Words for the types of objects that often cannot be pickled."""
 
 
 class _Trial(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
-    """Pickles into nothing; tensors and what is like them count as carried."""
+    """Pickles into nothing, to see whether it can. Tensors and storages count as sendable."""
 
     def persistent_id(self, obj: Any) -> Any:
+        """Skip tensors and storages, which the codec carries itself."""
         return "tensor" if isinstance(obj, torch.Tensor | torch.storage.UntypedStorage) else None
 
 
 class _Nowhere(io.RawIOBase):
+    """A file that drops what is written to it."""
+
     def write(self, data: Any) -> int:
+        """Drop the data."""
         return len(data)
 
 
 def of_call(body: tuple[Any, Any, Any]) -> str:
-    """Return what of a call's function, arguments and keywords cannot be pickled; empty if it is not found."""
+    """Return which part of a call's function, arguments or keywords cannot be pickled; an empty text if none."""
     function, args, kwargs = body
     if not isinstance(function, str) and not _can_travel(function):
         return _follow(function, _name_of(function))
@@ -43,11 +53,12 @@ def of_call(body: tuple[Any, Any, Any]) -> str:
 
 
 def of_value(value: Any, name: str) -> str:
-    """Return which part of a value of that name cannot be pickled; empty if it is not found."""
+    """Return which part of a value with that name cannot be pickled; an empty text if none is found."""
     return "" if _can_travel(value) else _follow(value, name)
 
 
 def _can_travel(value: Any) -> bool:
+    """Return whether a value can be pickled."""
     try:
         _Trial(_Nowhere(), 5).dump(value)
     except Exception:
@@ -56,7 +67,11 @@ def _can_travel(value: Any) -> bool:
 
 
 def _follow(value: Any, path: str) -> str:
-    """Go down from a value that cannot be pickled to the innermost part of it that cannot be."""
+    """Go down from a value that cannot be pickled to its innermost part that cannot be, and describe the way there.
+
+    The description names the last function on the way, because the reader knows that better than a path through its
+    globals.
+    """
     by = ""
     for _ in range(_DEEPEST):
         if isinstance(value, types.MethodType):
@@ -73,13 +88,16 @@ def _follow(value: Any, path: str) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value consists of, with what to write behind the value's name to get there."""
+    """Yield the parts of a value, each with the text that leads to it when it is put after the value's name.
+
+    The parts of a function are the variables of its closure, and the globals that it names.
+    """
     if isinstance(value, types.FunctionType):
         code = value.__code__
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
-            except ValueError:  # it is empty
+            except ValueError:  # the cell is empty
                 continue
         for name in code.co_names:
             if name in value.__globals__:
@@ -100,14 +118,17 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name_of(function: Any) -> str:
+    """Return a function's short name."""
     return str(getattr(function, "__qualname__", "the function")).rpartition(".")[2]
 
 
 def _place(function: types.FunctionType) -> str:
+    """Return in which cell a function was typed, as " of cell 22"; an empty text for functions of files."""
     named = next((name for make in name_file if (name := make(function.__code__.co_filename))), "")
     return f" of {named}" if named else ""
 
 
 def _kind(value: Any) -> str:
+    """Return a value's type with an article, as in "a lock"."""
     name = type(value).__name__
     return _KINDS.get(name) or f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Rebuilds values from frames, early and in the reading thread where that is quick and runs nobody's code.
+"""Rebuilds values from frames: early, in the reading thread, if that is quick and runs no user code; else in a job.
 
 Decoding runs code, as unpickling does; callers authenticate the sender first (G6).
 """
@@ -25,30 +25,36 @@ _QUICK = 1 << 16
 
 
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
-    """Whether the thread that reads may decode this: it is small, and runs nobody's code."""
+    """Return whether the reading thread may decode a value: it is small, and decoding runs no user code.
+
+    Otherwise a job decodes it, on a thread of the pool, while another thread reads on.
+    """
     if not payload.plain:
         return False
-    # What lies in shared memory is not copied: be it ever so large, it is quick.
+    # Tensors in shared memory are not copied, so their size does not count.
     if payload.places:
         frames = frames[: len(frames) - len(payload.places)]
     return sum(map(len, frames)) < _QUICK
 
 
 NOT_DECODED = object()
-"""The result of `decode_early` for a value that a job has to decode."""
+"""The result of `decode_early` for a value that a job must decode."""
 
 
 def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
-    """Return the value in ``frames`` if the thread that reads may decode it, as `decodes_quickly` says.
+    """Return the value in ``frames`` if the reading thread may decode it, as `decodes_quickly` says.
 
-    The value is `NOT_DECODED` where that is not so, and where it cannot be decoded: `decode` raises the error then.
+    Otherwise, or if the value cannot be decoded, returns `NOT_DECODED`; `decode` then raises the error. Always returns
+    `NOT_DECODED` if the functions of `nbdist.wire.usual` are turned off.
     """
     if not payload.plain or not usual.IS_ON:
         return NOT_DECODED
     try:
         if not payload.places and sum(map(len, frames)) < _QUICK:
+            # Atoms only: one call of C pickle.
             if len(frames) == 1 and not payload.form and not payload.tensors:
                 return pickle.loads(frames[0])
+            # A few small tensors or references among them.
             if payload.form and not payload.recorded:
                 return quick.decode(payload, frames, (), references, None)
         return decode(payload, frames, references) if decodes_quickly(payload, frames) else NOT_DECODED
@@ -62,12 +68,21 @@ def decode(
     references: Sequence[Any] = (),
     attach: Attach = None,
 ) -> Any:
-    """The value in ``frames``, the last of which are its places in shared memory; ``references`` are its forks here."""
+    """Return the value in ``frames``, the last of which are its storages in shared memory (``payload.places``).
+
+    ``references`` are the receiver's references for ``payload.forks``; ``attach`` joins recorded tensors to the
+    receiver's graph.
+
+    Raises DecodeError if the value cannot be rebuilt (MissingDefinition if ``__main__`` here lacks a definition), and
+    ProtocolError if the frames contradict their description.
+    """
     if not frames:
         raise DecodeError("the message has no body")
     try:
         if payload.plain and not payload.form and not payload.tensors and len(frames) == 1:
             return pickle.loads(frames[0])
+        # The frames, in the order in which `encode` has put them: body, tensors, odd tensors, large buffers, shared
+        # memory.
         leased = frames[len(frames) - len(payload.places) :]
         frames = frames[: len(frames) - len(payload.places)]
         if payload.form:
@@ -77,6 +92,7 @@ def decode(
         recorded: list[torch.Tensor] = []
         if payload.recorded:
             odd: list[torch.Tensor] = []
+            # Some recorded tensors could not be packed, and are a pickle in a frame of their own.
             if min(payload.recorded) < 0:
                 odd = Unpickler(frames[behind], (), tensors, ()).read()
                 behind += 1

@@ -1,14 +1,14 @@
-"""What ``__main__`` defines, and how to tell whether two processes define the same.
+"""Finds the functions and classes of ``__main__``, and tells whether two processes define the same.
 
-A script that every rank runs defines each function and class once per process, with the process's
-own locks and globals; there a definition must travel by name. A notebook's definitions exist in one
-process only; there they must travel by value. The sender cannot know which it is, so a reference to
-``__main__`` carries a digest of the code, and a receiver that has no equal definition says so
-(`MissingDefinition`), whereupon the sender repeats itself by value. No user function has run by then.
+If every rank runs the same script, each process has its own copy of each function and class, with its own locks and
+globals. There a definition must travel by name. The definitions of a notebook exist in one process only. There they
+must travel by value. The sender cannot know which it is. So a reference to ``__main__`` carries a digest of the code. A
+callee without an equal definition says so (`MissingDefinition`), before it has run the function, and the caller sends
+the call again with the definitions in it (`nbdist.rpc.repeats`). Results and errors carry the definitions at once.
 
-What counts is code: bytecode, constants, defaults, class attributes, bases in ``__main__``, and what a decorator
-wrapped, which is in the function's closure. What runs may change is state, and does not count: globals, the contents
-of lists, dicts and objects, and variables of a closure that the function itself assigns (``nonlocal``).
+Code counts: bytecode, constants, defaults, class attributes, bases in ``__main__``, and the function that a decorator
+wrapped, which is in the closure. State does not count, because running the code may change it: globals, the contents of
+lists, dicts and objects, and variables of a closure that the function itself assigns (``nonlocal``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ __all__ = ["choose", "digest", "find_named", "find_own", "get_own", "name_and_di
 
 
 def find_named(qualname: str) -> Any:
-    """What this process's ``__main__`` has under that qualified name, or None."""
+    """Return the object that this process's ``__main__`` has under that qualified name; None if it has none.
+
+    In a process that `multiprocessing` has spawned, ``__mp_main__`` is the program's module.
+    """
     for name in MAIN_NAMES:
         found: Any = sys.modules.get(name)
         for part in qualname.split("."):
@@ -40,7 +43,7 @@ def find_named(qualname: str) -> Any:
 
 
 def own_name(definition: Any) -> str | None:
-    """The qualified name under which this process's ``__main__`` has ``definition``, if it does."""
+    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if it has not."""
     if getattr(definition, "__module__", None) not in MAIN_NAMES:
         return None
     qualname = getattr(definition, "__qualname__", "")
@@ -50,7 +53,7 @@ def own_name(definition: Any) -> str | None:
 
 
 def find_own(qualname: str, expected: str) -> Any:
-    """This process's definition of that name, if its code is the same; else None."""
+    """Return this process's definition of that name if its digest is ``expected``; else None."""
     found = find_named(qualname)
     if isinstance(found, types.FunctionType | type) and digest(found) == expected:
         return found
@@ -58,34 +61,38 @@ def find_own(qualname: str, expected: str) -> Any:
 
 
 def get_own(qualname: str, expected: str) -> Any:
-    """Return this process's definition of that name; raise MissingDefinition unless its code is the same."""
+    """Return this process's definition of that name; raise MissingDefinition unless its digest is ``expected``."""
     found = find_own(qualname, expected)
     if found is None:
-        raise MissingDefinition(f"__main__ here has no {qualname!r} with the sender's code")
+        raise MissingDefinition(f"__main__ on this worker has no {qualname!r} with the same code as on the sender")
     return found
 
 
 def name_and_digest(function: types.FunctionType) -> tuple[str, str] | None:
-    """Return by what a call names a function at the top level of ``__main__``; None for any other function."""
+    """Return the name and digest of a top-level function of ``__main__``, for a call; None for other functions."""
     qualname = own_name(function)
     return None if qualname is None or "." in qualname else (qualname, digest(function))
 
 
 def choose(qualname: str, expected: str, value: Any) -> Any:
-    """Return this process's definition of that name if its code is the same, else ``value``."""
+    """Return this process's definition of that name if its digest is ``expected``, else ``value``.
+
+    So an instance that travels has the receiver's own class, where both have the same one.
+    """
     return find_own(qualname, expected) or value
 
 
 _MOST = 1024
+"""The most entries of each cache here."""
 _digests: dict[Any, str] = {}
 """The digests by everything that counts for them, as `_function` and `_class` return it."""
 
 
 def digest(definition: Any) -> str:
-    """Return a fingerprint of a function's or class's code that ignores where it was written.
+    """Return a fingerprint of a function's or class's code that does not depend on where the code was written.
 
-    All that counts is looked at each time, so a change is always seen. What is cached is the slow part: the hash of
-    the bytecode and of everything beside it, by these very things.
+    Everything that counts is looked at each time, so a change is always noticed. Only the slow part is cached: hashing
+    the bytecode and everything around it.
     """
     described = (
         _function(definition, set()) if isinstance(definition, types.FunctionType) else _class(definition, set())
@@ -101,7 +108,7 @@ def digest(definition: Any) -> str:
 
 
 def _in_full(described: Any) -> Any:
-    """Return a description with what is in code objects in their place."""
+    """Return a description with every code object replaced by its contents."""
     if isinstance(described, types.CodeType):
         return _code(described)
     return tuple(map(_in_full, described)) if isinstance(described, tuple) else described
@@ -112,7 +119,10 @@ _EXACT = frozenset({type(None), bool, int, str, bytes})
 
 
 def _constant(value: Any) -> Any:
-    """Return ``value`` in a form whose repr is the same in every process; what can be changed is state, not code."""
+    """Return ``value`` in a form whose repr is the same in every process.
+
+    Of lists, dicts and all other objects that are no constants, only the type counts.
+    """
     if type(value) in _EXACT:
         return type(value).__name__, value
     if isinstance(value, types.CodeType):
@@ -127,6 +137,7 @@ def _constant(value: Any) -> Any:
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:
+    """Return the parts of a code object that count for the digest."""
     return (
         code.co_code,
         code.co_names,
@@ -134,7 +145,7 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
         code.co_freevars,
         code.co_cellvars,
         code.co_flags,
-        code.co_exceptiontable,  # two functions may differ in nothing but what their handlers cover
+        code.co_exceptiontable,  # two functions may differ only in the lines that their handlers cover
         code.co_argcount,
         code.co_posonlyargcount,
         code.co_kwonlyargcount,
@@ -144,13 +155,18 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=_MOST)
 def _assigned_around(code: types.CodeType) -> frozenset[str]:
-    """Return the variables of the closure that a function with this code assigns, or that an inner function does."""
+    """Return the variables of the closure that a function with this code assigns, or a function inside it."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
     inner = [_assigned_around(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(found.union(*inner).intersection(code.co_freevars))
 
 
 def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
+    """Describe a function by everything that counts for its digest.
+
+    ``seen`` has the functions and classes that were described so far; one that is met again counts by its name, so that
+    recursion ends. The description is a hashable tuple, so that it can be the key of a cache.
+    """
     if function in seen:
         return ("again", function.__qualname__)
     seen.add(function)
@@ -173,6 +189,7 @@ def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
 
 
 def _content(cell: types.CellType, seen: set[Any]) -> Any:
+    """Describe the content of a variable of a closure."""
     try:
         return _member(cell.cell_contents, seen)
     except ValueError:
@@ -188,12 +205,14 @@ _IGNORED = {
     "__static_attributes__",
     "__annotations__",
     "__annotations_cache__",
-    "__slotnames__",  # put there by the first pickling of an instance
+    "__slotnames__",  # added when an instance is first pickled
     "_abc_impl",
 }
+"""Attributes of a class that are not code, or that Python adds by itself."""
 
 
 def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
+    """Describe a class by everything that counts for its digest. Bases of other modules count by their names."""
     if cls in seen:
         return ("again", cls.__qualname__)
     seen.add(cls)
@@ -206,6 +225,7 @@ def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
 
 
 def _member(value: Any, seen: set[Any]) -> Any:
+    """Describe an attribute of a class or a variable of a closure."""
     if isinstance(value, staticmethod | classmethod):
         return type(value).__name__, _member(value.__func__, seen)
     if isinstance(value, property):

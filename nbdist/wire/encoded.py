@@ -1,4 +1,4 @@
-"""A value as frames, and the header that describes them."""
+"""An encoded value: its frames, and the header that describes them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from nbdist.wire.tensors import Buffer, Slot
 __all__ = ["NO_TENSORS", "Encoded"]
 
 NO_TENSORS = Payload()
-"""Describes a body that is a pickle of atoms, with nothing beside it."""
+"""Describes a body that is one plain pickle of atoms and built-in containers, with no frames after it."""
 
 
 class Encoded(NamedTuple):
-    """A value as it travels: the header's part, and the frames behind it."""
+    """A value as it travels: its part of the header, and the frames after the envelope."""
 
     payload: Payload
     frames: list[Buffer]
     recorded: Sequence[torch.Tensor] = ()
-    """The tensors, in order, whose gradients are to come back."""
+    """The tensors whose gradients are to come back, in the order of their gradients."""
     requires_grad: bool = False
-    """Whether there are tensors that require grad, and are not recorded."""
+    """True if there are tensors that require grad and are not recorded."""
     slots: Sequence[Slot] = ()
-    """What lies in shared memory: to be kept until it is sent."""
+    """The copies of storages in shared memory. They must be kept until the message is sent."""
     named: Sequence[tuple[str, str]] = ()
-    """The definitions of ``__main__`` that the receiver has to have; others have been put in."""
+    """The definitions of ``__main__`` that the receiver must have, by name and digest; the body only names them."""

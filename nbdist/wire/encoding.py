@@ -1,13 +1,13 @@
-"""Encodes values as frames: by the shortest way that can carry the value.
+"""Encodes values as frames, by the cheapest way that can carry the value.
 
-=============================  ======================================================
-value                          way
-=============================  ======================================================
-atoms                          one call of C pickle
-tensors, references, atoms     `nbdist.wire.quick`: a pickle of atoms, with holes
-the same in containers         `nbdist.wire.few_tensors`: a pickler that sees tensors
-anything else                  `nbdist.wire.pickler`
-=============================  ======================================================
+====================================  ======================================================
+value                                 way
+====================================  ======================================================
+atoms, also in containers             one call of C pickle
+tensors, references, atoms            `nbdist.wire.quick`: a pickle of atoms, with holes
+tensors and atoms in containers       `nbdist.wire.few_tensors`: a pickler that sees tensors
+anything else                         `nbdist.wire.pickler`
+====================================  ======================================================
 """
 
 from __future__ import annotations
@@ -46,12 +46,19 @@ def encode(
     record: bool = False,
     space: Space | None = None,
 ) -> Encoded:
-    """Frames for ``value``, but for what goes into ``space``, shared memory that the receiver can read.
+    """Return the frames for ``value``.
 
-    ``by_value`` sends the definitions of ``__main__`` along with their names, but for those whose digests are
-    ``known`` to the receiver; one that is ``lacking`` there makes it so for the whole message. With ``record``,
-    tensors that require grad are marked, for `decode` to have them attached to the receiver's graph.
+    Large storages go into ``space``, shared memory that the receiver can read, if given. ``by_value`` puts the
+    definitions of ``__main__`` into the message along with their names, except those whose digests are ``known`` to the
+    receiver. If the receiver is ``lacking`` one that the value names, the whole message is encoded by value. ``forker``
+    makes the forks of references; without one, a reference cannot be sent. ``devices`` maps devices here to the
+    receiver's. With ``record``, tensors that require grad are marked, so that `decode` joins them to the receiver's
+    graph.
+
+    Raises EncodeError for a value that cannot be sent; its text begins with the verb, for callers to put a noun before
+    it.
     """
+    # The cheapest way first. Each of these looks at the value only as far as it must.
     form = quick.form_of(value, reference_types)
     simplicity = few_tensors.simplicity(value, record) if form == quick.OTHER else few_tensors.TENSORS
     if form == quick.PLAIN or simplicity == few_tensors.PLAIN:
@@ -64,11 +71,13 @@ def encode(
             return quick.encode(value, form, forker, record, devices, receiver, space)
         packer = TensorPacker(devices, receiver, space)
         if simplicity == few_tensors.TENSORS:
+            # Tensors in containers, and nothing else that needs care.
             few = TensorPickler(body, packer, record)
             few.dump(value)
             tensors, where, frames = packer.pack()
             payload = Payload(where, tensors, recorded=few.places, places=packer.places)
             return Encoded(payload, [body.getvalue(), *frames], few.recorded, slots=packer.slots)
+        # Anything else.
         pickler = Pickler(body, out_of_band, packer, forker, by_value, record)
         pickler.lacking, pickler.known = lacking, known
         pickler.dump(value)
@@ -77,7 +86,7 @@ def encode(
         tensors, where, frames = packer.pack()
     except ValueWanted:
         if forker is not None:
-            forker.take_back()  # a second attempt may meet other references, where reducers make them
+            forker.take_back()  # the second attempt may meet other references, if reducers make them
         return encode(
             value, by_value=True, forker=forker, devices=devices, receiver=receiver, record=record, space=space
         )
@@ -86,13 +95,18 @@ def encode(
     except Exception as error:
         raise EncodeError(f"cannot be sent: {error}") from error
     payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places, packer.places)
+    # `decode` finds the frames by this order. On arrival, the storages in shared memory are added at the end.
     all_frames = [body.getvalue(), *frames, *odd, *out_of_band]
     warn = pickler.requires_grad and not record
     return Encoded(payload, all_frames, pickler.recorded, warn, packer.slots, pickler.named)
 
 
 def _pack_recorded(tensors: Sequence[torch.Tensor], packer: TensorPacker, frames: list[Buffer]) -> list[int]:
-    """Have the data of recorded tensors packed; where it will be found."""
+    """Add the data of recorded tensors to the message; return their indices, as `Payload.recorded` has them.
+
+    A tensor that cannot be packed, such as a sparse one, goes into the *odd* frame, a pickle of all such tensors, which
+    is added to ``frames``. Its index is negative.
+    """
     places: list[int] = []
     odd: list[torch.Tensor] = []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Pickles values of a few tensors, atoms and built-in containers, without looking at anything else."""
+"""Pickles values of a few tensors, atoms and built-in containers, with a pickler that looks for tensors only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from nbdist.wire.tensors import TensorPacker, is_packable
 __all__ = ["COMPLEX", "PLAIN", "TENSORS", "TensorPickler", "simplicity"]
 
 _FEW = 64
+"""The most items that a container may have for `simplicity` to look at them; a dict's keys and values both count."""
 
 COMPLEX, TENSORS, PLAIN = range(3)
-"""What pickling a value takes: all that `nbdist.wire.pickler` does, only its tensors, or nothing special."""
+"""The answers of `simplicity`: a value needs `nbdist.wire.pickler`, a pickler that finds tensors, or plain pickle."""
 
 
 def simplicity(value: Any, record: bool, depth: int = 4) -> int:
-    """Return what pickling ``value`` takes: `COMPLEX`, `TENSORS` or `PLAIN`."""
+    """Return how much pickling ``value`` needs: `COMPLEX`, `TENSORS` or `PLAIN`.
+
+    Looks ``depth`` containers deep; deeper or longer ones are `COMPLEX`. So is a tensor that requires grad, unless
+    ``record``.
+    """
     kind = type(value)
     if kind in ATOMS:
         return PLAIN
@@ -40,18 +45,25 @@ def simplicity(value: Any, record: bool, depth: int = 4) -> int:
 
 
 class TensorPickler(pickle.Pickler):
-    """For the usual arguments and results: a few tensors, and atoms."""
+    """Pickles the usual arguments and results: a few tensors, atoms, containers.
+
+    Pickle calls `persistent_id` for each object in the value, which costs less than all the checks of
+    `nbdist.wire.pickler`.
+    """
 
     def __init__(self, file: io.BytesIO, packer: TensorPacker, record: bool) -> None:
+        """Pickle into ``file``; tensors go to ``packer``. With ``record``, tensors that require grad are recorded."""
         super().__init__(file, protocol=5)
         self.recorded: list[torch.Tensor] = []
+        """The tensors that were recorded."""
         self.places: list[int] = []
+        """The index of each recorded tensor among the message's tensors."""
         self._recorded_at: dict[int, int] = {}
         self._packer = packer
         self._record = record
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Where a tensor is in the message: among its tensors, or, counted downwards from -1, the recorded ones."""
+        """Return a tensor's index in the message: -1, -2, … for recorded ones. None for anything that is no tensor."""
         if type(obj) is not torch.Tensor:
             return None
         if not self._record or not obj.requires_grad:

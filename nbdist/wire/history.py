@@ -1,4 +1,4 @@
-"""The history of tensors that a recorded message carried: how they join the receiver's graph."""
+"""Joins the tensors of a recorded message to the receiver's graph."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 __all__ = ["Attach", "with_history"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
-"""Gives tensors that were recorded their history; without one they begin one of their own."""
+"""Gives recorded tensors their history, and returns them. None: each tensor begins a history of its own."""
 
 
 def with_history(tensors: list[torch.Tensor], attach: Attach) -> list[torch.Tensor]:
-    """Return the recorded ``tensors`` as tensors that require grad, with the history that ``attach`` gives."""
+    """Return recorded ``tensors`` as tensors that require grad, with the history that ``attach`` gives them."""
     return attach(tensors) if attach is not None else [tensor.requires_grad_() for tensor in tensors]

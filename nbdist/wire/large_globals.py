@@ -1,4 +1,4 @@
-"""Warns of large globals that a function takes along with every call."""
+"""Warns of large globals that travel with a function in every call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from nbdist.wire import names
 __all__ = ["warn_of_large_globals"]
 
 _LARGE = 1 << 20
+"""The size in bytes above which a global counts as large."""
 
 _warned: set[tuple[str, int]] = set()
+"""The globals that were warned of, by name and id."""
 
 
 def warn_of_large_globals(function: types.FunctionType) -> None:
-    """Warn once of each global of more than 1 MB that travels by value with ``function``."""
+    """Warn once of each global of more than 1 MB that travels by value with ``function``.
+
+    Called whenever a function of ``__main__`` is pickled by value: cloudpickle sends its globals along each time.
+    """
     for name in cloudpickle._extract_code_globals(function.__code__):
         value = function.__globals__.get(name)
         size = _size(value)
@@ -34,6 +39,10 @@ def warn_of_large_globals(function: types.FunctionType) -> None:
 
 
 def _size(value: Any, depth: int = 2) -> int:
+    """Return roughly how many bytes a value takes when it is sent. Looks ``depth`` containers deep.
+
+    Functions, classes and modules count as nothing: they travel by name, or are small.
+    """
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.layout is torch.strided else 0
     if isinstance(value, torch.nn.Module):

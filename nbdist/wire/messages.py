@@ -1,10 +1,10 @@
-"""The typed headers of everything that agents say to each other.
+"""The typed headers of all messages between agents.
 
-A message travels as a list of frames: the envelope (msgspec, decoded before anything else and
-never able to run code), then, where the message carries values, the pickled body and the raw
-buffers. Fields are arrays rather than maps, so that an empty call costs some 60 bytes.
+A message travels as a list of frames. The first is the envelope (msgspec; decoded before anything else, and it cannot
+run code). If the message carries values, the pickled body and the raw buffers follow. Fields are encoded as arrays
+rather than maps, so that the envelope of an empty call takes some 50 bytes.
 
-Each message is a class, which says all that the layers above have to know of it: see `Message`.
+Each message is a class, whose attributes say all that the layers above must know of it: see `Message`.
 """
 
 from __future__ import annotations
@@ -60,139 +60,180 @@ __all__ = [
 ]
 
 VERSION = 8
-"""Raised with every change of what goes over the wire."""
+"""Raised with every change of the bytes between agents. Agents of different versions refuse each other."""
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
-    """How to rebuild one tensor from a buffer: which bytes, and how to look at them."""
+    """Describes how to rebuild one tensor from a buffer of the message."""
 
     buffer: int
+    """The tensor's storage: an index into `Payload.buffers`."""
     dtype: int
+    """The dtype's number in the table of `nbdist.wire.tensors`."""
     shape: list[int]
     strides: list[int] | None
+    """None for a contiguous tensor at the beginning of its buffer."""
     offset: int
+    """The place of the first element in the buffer, counted in elements."""
     flags: int
+    """The sum of 1 for requires_grad, 2 for a parameter."""
     device: str | None = None
+    """The receiver's device; None for the CPU."""
 
 
 class State(msgspec.Struct, array_like=True, frozen=True):
-    """What can be shown of a referenced value without fetching it."""
+    """Describes a referenced value so that it can be displayed without fetching it."""
 
     module: str
+    """The module of the value's class, or of the error's class if ``error`` is a text."""
     qualname: str
+    """The qualified name of that class."""
     shape: list[int] | None = None
     dtype: str | None = None
     device: str | None = None
     requires_grad: bool | None = None
     grad_fn: str | None = None
+    """The type of the tensor's autograd node."""
     nbytes: int | None = None
+    """The bytes of a tensor, array or text, or of all parameters of a module; None if they are not known."""
     names: list[str] | None = None
+    """The names that completion offers for the value."""
     error: str | None = None
+    """The text of the error in the value's place; None for a value."""
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """One hand-over of a reference, as it travels inside a message."""
+    """One hand-over of a reference, as it travels in a message."""
 
     rref: GlobalId
+    """The id of the value."""
     fork: GlobalId
+    """The id of the hand-over."""
     owner: int
+    """The incarnation of the value's owner."""
     parent: int
+    """The incarnation of the agent that hands the reference over."""
     state: State | None = None
+    """The description of the value, if the sender knows it."""
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where in the sender's arena a storage lies: which of its segments, and where in that one."""
+    """The place of a storage in the sender's shared memory."""
 
     segment: int
+    """The number of the segment of the sender's arena."""
     file: int
     """The number under which the sender has the segment's file open."""
     size: int
-    """Of the segment."""
+    """The bytes of the segment."""
     offset: int
+    """The place of the storage in the segment, in bytes."""
     length: int
+    """The bytes of the storage."""
 
 
 Hole = tuple[int, int, int]
-"""A place in a value, what kind of thing belongs there, and which of that kind."""
+"""A hole in a value: its place, the kind of thing that belongs there (`nbdist.wire.quick`), which one of that kind."""
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
-    """What the frames behind the envelope hold."""
+    """Describes the frames after the envelope."""
 
     buffers: list[tuple[int, int, int]] = []
+    """The frame, offset and length of each storage. Frame 0 is the first one after the body."""
     tensors: list[TensorMeta] = []
+    """The tensors, in the order of their indices."""
     forks: list[Fork] = []
+    """The references in the value."""
     plain: bool = True
+    """True if decoding runs no user code.
+
+    The value then has only tensors, atoms and built-in containers, and references that `quick` has taken out.
+    """
     definitions: list[tuple[str, str]] = []
-    """The definitions of the sender's ``__main__`` in the body, by name and digest; with a body that names no function,
-    the one to call."""
+    """The definitions of the sender's ``__main__`` in the body, by name and digest.
+
+    If the body has no function (None in its place), this names the function to call.
+    """
     recorded: list[int] = []
-    """The tensors of which autograd has made a record: by number, those in the odd frame as -1, -2, …"""
+    """The indices of the tensors that were recorded for a backward pass; those in the odd frame count as -1, -2, …"""
     places: list[Place] = []
-    """The storages that are in the sender's arena rather than in frames; `buffers` has them as frames -1, -2, …"""
+    """The storages that are in the sender's arena rather than in frames; in `buffers` they are frames -1, -2, …"""
     form: int = 0
-    """How `nbdist.wire.quick` has to look at the body; 0: it is a pickle."""
+    """The form of the body, as `nbdist.wire.quick` has them; 0 if the body is the pickle of the whole value."""
     holes: list[Hole] = []
-    """What has been taken out of the body."""
+    """The places from which `nbdist.wire.quick` has taken tensors and references."""
 
 
 class Recording(msgspec.Struct, array_like=True, frozen=True):
-    """To which autograd context a message belongs, and which edge its tensors make."""
+    """Names the autograd context of a message, and the edge that its tensors make."""
 
     context: int
+    """The context's id."""
     maker: int
+    """The incarnation of the agent that made the context."""
     message: int
-    """The edge's id; negative where no tensor of the message requires grad."""
+    """The edge's id; negative if no tensor of the message requires grad."""
     grad: bool
-    """Whether autograd was on where the call was made."""
+    """True if autograd was on where the call was made."""
     lines: bool = False
-    """Whether to note where in the code nodes are made."""
+    """True if autograd nodes should note the line of code that made them."""
     check: bool = False
-    """Whether to look for NaN in what is computed."""
+    """True if computed values should be searched for NaN."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
-    """Who an agent is and where it listens."""
+    """Describes an agent: its identity, its process, its addresses."""
 
     name: str
     id: int
+    """The worker's id (rank) in the world."""
     incarnation: int
+    """The number of this run of the agent, unlike that of any other agent, dead or alive."""
     addresses: list[str]
+    """Where it listens, the best address first."""
     host: str
+    """The identity of its host; agents with the same one are local to each other."""
     pid: int
     started: int
+    """The time at which its process started, which tells it from a later process with the same pid."""
     world_size: int | None
+    """The number of agents in the world; None for a world that may grow."""
     version: int = VERSION
     device_maps: dict[str, dict[str, str]] = {}
+    """The receiver's device for each device of this agent, by the receiver's name."""
     arena: int | None = None
-    """The number of an open file by which others find out whether they can read its arena; None: it has none."""
+    """The number of an open file by which others test whether they can read its arena; None if it has no arena."""
 
 
 class Mode(IntEnum):
-    """What is to be done with a call's function and its outcome."""
+    """Says how the callee uses the function of a call, and what becomes of the result."""
 
     CALL = 0
+    """Run a function; the result comes back."""
     REMOTE = 1
+    """Run a function; the result stays, as the value of a reference."""
     FETCH = 2
+    """Send back a copy of a value."""
     METHOD = 3
+    """Run a method of a value; the result comes back."""
     METHOD_REMOTE = 4
+    """Run a method of a value; the result stays."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """A message, which says of itself all that others have to know; a new one is a subclass with a tag of its own.
-
-    Messages that must arrive are numbered, kept until they are acknowledged, and sent again. Those that can give back
-    take blocks of the receiver's arena along.
-    """
+    """The base class of all messages. Each type of message is a subclass with its own tag."""
 
     kind: ClassVar[str]
-    """The word by which fault rules and traces name it."""
+    """The word that names the message in fault rules and traces."""
     must_arrive: ClassVar[bool] = False
+    """True for a message that is numbered, kept until it is acknowledged, and sent again if need be."""
     gives_back: ClassVar[bool] = False
+    """True for a message that may take along blocks of the receiver's arena that the sender needs no longer."""
 
 
 class Carrier(Message, frozen=True):
-    """A message with a value in the frames behind its envelope."""
+    """A message with a value in the frames after its envelope."""
 
     must_arrive: ClassVar[bool] = True
     gives_back: ClassVar[bool] = True
@@ -207,66 +248,72 @@ _CALL_KINDS: dict[int, str] = {mode: mode.name.lower() for mode in Mode}
 
 
 class Nothing(Message, frozen=True, tag=0):
-    """No message: the envelope's acknowledgement is the point."""
+    """An empty message, for an envelope that only acknowledges."""
 
     kind: ClassVar[str] = "ack"
 
 
 class Hello(Message, frozen=True, tag=1):
-    """First words on a new connection; repeated until answered."""
+    """The first message on a new connection; repeated until it is answered."""
 
     kind: ClassVar[str] = "hello"
 
     record: Record
+    """The sender's description."""
     reads: bool = False
-    """Whether the sender can read the receiver's arena."""
+    """True if the sender can read the receiver's arena."""
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """The answer to a Hello."""
+    """Answers a Hello."""
 
     kind: ClassVar[str] = "welcome"
 
     record: Record
+    """The sender's description."""
     reads: bool = False
-    """Whether the sender can read the receiver's arena."""
+    """True if the sender can read the receiver's arena."""
 
 
 class Ready(Message, frozen=True, tag=3):
-    """The sender has shaken hands with every member."""
+    """Says that the sender has shaken hands with every member."""
 
     kind: ClassVar[str] = "ready"
 
 
 class Refused(Message, frozen=True, tag=4):
-    """A message to incarnation ``about`` was not taken, and why."""
+    """Says that a message to incarnation ``about`` was refused, and why."""
 
     kind: ClassVar[str] = "refused"
 
     about: int
+    """The incarnation to which the refused message was addressed."""
     reason: str
     version: int = VERSION
+    """The `VERSION` of the agent that refuses."""
 
 
 class Goodbye(Message, frozen=True, tag=5):
-    """The sender leaves; nothing more will come from it. ``orderly``: as all do, the world having ended."""
+    """Says that the sender leaves; nothing more will come from it. ``orderly``: the whole world has ended."""
 
     kind: ClassVar[str] = "goodbye"
 
     reason: str
+    """Completes "worker1 ..." in the errors of those that waited for the sender."""
     orderly: bool = False
 
 
 class Ping(Message, frozen=True, tag=6):
-    """Asks for a Pong: are you there, what has reached you, what are you doing?"""
+    """Asks for a Pong: whether the receiver is there, what has reached it, what it is doing."""
 
     kind: ClassVar[str] = "ping"
 
     number: int
+    """Counts the pings to this receiver."""
 
 
 class Pong(Message, frozen=True, tag=7):
-    """Answers a Ping."""
+    """Answers the Ping with the same number. ``doing`` says in a few words what runs there."""
 
     kind: ClassVar[str] = "pong"
 
@@ -275,40 +322,52 @@ class Pong(Message, frozen=True, tag=7):
 
 
 class Call(Carrier, frozen=True, tag=8):
-    """Run a function (or fetch a value); the body is ``(function, args, kwargs)``."""
+    """Asks to run a function, or to fetch a value. The body is ``(function, args, kwargs)``; a fetch has none."""
 
     id: int
+    """The caller's number for the call."""
     mode: int
+    """A `Mode`."""
     function: str
+    """The function's name, for errors and displays."""
     payload: Payload
     builtin: bool = False
+    """True for an operator of torch."""
     result: Fork | None = None
+    """The caller's fork of the value that the call makes; None if the result comes back."""
     target: GlobalId | None = None
+    """The id of the value that the call works on; None if it works on none."""
     origin: str = ""
-    """Whose work this is: the id of the message with which the user's cell began."""
+    """The id of the message with which the user's cell began, for whose work the call is made."""
     recording: Recording | None = None
+    """The autograd context in which the call was made."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The word for what the call does, by its mode."""
+        """The word for the call, by its mode."""
         return _CALL_KINDS[self.mode]
 
 
 class Reply(Carrier, frozen=True, tag=9):
-    """The outcome of a call."""
+    """Answers a call, with a value or an error."""
 
     kind: ClassVar[str] = "reply"
 
     id: int
+    """The caller's number for the call."""
     ok: bool
+    """False if the value is an error's description (`nbdist.rpc.failures.Failure`), or if definitions are missing."""
     payload: Payload
     state: State | None = None
+    """The description of the value, if it stays with the callee."""
     missing: list[tuple[str, str]] = []
+    """The definitions that the call names, by name and digest, if the callee lacks one. Then it has run nothing."""
     recording: Recording | None = None
+    """The autograd context of the call, and the edge that the result's tensors make."""
 
 
 class ForkRequest(Message, frozen=True, tag=10):
-    """User to owner: I hold this fork."""
+    """User to owner: count this fork, which I hold."""
 
     kind: ClassVar[str] = "fork_request"
     must_arrive: ClassVar[bool] = True
@@ -318,7 +377,7 @@ class ForkRequest(Message, frozen=True, tag=10):
 
 
 class ForkConfirm(Message, frozen=True, tag=11):
-    """Owner to user: I know that you do."""
+    """Owner to user: your fork is counted. ``gone``: the value does not exist any more."""
 
     kind: ClassVar[str] = "fork_confirm"
     must_arrive: ClassVar[bool] = True
@@ -326,11 +385,12 @@ class ForkConfirm(Message, frozen=True, tag=11):
     rref: GlobalId
     fork: GlobalId
     state: State | None = None
+    """The description of the value, if it exists."""
     gone: bool = False
 
 
 class ChildAccept(Message, frozen=True, tag=12):
-    """User to the user it got the fork from: the owner knows me, you may let go."""
+    """User to the user that handed over the fork: the owner counts it, so your own fork may end."""
 
     kind: ClassVar[str] = "child_accept"
     must_arrive: ClassVar[bool] = True
@@ -339,7 +399,7 @@ class ChildAccept(Message, frozen=True, tag=12):
 
 
 class UserDelete(Message, frozen=True, tag=13):
-    """User to owner: this fork is no more."""
+    """User to owner: this fork has ended."""
 
     kind: ClassVar[str] = "user_delete"
     must_arrive: ClassVar[bool] = True
@@ -349,13 +409,14 @@ class UserDelete(Message, frozen=True, tag=13):
 
 
 class RRefState(Message, frozen=True, tag=14):
-    """Owner to users: the value has come to be (or failed to)."""
+    """Owner to users: the value now exists, or the error in its place."""
 
     kind: ClassVar[str] = "rref_state"
     must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
     state: State
+    """The description of the value, or of the error."""
 
 
 class AskShutdown(Message, frozen=True, tag=15):
@@ -366,14 +427,16 @@ class AskShutdown(Message, frozen=True, tag=15):
     round: int
     done: bool
     waits_for: tuple[str, str]
-    """Who keeps the next round from beginning, and what they are to do; empty texts before anything is known."""
+    """The names that keep the next round from beginning, and what they are to do; empty texts if that is not known."""
     look: int
+    """The number of the look at all members to which this question belongs."""
 
 
 class ShutdownState(Message, frozen=True, tag=16):
-    """Member to leader: reached this round, and has sent so many messages; ``active`` things are under way here.
+    """Member to leader: the round it has reached, the messages it has sent, and how many things are under way there.
 
-    ``look`` is the question's own: an answer to an earlier look is older than what that look saw of others.
+    ``look`` comes from the question: an answer to an earlier look may be older than what this look saw of other
+    members.
     """
 
     kind: ClassVar[str] = "shutdown_state"
@@ -389,11 +452,12 @@ class Cast(Carrier, frozen=True, tag=17):
 
     topic: str
     data: bytes
+    """A small header of the higher layer, in an encoding of its own."""
     payload: Payload
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The topic, which stands for the message as well."""
+        """The topic, which names the message."""
         return self.topic
 
 
@@ -404,30 +468,33 @@ class Stop(Message, frozen=True, tag=18):
     must_arrive: ClassVar[bool] = True
 
     id: int
+    """The caller's number for the call."""
 
 
 class GiveBack(Message, frozen=True, tag=19):
-    """Receiver to owner of an arena: what is in the envelope goes back, as nothing else went that way."""
+    """Receiver to owner of an arena: takes back the blocks in its envelope, because no other message went that way."""
 
     kind: ClassVar[str] = "give_back"
     must_arrive: ClassVar[bool] = True
     gives_back: ClassVar[bool] = True
 
     shared: list[tuple[int, int]]
-    """These, too; but a forked process may still read them, and they must not be used again."""
+    """Blocks that a forked process may still read: they also go back, but must never be used again."""
 
 
 if TYPE_CHECKING:
     AnyMessage = Message
 else:
-    AnyMessage = Union[tuple(set(Message.__subclasses__()) - {Carrier} | set(Carrier.__subclasses__()))]  # noqa: UP007  # what a decoder has to be told
+    # The union of all types of messages, which the decoder needs.
+    AnyMessage = Union[tuple(set(Message.__subclasses__()) - {Carrier} | set(Carrier.__subclasses__()))]  # noqa: UP007
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """Who speaks to whom, and what has arrived so far.
+    """The header around a message: who speaks to whom, and what has arrived so far.
 
-    ``seq`` numbers what must arrive (0: what need not). ``ack`` and ``more`` say what has arrived from the
-    other side: all up to ``ack``, and those above it. Below ``base`` the sender awaits nothing any more.
+    ``seq`` is the number of a message that must arrive, and 0 for others. ``ack`` and ``more`` acknowledge the other
+    side's messages: all up to ``ack``, and those in ``more``. ``base`` is the lowest number that the sender may still
+    send: its messages with lower numbers have been acknowledged or given up.
     """
 
     sender: int
@@ -444,16 +511,17 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode_envelope: Callable[[Envelope], bytes] = msgspec.msgpack.Encoder().encode
-"""Write the first frame of a message."""
+"""Encode an envelope as the first frame of a message."""
 
 decode: Callable[[bytes], Envelope] = msgspec.msgpack.Decoder(Envelope).decode
-"""Read a first frame, as `decode_envelope` does, but raise one of `NOT_A_MESSAGE` for garbage."""
+"""Decode a first frame, as `decode_envelope` does, but raise one of `NOT_A_MESSAGE` for garbage."""
 
 NOT_A_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""The errors that `decode` raises for garbage."""
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Read a first frame; garbage is a ProtocolError, and nothing in it can run code."""
+    """Decode a first frame; raise ProtocolError for garbage. Nothing in it can run code."""
     try:
         return decode(frame)
     except NOT_A_MESSAGE as error:

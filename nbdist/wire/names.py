@@ -1,6 +1,6 @@
-"""Functions and classes by reference: ``module:qualified.name`` and back.
+"""Names functions and classes for other processes as ``module:qualified.name``, and finds them by that name.
 
-``torch.add`` and its like carry no usable module name; they are looked for where torch keeps them.
+``torch.add`` and its like have no usable module name. They are looked for where torch keeps them.
 """
 
 from __future__ import annotations
@@ -20,31 +20,37 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 """The modules whose definitions may differ between workers."""
 
 _PYTHON = (types.FunctionType, types.MethodType, type)
+"""The types of functions that are written in Python, and classes."""
 _TORCH_HOMES = (
     ("torch", torch),
     ("torch.nn.functional", torch.nn.functional),
     ("torch", torch.Tensor),
 )
+"""The namespaces in which torch's functions are looked for, each with the module's name."""
 
 
 class Named(NamedTuple):
-    """What has to be known of a function to call it elsewhere."""
+    """The facts about a function that a call needs."""
 
     name: str | None
-    """As by `name_of`."""
+    """The result of `name_of`."""
     label: str
-    """As by `display_name`."""
+    """The result of `display_name`."""
     builtin: bool
-    """As by `is_builtin`."""
+    """The result of `is_builtin`."""
 
 
 _MOST = 1024
+"""The most functions that `describe` remembers."""
 _described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
-"""By the function's id: itself, the namespace where it was found, the name it has there, and what is known of it."""
+"""The cache of `describe`, by the function's id: function, the namespace that has it, its name there, the facts."""
 
 
 def describe(function: Any) -> Named:
-    """What has to be known of ``function``; what was found out is remembered for as long as it is true."""
+    """Return the facts about ``function`` that a call needs. They are cached while the function's module still has it.
+
+    A function of ``__main__`` has no name for other processes: it travels with its digest (`nbdist.wire.definitions`).
+    """
     if type(function) is types.FunctionType and function.__module__ in MAIN_NAMES:
         return Named(None, function.__qualname__ or function.__name__, False)
     entry = _described.get(id(function))
@@ -62,7 +68,11 @@ def describe(function: Any) -> Named:
 
 
 def name_of(function: Any) -> str | None:
-    """How another process finds ``function``; None where it cannot, or where ``__main__`` decides."""
+    """Return the name by which another process finds ``function``; None if it cannot, or if ``__main__`` defines it.
+
+    The name is checked: this process finds the same object by it. Lambdas, functions inside functions, and methods of
+    an object that is no class have none.
+    """
     if isinstance(function, types.BuiltinFunctionType):
         name = function.__name__
         if getattr(torch, name, None) is function:
@@ -77,12 +87,14 @@ def name_of(function: Any) -> str | None:
         return None
     if isinstance(module, str) and _walk(sys.modules.get(module), qualname) is function:
         return f"{module}:{qualname}"
+    # An operator of torch says nothing useful of its module.
     short = qualname.rpartition(".")[2]
     for home, namespace in _TORCH_HOMES:
         if getattr(namespace, short, None) is function:
             inner = f"Tensor.{short}" if namespace is torch.Tensor else short
             return f"{home}:{inner}"
     if isinstance(function, types.MethodType) and isinstance(module, str):
+        # A class method: each lookup makes a new object, so it is compared by value.
         found = _walk(sys.modules.get(module), qualname)
         if isinstance(found, types.MethodType) and found == function:
             return f"{module}:{qualname}"
@@ -90,6 +102,7 @@ def name_of(function: Any) -> str | None:
 
 
 def _walk(module: Any, qualname: str) -> Any:
+    """Return the object under a dotted name in a module; None if there is none."""
     found = module
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -99,9 +112,13 @@ def _walk(module: Any, qualname: str) -> Any:
 
 
 def resolve(name: str) -> Any:
-    """The object that ``name_of`` named, imported if need be."""
+    """Return the object that `name_of` named; import its module if need be.
+
+    Raises DecodeError if this process has no such module, or no such object in it.
+    """
     module_name, _, qualname = name.partition(":")
     module = sys.modules.get(module_name)
+    # The usual case: the module is loaded, and the name has no dots.
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         found = getattr(module, qualname, None)
         if found is not None:
@@ -126,12 +143,12 @@ def resolve(name: str) -> Any:
 
 
 def is_builtin(function: Any) -> bool:
-    """Whether ``function`` is one of torch's operators, rather than somebody's Python."""
+    """Return whether ``function`` is one of torch's operators, rather than a Python function."""
     return not isinstance(function, _PYTHON) and (getattr(torch, getattr(function, "__name__", ""), None) is function)
 
 
 def display_name(function: Any) -> str:
-    """A short name for messages to people."""
+    """Return a short name of ``function`` for messages to people."""
     name = None if is_builtin(function) else getattr(function, "__qualname__", None)
     name = name or getattr(function, "__name__", None)
     if isinstance(name, str):

@@ -1,14 +1,32 @@
-"""The protocol with one other agent: each message exactly once, in any order, or the peer is lost.
+"""The protocol with one other agent: each message that must arrive is handled exactly once, in any order.
 
-Pure: time and messages go in, frames to transmit come out. A message that must arrive gets a number and is kept
-until acknowledged; acknowledgements ride on whatever goes the other way, or go alone after a moment. A `UserDelete`,
-for which nobody waits, rides on the next message that must arrive (`Peer.send_later`), or goes alone as well. Nothing
-is resent on suspicion: a *ping* that overtakes nothing asks what has arrived, and only what the answer lacks is sent
-again. The receiver drops what it has seen, so a call runs at most once (G2) on a channel that loses, doubles and
-reorders.
+It is not handled at all if the peer is lost, or if the message is given up after many tries.
 
-Silence makes a remote peer suspect and then lost (G3). A peer in a process of this host is never judged by
-its silence, which a long C call explains; that its process lives is watched elsewhere.
+Pure: messages and the time go in, frames to transmit come out. The life of a message that must arrive::
+
+    send ──> kept ──┬── acknowledged ────────────────────────────────> forgotten
+              ^     ├── the channel refuses it (`failed`) ──┐
+              │     ├── a pong shows it missing (`ponged`) ──┤
+              │     │                                        v
+              └─────┼─────────────────────────────────── sent again (`_again`)
+                    └── sent 1 + `retries` times ──> `Undelivered` ──> forgotten
+
+The `Standing` of a peer on another host (G3). `lose` makes any peer LOST; until then, a peer on this host is LIVE::
+
+    LIVE ── silent for 5 s ──> SUSPECT ── silent for 12 s ──> LOST
+     ^                            │
+     └───── a message arrives ────┘
+
+A message that must arrive gets a number and is kept until it is acknowledged. Acknowledgements ride on whatever goes
+the other way, or go alone after a moment. A `UserDelete`, for which nobody waits, rides on the next message that must
+arrive (`Peer.send_later`), or goes alone after a moment, too.
+
+No message is sent again only because time has passed. A *ping* asks what has arrived. A message is sent again if it was
+sent before the ping and the answer does not acknowledge it, or if the channel refused it. The receiver drops a message
+that it has received before, so a call runs at most once (G2) on a channel that loses, doubles and reorders messages.
+
+The silence of a peer in a process of this host proves nothing, because a long call into C explains it. There
+`nbdist.channel.liveness` watches the process instead.
 """
 
 from __future__ import annotations
@@ -44,29 +62,37 @@ __all__ = [
 ]
 
 _ACK_DELAY = 0.05
+"""Seconds for which an acknowledgement waits for a message on which it can ride."""
 _ACK_BYTES = 1 << 20
+"""Bytes of messages above which the acknowledgement goes out at once, so that the sender can free them."""
 _DELETE_DELAY = 0.05
-"""Seconds for which a released fork waits for a message that can take it along."""
+"""Seconds for which the delete of a fork waits for a message on which it can ride."""
 PING_FIRST = 0.5
-"""Seconds after which the first ping asks for a message: what was just sent wants nothing done before."""
+"""Seconds after which the first ping asks for a message: a message that was just sent needs no attention before."""
 _PING_MOST = 5.0
+"""The longest time in seconds between two pings for messages that are not acknowledged; it doubles up to here."""
 _RETRY_FIRST = 0.05
+"""Seconds until a message that the channel refused is tried again; they double with each try, up to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
 _MORE = 64
+"""The most numbers above the mark that one envelope acknowledges."""
 
 
 @dataclass(frozen=True)
 class PeerLimits:
-    """When to lose patience; all in seconds but ``retries``."""
+    """When to give up on a peer: ``retries`` counts the repeats of a message, the others are in seconds."""
 
     suspect_after: float = 5.0
+    """Seconds of silence after which a peer on another host is suspect."""
     lost_after: float = 12.0
+    """Seconds of silence after which it is lost."""
     heartbeat: float = 1.0
+    """Seconds of silence after which it is pinged."""
     retries: int = 20
 
 
 class Standing(Enum):
-    """What is believed of a peer."""
+    """Says whether a peer is believed to be alive."""
 
     LIVE = "live"
     SUSPECT = "suspect"
@@ -74,7 +100,7 @@ class Standing(Enum):
 
 
 class Outgoing:
-    """A message ready for the channel; ``seq`` is 0 where nobody waits for its arrival, and else it is kept."""
+    """A message ready for the channel. ``seq`` is its number, and 0 for a message that need not arrive."""
 
     __slots__ = ("back", "deletes", "frames", "holds", "message", "pings", "retry_at", "sent_at", "seq", "tries")
 
@@ -92,38 +118,42 @@ class Outgoing:
         self.seq = seq
         self.message = message
         self.frames = frames
+        """The envelope and the frames after it."""
         self.back = back
-        """The blocks that it gives back."""
+        """The blocks of the receiver's arena that the message gives back."""
         self.deletes = deletes
-        """The released forks that it takes along."""
+        """The deletes that the message takes along."""
         self.holds = holds
+        """Kept as long as this object, so until the message has arrived."""
         self.sent_at = now
         self.pings = pings
-        """How many pings had gone out before it did."""
+        """The number of pings that went out before the message."""
         self.tries = 1
+        """The number of times that it was given to the channel."""
         self.retry_at = math.inf
+        """The moment at which to try again after the channel refused it; infinite otherwise."""
 
 
 class Transmit(NamedTuple):
-    """Do: hand this to the channel."""
+    """Instruction: give this message to the channel."""
 
     outgoing: Outgoing
 
 
 class Suspect(NamedTuple):
-    """Know: the peer has been silent for a while."""
+    """Notice: the peer has been silent for ``silent`` seconds."""
 
     silent: float
 
 
 class Lost(NamedTuple):
-    """Know: the peer has been silent for too long."""
+    """Notice: the peer has been silent for too long, and is lost."""
 
     silent: float
 
 
 class Undelivered(NamedTuple):
-    """Know: a message was tried as often as allowed, and is given up."""
+    """Notice: a message was tried as often as allowed, and is given up."""
 
     message: Message
 
@@ -132,14 +162,14 @@ Action = Transmit | Suspect | Lost | Undelivered
 
 
 class SeqSet:
-    """A growing set of numbers from 1 on, as a mark below which all are in, and the few above it."""
+    """A growing set of numbers from 1 on: a mark up to which all are in the set, and the few above it."""
 
     def __init__(self) -> None:
         self.mark = 0
         self.above: set[int] = set()
 
     def add(self, number: int) -> bool:
-        """Whether ``number`` was new."""
+        """Add ``number``; return whether it was new."""
         if number == self.mark + 1 and not self.above:
             self.mark = number
             return True
@@ -150,67 +180,87 @@ class SeqSet:
         return True
 
     def advance(self, mark: int) -> None:
-        """Take all up to ``mark`` as in."""
+        """Add all numbers up to ``mark``."""
         if mark > self.mark:
             self.mark = mark
             self.above = {number for number in self.above if number > mark}
             self._settle()
 
     def _settle(self) -> None:
+        """Move the mark up over numbers that follow it."""
         while self.mark + 1 in self.above:
             self.mark += 1
             self.above.discard(self.mark)
 
 
 class Peer:
-    """What one agent knows about the exchange with another."""
+    """The state of the protocol with one other agent. Not thread-safe: the caller holds `Links._lock`."""
 
     def __init__(self, me: int, other: int, limits: PeerLimits, now: float, *, watch_silence: bool) -> None:
+        """Begin with nothing sent or received. ``watch_silence``: whether silence makes the peer suspect and lost."""
         self.standing = Standing.LIVE
+        """LIVE until silence or `lose` changes it. A LOST peer stays lost."""
         self.doing = ""
+        """A few words on what the peer was running, from its last pong."""
         self.doing_at = -math.inf
+        """The moment of that pong."""
         self.definitions: set[str] = set()
+        """The digests of the definitions of our ``__main__`` that the peer is known to have."""
         self.lacking: set[str] = set()
+        """The digests of the definitions that the peer has said it lacks."""
         self.duplicates = 0
+        """The number of messages that were dropped because they had been received before."""
         self.resent = 0
+        """The number of times that a message was sent again."""
         self._me = me
         self._other = other
         self._limits = limits
         self._watch = watch_silence
+        """True for a peer on another host: its silence counts."""
         self._heard = now
+        """The moment at which anything last arrived from the peer."""
         self.next_seq = 1
-        """The number that the next message which must arrive will have."""
+        """The number of the next message that must arrive."""
         self._first = 1  # the lowest that is kept, or the next one: a dict whose front is deleted is slow to find it
         self._kept: dict[int, Outgoing] = {}
+        """The messages that are sent and not acknowledged, by number."""
         self._arrived = SeqSet()
+        """The numbers of the peer's messages that have arrived."""
         self.ack_due = math.inf
-        """When an acknowledgement is to go out alone: all that a message which has come may want done soon."""
+        """The moment at which an acknowledgement must go out alone; infinite if none is owed."""
         self._ack_bytes = 0
+        """Bytes of messages that have arrived and are not acknowledged yet."""
         self._deletes: list[UserDelete] = []
+        """The deletes that wait for a message to ride on."""
         self._deletes_due = math.inf
+        """The moment at which they go alone."""
         self._pings = 0
+        """The number of pings sent."""
         self._ping_sent = -math.inf
+        """The moment of the last ping."""
         self._ping_wait = PING_FIRST
+        """Seconds from the last ping, or the oldest message, to the next ping."""
         self._retrying = 0
+        """The number of kept messages that the channel refused and that will be tried again."""
 
     @property
     def outstanding(self) -> int:
-        """How many messages the peer has not acknowledged. Queued deletes count."""
+        """The number of messages that the peer has not acknowledged. Queued deletes count."""
         return len(self._kept) + len(self._deletes)
 
     def silent_for(self, now: float) -> float:
-        """Seconds since anything was heard."""
+        """Return the seconds since anything was received from the peer."""
         return now - self._heard
 
     def is_unacknowledged(self, seq: int) -> bool:
-        """Whether message ``seq`` is not known to have arrived."""
+        """Return whether message ``seq`` is not known to have arrived."""
         return seq in self._kept
 
     def keeps(self, message: Message) -> bool:
-        """Return whether a message has been sent that must arrive and is not known to have."""
+        """Return whether a message that must arrive was sent and is not known to have arrived."""
         return any(kept.message is message for kept in self._kept.values())
 
-    # -- what goes out ------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------
 
     def send(
         self,
@@ -220,9 +270,10 @@ class Peer:
         holds: Any = None,
         back: list[tuple[int, int]] | None = None,
     ) -> Outgoing:
-        """The message as it goes to the channel; ``holds`` lives until it has arrived.
+        """Return a message in the form in which it goes to the channel; number and keep it if it must arrive.
 
-        ``back`` are blocks that it gives back; only a message that must arrive can.
+        ``holds`` is kept until the message has arrived. ``back`` are blocks that the message gives back; only a message
+        that must arrive may have some. A message that must arrive also takes along all queued deletes.
         """
         seq = self.next_seq if message.must_arrive else 0
         if back is None:
@@ -231,7 +282,8 @@ class Peer:
         first = self._envelope(seq, message, back, deletes)
         outgoing = Outgoing(seq, message, [first, *frames], back, deletes, holds, now, self._pings)
         if seq:
-            # In this order, and last: a Ctrl-C before leaves the peer as it was, and no number without its message.
+            # Last, and in this order: no number is without a message. Ctrl-C before this leaves the peer as it was,
+            # except that an acknowledgement may be lost; the other side's next ping asks for it.
             self._kept[seq] = outgoing
             self.next_seq = seq + 1
             if deletes:
@@ -239,19 +291,23 @@ class Peer:
         return outgoing
 
     def send_later(self, message: UserDelete, now: float) -> float:
-        """Queue a delete for the next message that must arrive. Return the time at which it is sent alone."""
+        """Queue a delete for the next message that must arrive; return the moment at which it goes alone.
+
+        A delete alone costs a message and an acknowledgement; most agents have something else to say to each other
+        soon.
+        """
         self._deletes.append(message)
         self._deletes_due = min(self._deletes_due, now + _DELETE_DELAY)
         return self._deletes_due
 
     def send_waiting(self, now: float) -> Outgoing | None:
-        """Return a message that takes along all that `send_later` has queued; None if there is nothing."""
+        """Return a message that takes along all queued deletes; None if there are none."""
         if not self._deletes:
             self._deletes_due = math.inf
             return None
         last = self._deletes.pop()
         try:
-            outgoing = self.send(last, (), now)  # it takes the others along
+            outgoing = self.send(last, (), now)  # this message takes the other deletes along
         except BaseException:  # Ctrl-C
             self._deletes.append(last)
             raise
@@ -259,7 +315,10 @@ class Peer:
         return outgoing
 
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
-        """Write an envelope, which acknowledges what has arrived until now."""
+        """Encode an envelope. It acknowledges what has arrived until now, but at most `_MORE` numbers above the mark.
+
+        So an acknowledgement that was due need not go out alone any more.
+        """
         arrived = self._arrived
         more = sorted(arrived.above)[:_MORE] if arrived.above else []
         self.ack_due = math.inf
@@ -269,13 +328,16 @@ class Peer:
         )
 
     def refused(self, outgoing: Outgoing, now: float) -> None:
-        """Forget a message that is not tried again, and queue once more the deletes that it carried."""
+        """Forget a message that will not be tried again, and queue the deletes that it carried.
+
+        Deletes must arrive, even if the message that carried them is given up.
+        """
         self.withdraw(outgoing.seq)
         for delete in outgoing.deletes:
             self.send_later(delete, now)
 
     def withdraw(self, seq: int) -> None:
-        """Forget a message: it has arrived, or is given up."""
+        """Forget a kept message: it has arrived, or is given up. Its holds may end with that."""
         kept = self._kept.pop(seq, None)
         if kept is not None and kept.retry_at != math.inf:
             self._retrying -= 1
@@ -283,7 +345,11 @@ class Peer:
             self._first += 1
 
     def failed(self, seq: int, now: float) -> None:
-        """The channel refused the message: try again after a while."""
+        """Note that the channel refused a message: try it again after a while.
+
+        The wait doubles with each try, from `_RETRY_FIRST` to `_RETRY_MOST`. Does nothing for a message that need not
+        arrive.
+        """
         kept = self._kept.get(seq)
         if kept is not None:
             if kept.retry_at == math.inf:
@@ -291,27 +357,33 @@ class Peer:
             kept.retry_at = now + min(_RETRY_FIRST * 2 ** (kept.tries - 1), _RETRY_MOST)
 
     def ping(self, now: float) -> Outgoing:
-        """Ask for a sign of life, now."""
+        """Return a ping to send now: it asks whether the peer is alive and what has arrived."""
         self._pings += 1
         self._ping_sent = now
         return self.send(Ping(self._pings), (), now)
 
-    # -- what comes in ------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------
 
     def receive(self, envelope: Envelope, size: int, now: float) -> bool:
-        """Take note of an envelope; whether its message is new and to be acted upon."""
+        """Take note of an envelope that has arrived; return whether its message is new and must be handled.
+
+        The peer is alive, whatever the message is. The acknowledgements in the envelope are applied first. If the
+        message has a number, its own acknowledgement is due after `_ACK_DELAY`; at once after many bytes, or if the
+        message came before.
+        """
         self._heard = now
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE
         if self._kept and (envelope.ack >= self._first or envelope.more):
             self._acknowledged(envelope.ack, envelope.more)
         arrived, seq = self._arrived, envelope.seq
+        # The sender does not wait for these any more: it has given them up. Do not wait for them, either.
         if envelope.base > arrived.mark + 1:
             arrived.advance(envelope.base - 1)
         if not seq:
             return True
         if seq == arrived.mark + 1 and not arrived.above:
-            arrived.mark = seq  # in order, as almost all come
+            arrived.mark = seq  # in order, as almost all messages are
         elif not arrived.add(seq):
             self.duplicates += 1
             self.ack_due = now
@@ -338,14 +410,22 @@ class Peer:
             self._ping_wait = PING_FIRST
 
     def ponged(self, pong: Pong, now: float) -> list[Action]:
-        """What has not arrived although the ping behind it has, goes again."""
+        """Take note of a pong; return the messages to send again or to give up: those that have not arrived.
+
+        The envelope of the pong has acknowledged what has arrived (`receive`). A message that was sent before the ping
+        and is still kept must have been lost, or be very late.
+        """
         self.doing, self.doing_at = pong.doing, now
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
         if late:
-            self._ping_wait = PING_FIRST  # it listens: what was lost is not to wait for long again
+            self._ping_wait = PING_FIRST  # the peer is alive: lost messages should not wait long for the next ping
         return [action for kept in late for action in self._again(kept, now)]
 
     def _again(self, kept: Outgoing, now: float) -> list[Action]:
+        """Send a kept message again, with a new envelope, or give it up if it was tried too often.
+
+        The envelope is new because its acknowledgements are. The number stays, by which the receiver knows the message.
+        """
         if kept.retry_at != math.inf:
             kept.retry_at = math.inf
             self._retrying -= 1
@@ -359,10 +439,13 @@ class Peer:
         kept.frames[0] = self._envelope(kept.seq, kept.message, kept.back, kept.deletes)
         return [Transmit(kept)]
 
-    # -- time ---------------------------------------------------------------------------------
+    # -- the clock ----------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """What is due at ``now``."""
+        """Return what is due at ``now``: messages to transmit, and notices about the peer.
+
+        `Lost` is returned once, and alone: nothing is due for a lost peer.
+        """
         if self.standing is Standing.LOST:
             return []
         actions: list[Action] = []
@@ -388,6 +471,11 @@ class Peer:
         return actions
 
     def _ping_due(self) -> float:
+        """Return when to ping next: for messages that are not acknowledged, or as a heartbeat.
+
+        Pings for the oldest message begin `PING_FIRST` after it was sent, and become rarer. A heartbeat goes to a peer
+        on another host after each second of silence.
+        """
         due = math.inf
         if self._kept:
             due = max(self._kept[self._first].sent_at, self._ping_sent) + self._ping_wait
@@ -396,7 +484,7 @@ class Peer:
         return due
 
     def next_tick(self) -> float:
-        """When `tick` has something to do, if nothing happens before."""
+        """Return when `tick` will have something to do if nothing happens before."""
         if self.standing is Standing.LOST:
             return math.inf
         due = min(self.ack_due, self._deletes_due, self._ping_due())
@@ -408,7 +496,7 @@ class Peer:
         return due
 
     def lose(self) -> None:
-        """The peer is gone: forget what was kept for it."""
+        """Mark the peer as lost, and forget everything that was kept for it. No tick does anything afterwards."""
         self.standing = Standing.LOST
         self._kept.clear()
         self._first = self.next_seq

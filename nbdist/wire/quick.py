@@ -1,9 +1,13 @@
-"""The usual arguments and results, without a pickler's machinery: atoms, and some tensors and references among them.
+"""Encodes the usual arguments and results without a pickler: atoms, with a few tensors and references among them.
 
-A pickler that looks for tensors calls Python for every object that it meets, and is itself an object with a buffer
-and a memo, to be made for each message; of a small call that is the larger part. Here what needs more than a pickle is
-taken out of the places where it usually is: it is the whole value, or an item of it, or an argument of a call. What
-is left, with a hole in each of these places, are atoms, which one call of C pickles.
+A pickler that looks for tensors calls Python for every object that it meets, and it is itself an object with a buffer
+and a memo, made anew for each message. That is most of the cost of a small call. Here, tensors and references are taken
+out of the places where they usually are: the whole value, an item of it, or an argument of a call. What is left, with a
+hole in each of these places, are atoms, which one call of C pickle encodes. In the message of a call of ``f``::
+
+    ("module:f", (1, tensor, rref), {"scale": 2})             the value
+    ("module:f", [1, None, None, 2], ("scale",))              the body, a pickle of atoms
+    [(1, TENSOR, 0), (2, REFERENCE, 0)]                       the holes: place, kind, which one of that kind
 """
 
 from __future__ import annotations
@@ -39,18 +43,25 @@ __all__ = [
 ]
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+"""The types that plain pickle carries, and that cannot refer to anything else."""
 _FEW = 64
+"""The most items that a value may have for `form_of` to look at them."""
 
 
 PLAIN, WHOLE, TUPLE, LIST, CALL, OTHER = range(6)
-"""The forms of values. A payload has one of them if there are holes in its body, and else 0."""
+"""The forms of values. `Payload.form` is one of them if the body has holes, and else 0."""
 
 TENSOR, RECORDED, REFERENCE = 0, 1, 2
-"""What belongs in a hole."""
+"""The kinds of things that belong in a hole."""
 
 
 def form_of(value: Any, references: Collection[type]) -> int:
-    """How to look at ``value``: `PLAIN` where there are atoms only, `OTHER` where it is not of the usual kind."""
+    """Return the form of ``value``: `PLAIN` if it has only atoms, `OTHER` if this module cannot encode it.
+
+    ``references`` are the types that travel as forks. A tuple of a name, a tuple and a dict has the form `CALL`: it is
+    a call's function, arguments and keyword arguments. Only the first level is looked at: a list within a list is
+    `OTHER`.
+    """
     kind = type(value)
     if kind in ATOMS:
         return PLAIN
@@ -80,14 +91,21 @@ def form_of(value: Any, references: Collection[type]) -> int:
 
 
 def items_of(value: Any, form: int) -> Iterable[Any]:
-    """What may have to be replaced in ``value``, in the order of the holes' numbers."""
+    """Return the items of ``value`` that may have to be taken out, in the order of the holes' numbers.
+
+    The holes of a call count its arguments first, and then the values of its keyword arguments.
+    """
     if form == CALL:
         return (*value[1], *value[2].values()) if value[2] else value[1]
     return (value,) if form == WHOLE else value
 
 
 def leave_holes(value: Any, form: int, holes: Sequence[Hole]) -> bytes:
-    """The pickle of ``value`` with nothing in the places of the holes."""
+    """Return the pickle of ``value`` with None in the place of each hole.
+
+    A value that is one hole (`WHOLE`) has an empty body. The values of a call's keyword arguments follow its positional
+    arguments, and their names go separately, so that one number says which argument a hole is.
+    """
     if form == WHOLE:
         return b""
     if form == CALL:
@@ -111,7 +129,12 @@ def encode(
     receiver: str,
     space: Space | None,
 ) -> Encoded:
-    """Encode a ``value`` of that ``form``; the arguments are those of `nbdist.wire.encoding.encode`."""
+    """Encode a ``value`` of that ``form``; the other arguments are those of `nbdist.wire.encoding.encode`.
+
+    A tensor or reference that occurs twice travels once, and is one object for the receiver, too.
+
+    Raises EncodeError for a reference without a ``forker``, and for a tensor on a device that no device map names.
+    """
     holes: list[Hole] = []
     taken: list[torch.Tensor] = []
     index_of: dict[int, int] = {}
@@ -125,7 +148,7 @@ def encode(
             continue
         if kind in reference_types:
             if forker is None:
-                raise EncodeError("cannot be sent: a remote reference can only travel in a call")
+                raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")
             index = index_of.get(id(item))
             if index is None:
                 index = index_of[id(item)] = len(forks)
@@ -142,11 +165,13 @@ def encode(
                     recorded_at.append(index)
                 else:
                     requires_grad = True
+        # The hole of a recorded tensor has its index among the recorded ones.
         if recorded and index in recorded_at:
             holes.append((at, RECORDED, recorded_at.index(index)))
         else:
             holes.append((at, TENSOR, index))
     body = leave_holes(value, form, holes)
+    # Most messages have one small tensor, which needs no bookkeeping of storages.
     if len(taken) == 1 and (alone := pack_alone(taken[0], bool(recorded), space)) is not None:
         meta, data = alone
         payload = Payload([(0, 0, len(data))], [meta], forks, recorded=recorded_at, form=form, holes=holes)
@@ -162,11 +187,15 @@ def encode(
 def decode(
     payload: Payload, frames: Sequence[bytes], leased: Sequence[Buffer], references: Sequence[Any], attach: Attach
 ) -> Any:
-    """Return the value in ``frames``, which `encode` made; ``leased`` is the shared memory that came with it."""
+    """Return the value in ``frames``, which `encode` made. ``leased`` is the shared memory that came with the message.
+
+    Raises DecodeError for a form that this version does not know.
+    """
     metas, where, data = payload.tensors, payload.buffers, frames[1:]
     alone = unpack_alone(metas[0], where, data) if len(metas) == 1 else None
     tensors = [alone] if alone is not None else unpack_tensors(metas, where, data, leased)
     recorded = with_history([tensors[place] for place in payload.recorded], attach) if payload.recorded else ()
+    # In the order of the kinds: TENSOR, RECORDED, REFERENCE are the indices.
     found = (tensors, recorded, references)
     form, holes = payload.form, payload.holes
     if form == WHOLE:
@@ -181,10 +210,11 @@ def decode(
     if form == CALL:
         if not keys:
             return name, tuple(rest), {}
+        # The last values belong to the keywords.
         count = len(rest) - len(keys)
         return name, tuple(rest[:count]), dict(zip(keys, rest[count:], strict=True))
     if form == TUPLE:
         return tuple(rest)
     if form == LIST:
         return rest
-    raise DecodeError(f"there are no values of form {form}")
+    raise DecodeError(f"the message's body has form {form}, which this version does not know")

@@ -1,4 +1,4 @@
-"""What the layers above teach the codec: types that travel as references, and reducers for classes."""
+"""The types and reducers that the layers above register with the codec."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ reference_types: set[type] = set()
 """The types whose instances travel as forks."""
 
 reducers: dict[type, Callable[[Any], Any]] = {}
-"""How to pickle instances of a class, by class."""
+"""The function that pickles instances of a class, by class."""
 
 
 class Forker(Protocol):
-    """Hands a reference over: what the layer above does when one is met inside a message."""
+    """Makes the forks of the references in one message; the layer above has one for each message."""
 
     def fork(self, reference: Any) -> Fork:
-        """Describe a new fork of ``reference`` for the receiver."""
+        """Make a fork of ``reference`` for the receiver."""
         ...
 
     def take_back(self) -> None:
-        """Forget the forks described so far: the receiver will not see them."""
+        """Undo the forks made so far: the receiver will not see them."""
         ...
 
 
 def register_reference(cls: type) -> None:
-    """Make instances of ``cls`` travel as forks; they are handed to the encoder's `Forker`."""
+    """Let instances of ``cls`` travel as forks. The encoder passes them to its `Forker`."""
     reference_types.add(cls)
 
 
 def register_reducer(cls: type, reducer: Callable[[Any], Any]) -> None:
-    """Have instances of ``cls`` pickled as ``reducer`` says; the first one registered stays."""
+    """Pickle instances of ``cls`` with ``reducer``. If there is a reducer for ``cls`` already, that one stays."""
     reducers.setdefault(cls, reducer)

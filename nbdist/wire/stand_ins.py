@@ -1,7 +1,7 @@
-"""The names that a pickled body refers to, beside those in `nbdist.wire.definitions`.
+"""The functions that a pickled body refers to by name, beside those in `nbdist.wire.definitions`.
 
-`nbdist.wire.unpickler` binds the first three to what came with the message. A name that is changed here, or moved,
-changes what goes over the wire.
+`nbdist.wire.unpickler` replaces the first three by functions that know the message. Renaming or moving a function here
+changes the bytes between agents, and needs a new `nbdist.wire.messages.VERSION`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ __all__ = ["exception", "recorded", "reference", "script", "script_function", "t
 
 
 def tensor(index: int) -> Any:
-    """Return tensor number ``index`` of the message."""
-    raise DecodeError("only nbdist.wire.decoding.decode can read this")
+    """Return tensor number ``index`` of the message. Raises DecodeError outside of a decoder."""
+    raise DecodeError("this pickle is part of a message of nbdist: only nbdist.wire.decoding.decode can load it")
 
 
 def recorded(index: int) -> Any:
-    """Return recorded tensor number ``index``, attached to the receiver's graph."""
+    """Return recorded tensor number ``index``, joined to the receiver's graph.
+
+    Raises DecodeError outside of a decoder.
+    """
     return tensor(index)
 
 
 def reference(index: int) -> Any:
-    """Return the receiver's reference for fork number ``index``."""
+    """Return the receiver's reference for fork number ``index``. Raises DecodeError outside of a decoder."""
     return tensor(index)
 
 
 def exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Return an error made without its ``__init__``, which may take other arguments than ``args``."""
+    """Return an error that is made without its ``__init__``, which may take other arguments than ``args``."""
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
@@ -40,10 +43,10 @@ def exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 
 
 def script(data: bytes) -> Any:
-    """Return a module of TorchScript."""
+    """Return the module of TorchScript that ``torch.jit.save`` has written as ``data``."""
     return torch.jit.load(io.BytesIO(data))
 
 
 def script_function(data: bytes) -> Any:
-    """Return a function of TorchScript."""
+    """Return the function of TorchScript that ``torch.jit.save`` has written as ``data``."""
     return torch.jit.load(io.BytesIO(data)).forward

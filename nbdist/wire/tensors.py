@@ -1,16 +1,15 @@
-"""Tensors as raw bytes and a few integers, because torch's default pickle costs 300 µs each.
+"""Carries tensors as raw bytes and a few integers, because torch's own pickle takes 300 µs for each.
 
-What is kept: dtype, shape, strides, requires_grad, ``nn.Parameter``, and which tensors of one
-message share storage. Packing *copies* (the value sent is the value at the call): into frames, or, for a
-receiver that can read it, into shared memory, which a `Space` gives. What comes in frames is copied into
-memory that torch allocates, and what comes in shared memory stays there: either is the receiver's own, and
-64-byte aligned, because vectorised arithmetic on misaligned memory differs in the last bit.
+These properties are kept: dtype, shape, strides, requires_grad, ``nn.Parameter``, and which tensors of one message
+share storage. Packing *copies*, because the value sent is the value at the call. The copy goes into frames, or into
+shared memory (a `Space`) if the receiver can read it. Bytes that come in frames are copied into memory that torch
+allocates. Bytes that come in shared memory stay there. Either way the memory is the receiver's own, and 64-byte
+aligned: vectorised arithmetic on misaligned memory differs in the last bit.
 
-A storage in shared memory cannot be made larger, as none of torch's own shared memory can: ``resize_`` to
-more elements than it has raises.
+A storage in shared memory cannot grow, as with torch's own shared memory: ``resize_`` to more elements raises.
 
-Tensors of other layouts (sparse, quantised, meta, subclasses) are left to torch's own reducers,
-whose inner dense parts come back here.
+Tensors of other layouts (sparse, quantised, meta, subclasses) are left to torch's own reducers; their inner dense parts
+come back here.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Unreadable(bytes):
     """Stands, without bytes, for a sender's shared memory that this process cannot map."""
 
     def __new__(cls, why: str) -> Unreadable:
-        """``why`` is for the error that the message is answered with."""
+        """``why`` is the reason. It goes into the error with which the message is answered."""
         unreadable = super().__new__(cls)
         unreadable.why = why
         return unreadable
@@ -43,19 +42,22 @@ class Unreadable(bytes):
 
 
 LARGE = 256 * 1024
-"""From here on a storage travels in a frame of its own, which ZeroMQ need not copy again."""
+"""The size in bytes of the smallest storage that gets its own frame, which ZeroMQ does not copy again."""
 
 _ALIGN = 64
+"""Storages that share a frame begin at multiples of this many bytes."""
 _COPY_HELD = 64 * 1024
+"""Bytes below which a copy keeps the GIL."""
 _copy_held = ctypes.PyDLL(None).memmove
-"""A copy that keeps the GIL: giving it up for a few bytes costs a change of threads."""
+"""Copies and keeps the GIL: releasing it for a few bytes costs a switch of threads."""
 _copy_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _bytes_at = ctypes.pythonapi.PyBytes_FromStringAndSize
-"""A copy as bytes, as ``ctypes.string_at`` makes it by way of a function in Python."""
+"""Copies memory as bytes, as ``ctypes.string_at`` does by way of a function in Python."""
 _bytes_at.argtypes, _bytes_at.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 _SPARSE_VIEW = 4
+"""A view that spans more than this many times its own bytes of a large storage is copied before it is sent."""
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
     *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
@@ -65,29 +67,30 @@ _DTYPE_NAMES = (
     *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
     *("uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),
 )
+"""The dtypes by number. The numbers are part of the bytes between agents (`nbdist.wire.messages.VERSION`)."""
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 _FIRST_NARROW = _DTYPE_NAMES.index("int1")
-"""From here on in the table: integers of fewer bits than a byte, each in a byte, which torch cannot copy."""
+"""From this number on: integers of fewer bits than a byte, each in a byte, which torch cannot copy."""
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
 
 
 class Slot(Protocol):
-    """A copy in shared memory; unless it is sent, it goes when this goes."""
+    """A copy in shared memory for one receiver. Unless it is sent, it ends with this object."""
 
     @property
     def place(self) -> Place:
-        """Where it is, for the receiver."""
+        """The place of the copy, for the receiver."""
         ...
 
     def send(self) -> None:
-        """It is about to go out."""
+        """Note that the copy is about to be sent: it is the receiver's from now on."""
         ...
 
     def take_back(self) -> None:
-        """It certainly has not gone out."""
+        """Free the copy, which certainly was not sent."""
         ...
 
 
@@ -95,15 +98,18 @@ class Space(Protocol):
     """Shared memory that one receiver can read."""
 
     threshold: int
-    """From how many bytes on it is worth while."""
+    """The size in bytes of the smallest storage that goes there; smaller ones are quicker in frames."""
 
     def put(self, pointer: int, length: int) -> Slot | None:
-        """A copy of what is there; None where there is no room."""
+        """Copy ``length`` bytes at address ``pointer``; return None if there is no room."""
         ...
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Whether this module carries ``tensor``, rather than its own ``__reduce_ex__``."""
+    """Return whether this module carries ``tensor``, rather than the tensor's own ``__reduce_ex__``.
+
+    It carries dense tensors and parameters on the CPU or a GPU, without attributes of their own.
+    """
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return False
     return (
@@ -116,7 +122,7 @@ def is_packable(tensor: torch.Tensor) -> bool:
 
 
 def refuse_uncarried(tensor: torch.Tensor) -> None:
-    """Raise EncodeError if torch's own pickling cannot carry ``tensor`` either, and say what to send instead."""
+    """Raise EncodeError if torch's own pickling cannot carry ``tensor`` either; the error says what to send instead."""
     if tensor.is_mkldnn:
         raise EncodeError(f"cannot be sent: a tensor of layout {tensor.layout} does not travel; send tensor.to_dense()")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in _DTYPE_CODES:
@@ -132,44 +138,54 @@ def refuse_uncarried(tensor: torch.Tensor) -> None:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as contiguous memory, also of dtypes that torch cannot copy."""
+    """Return ``tensor`` in contiguous memory, also for dtypes that torch cannot copy.
+
+    Integers of fewer bits than a byte are copied as bytes, because torch has no copy for them.
+    """
     if _DTYPE_CODES[tensor.dtype] < _FIRST_NARROW:
         return tensor.contiguous()
     return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that ``tensor`` can touch: start and end."""
+    """Return the first byte of its storage that ``tensor`` can touch, and the byte after the last.
+
+    Strides of torch are never negative, so the last element has the highest address.
+    """
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
-        start = min(start, tensor.untyped_storage().nbytes())  # where an empty view begins, nobody checks
+        start = min(start, tensor.untyped_storage().nbytes())  # torch does not check where an empty view begins
         return start, start
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
 
 
 def _flags(tensor: torch.Tensor) -> int:
+    """Return `TensorMeta.flags` for a tensor."""
     flags = _REQUIRES_GRAD if tensor.requires_grad else 0
     return flags | _PARAMETER if type(tensor) is torch.nn.Parameter else flags
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """``tensor`` as contiguous memory of this process, if that is all that there is to it."""
+    """Return ``tensor`` as contiguous memory of this process; None if it needs the general way.
+
+    A small tensor that is one value, expanded, is copied; other tensors that are not contiguous go the general way.
+    """
     if not tensor.is_cpu or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
         return None
     if tensor.is_contiguous():
         return tensor
     if tensor.nbytes >= LARGE or any(tensor.stride()):
         return None
-    return _contiguous(tensor.detach())  # one value, expanded, as gradients of sums are
+    return _contiguous(tensor.detach())  # one expanded value, as gradients of sums are
 
 
 def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
-    """Return meta and bytes of a message's only tensor, if it is small; of a ``bare`` one no more than the data.
+    """Return the description and bytes of a message's only tensor, if it is small; None if it needs the general way.
 
-    Returns None for a tensor that `TensorPacker` or a pickler has to carry. ``tensor`` is no other subclass than a
-    parameter.
+    ``bare`` leaves out requires_grad and whether it is a parameter. ``tensor`` may be a parameter, but no other
+    subclass. Also returns None for a tensor without elements, and for one that goes into shared memory.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_CODES or tensor.is_nested or tensor.__dict__:
         return None
@@ -177,7 +193,7 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
     if not 0 < length < (LARGE if space is None else min(LARGE, space.threshold)):
         return None
     if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
-        plain = tensor  # as almost all are
+        plain = tensor  # as almost all tensors are
     elif (found := _plain(tensor)) is not None:
         plain = found
     else:
@@ -200,21 +216,28 @@ class _Storage:
 
 
 class TensorPacker:
-    """Collects the tensors of one message; ``pack`` then copies their bytes."""
+    """Collects the tensors of one message; `pack` then copies their bytes."""
 
     def __init__(
         self, devices: Mapping[str, str] | None = None, receiver: str = "", space: Space | None = None
     ) -> None:
+        """Collect nothing yet.
+
+        ``devices`` maps devices here to the receiver's; ``receiver`` is its name, for errors.
+        """
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
+        """The copies in shared memory, after `pack`."""
         self.places: list[Place] = []
+        """The places of these copies."""
         self._indices: dict[int, int] = {}
+        """The index of each tensor, by the object's id."""
         self._devices = devices or {}
         self._receiver = receiver
         self._space = space
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Take ``tensor`` along; its index in the message."""
+        """Add ``tensor`` to the message, unless it is there already; return its index."""
         index = self._indices.get(id(tensor))
         if index is None:
             index = self._indices[id(tensor)] = len(self.tensors)
@@ -222,14 +245,20 @@ class TensorPacker:
         return index
 
     def pack(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]]:
-        """Metas, where each storage lies as (frame, offset, length), and the frames.
+        """Copy the bytes; return the tensors' descriptions, the place of each storage, and the frames.
 
-        Storages that were put into shared memory are in `slots`, and lie in frames -1, -2, …
+        A place is (frame, offset, length). Storages in shared memory are in `slots`, and lie in frames -1, -2, …
+
+        Of each storage, only the part that the tensors use is copied. Tensors that share a storage here share one on
+        the receiver. A tensor that is alone in a large storage, and uses little of it, is made contiguous first.
+
+        Raises EncodeError for a tensor on a device that no device map names.
         """
         if not self.tensors:
             return [], [], []
         if (packed := self._pack_simple()) is not None:
             return packed
+        # The general way: find out which tensors share storage, and which part of each storage they use together.
         storages: dict[int, _Storage] = {}
         placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
         users: dict[int, int] = {}
@@ -245,7 +274,7 @@ class TensorPacker:
                 key = data.untyped_storage()._cdata
                 start, end = _extent(data)
             elif users[key] > 1:
-                start -= start % _ALIGN  # views of one storage may be of different dtypes
+                start -= start % _ALIGN  # because views of one storage may have different dtypes
             storage = storages.get(key)
             if storage is None:
                 pointer = data.untyped_storage().data_ptr()
@@ -257,10 +286,15 @@ class TensorPacker:
             self._meta(original, data, storage, device)
             for original, (data, storage, device) in zip(self.tensors, placed, strict=True)
         ]
+        # Only now the bytes are copied: the part of a storage may grow with each tensor.
         spans = [(storage.pointer + storage.start, storage.end - storage.start) for storage in storages.values()]
         return metas, *self._copy_out(spans)
 
     def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
+        """Copy memory into frames or shared memory; return the place of each piece, and the frames.
+
+        A large piece has a frame of its own. Small pieces share one frame, each at a multiple of `_ALIGN`.
+        """
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
         small: list[bytes] = []
@@ -289,7 +323,7 @@ class TensorPacker:
         return where, frames
 
     def _put(self, pointer: int, length: int) -> bool:
-        """Copy what is there into shared memory, if it is worth while and there is room."""
+        """Copy memory into shared memory; return False if there is none, no room in it, or too few bytes for it."""
         if self._space is None or length < max(self._space.threshold, 1):
             return False
         slot = self._space.put(pointer, length)
@@ -300,7 +334,10 @@ class TensorPacker:
         return True
 
     def _pack_simple(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
-        """The usual case, a few contiguous tensors of which none share storage, without the general one's books."""
+        """Pack the usual case: contiguous tensors that share no storage. Return None for other tensors.
+
+        Each tensor is a piece of its own, which saves the bookkeeping of storages.
+        """
         metas: list[TensorMeta] = []
         spans: list[tuple[int, int]] = []
         kept: list[torch.Tensor] = []
@@ -316,6 +353,10 @@ class TensorPacker:
         return metas, *self._copy_out(spans)
 
     def _on_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+        """Return a tensor's data in host memory, and the receiver's device for it; None for the CPU.
+
+        Conjugated and negated views are resolved: the bytes that go out are the values.
+        """
         plain = tensor.detach()
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
@@ -333,6 +374,11 @@ class TensorPacker:
 
     @staticmethod
     def _meta(original: torch.Tensor, data: torch.Tensor, storage: _Storage, device: str | None) -> TensorMeta:
+        """Describe a tensor whose data lies in a storage of the message.
+
+        The offset counts from the part of the storage that is copied. Strides are left out for a contiguous tensor at
+        the beginning of that part.
+        """
         offset = int(data.storage_offset()) - storage.start // data.element_size()
         strides = None if offset == 0 and data.is_contiguous() else list(data.stride())
         return TensorMeta(
@@ -341,11 +387,14 @@ class TensorPacker:
 
 
 def _snapshot(pointer: int, length: int) -> memoryview:
-    """A copy made without the GIL, in memory that lives as long as the view of it."""
+    """Copy memory without the GIL; the copy lives as long as the returned view.
+
+    Used for large pieces: other threads run while it copies.
+    """
     copy = torch.empty(length, dtype=torch.uint8, device="cpu")
     ctypes.memmove(copy.data_ptr(), pointer, length)
     block = (ctypes.c_char * length).from_address(copy.data_ptr())
-    block.owner = copy  # type: ignore[attr-defined]  # keeps the memory for the view's life
+    block.owner = copy  # type: ignore[attr-defined]  # keeps the memory as long as the view lives
     return memoryview(block).cast("B")
 
 
@@ -355,7 +404,14 @@ def unpack_tensors(
     frames: Sequence[bytes],
     leased: Sequence[Buffer] = (),
 ) -> list[torch.Tensor]:
-    """The tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it."""
+    """Return the tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it.
+
+    A tensor that shares its storage with no other, and is contiguous, is made at once. Others become views of a storage
+    that is made once. The descriptions are checked first: they come from another process.
+
+    Raises ProtocolError if a description does not fit the bytes, and DecodeError for a dtype that this torch lacks, or
+    shared memory that cannot be read here.
+    """
     if not metas:
         return []
     if len(metas) == 1 and (alone := unpack_alone(metas[0], where, frames)) is not None:
@@ -373,6 +429,7 @@ def unpack_tensors(
             raise DecodeError(f"this torch ({torch.__version__}) has no dtype number {meta.dtype}")
         frame, offset, length = where[meta.buffer]
         if frame < 0:
+            # In shared memory: the tensor is made where the bytes lie.
             memory = _leased(leased, -1 - frame, length)
             if users[meta.buffer] == 1 and meta.strides is None:
                 if math.prod(meta.shape) * dtype.itemsize != length:
@@ -386,6 +443,7 @@ def unpack_tensors(
                 tensor = _view(storage, dtype, meta)
             tensors.append(_finished(tensor, meta))
             continue
+        # In a frame: the bytes are copied into memory of torch.
         if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
             raise ProtocolError("a tensor's bytes lie outside of the message")
         if users[meta.buffer] == 1 and meta.strides is None:
@@ -406,7 +464,10 @@ def unpack_tensors(
 def unpack_alone(
     meta: TensorMeta, where: Sequence[tuple[int, int, int]], frames: Sequence[bytes]
 ) -> torch.Tensor | None:
-    """The usual case, one small tensor in one frame, if this is it."""
+    """Return the tensor of a message with one small tensor in one frame; None if the message is another one.
+
+    Its bytes are copied with the GIL held. Anything unusual is left to `unpack_tensors`, which also raises the errors.
+    """
     if meta.strides is not None or meta.device is not None or not frames or list(where) != [(0, 0, len(frames[0]))]:
         return None
     dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
@@ -419,7 +480,7 @@ def unpack_alone(
 
 
 def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
-    """A piece of shared memory that came with the message; what is made of it keeps the lease."""
+    """Return a piece of the shared memory that came with a message. A tensor made of it keeps the lease."""
     if not 0 <= index < len(leased):
         raise ProtocolError("a tensor refers to shared memory that the message does not have")
     memory = leased[index]
@@ -431,7 +492,7 @@ def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
 
 
 def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The tensor as it was sent, but for its data."""
+    """Return a tensor with its device, requires_grad and class as they were sent."""
     if meta.device is not None:
         tensor = tensor.to(meta.device)
     if meta.flags & _PARAMETER:
@@ -442,6 +503,10 @@ def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:
+    """Return a view of a storage as its description says; raise ProtocolError if the storage is too small.
+
+    Strides that the description leaves out are those of a contiguous tensor.
+    """
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     strides = meta.strides
     if strides is None:
@@ -450,7 +515,7 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
         for n in reversed(meta.shape):
             strides.insert(0, step)
             step *= max(n, 1)
-    # Checked here, because torch would make the storage larger where it is too small.
+    # Checked here, because torch would enlarge a storage that is too small.
     last = sum((n - 1) * stride for n, stride in zip(meta.shape, strides, strict=False))
     if (
         len(strides) != len(meta.shape)
@@ -462,13 +527,15 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
 
 
 def _copy_in(pointer: int, frame: bytes, offset: int, length: int) -> None:
+    """Copy bytes of a frame to an address; small pieces with the GIL held."""
     if not length:
         return
     if not isinstance(frame, bytes):
         frame = bytes(frame)
     source: int | bytes = frame
     if offset:
+        # ctypes takes a bytes object as the address of its first byte; for another byte the address is needed.
         address = ctypes.cast(ctypes.c_char_p(frame), ctypes.c_void_p).value
-        assert address is not None  # a bytes object always has one
+        assert address is not None  # a bytes object always has an address
         source = address + offset
     (_copy_held if length < _COPY_HELD else ctypes.memmove)(pointer, source, length)

@@ -1,4 +1,4 @@
-"""Rebuilds what `nbdist.wire.pickler` and `nbdist.wire.few_tensors` have pickled."""
+"""Rebuilds the values that `nbdist.wire.pickler` and `nbdist.wire.few_tensors` have pickled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["Unpickler"]
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a by-value function: what the sender lacked is the receiver's own, at run time."""
+    """The globals of a function that came by value.
+
+    A name that the sender did not have is looked up in ``__main__`` here.
+    """
 
     def __missing__(self, name: str) -> Any:
         for module in names.MAIN_NAMES:
@@ -31,6 +34,8 @@ class _Globals(dict[str, Any]):
 
 
 class Unpickler(pickle.Unpickler):
+    """Rebuilds the value of one message."""
+
     def __init__(
         self,
         body: bytes,
@@ -39,25 +44,35 @@ class Unpickler(pickle.Unpickler):
         references: Sequence[Any],
         recorded: Sequence[torch.Tensor] = (),
     ) -> None:
+        """Read ``body``. It refers to ``tensors``, ``references`` and ``recorded`` tensors by their indices."""
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
         self._tensors = tensors
         self._references = references
         self._recorded = recorded
         self._globals: dict[int, tuple[Any, _Globals]] = {}
+        """The globals that were made, by the id of the dict that they replace.
+
+        Each with that dict, so that its id stays valid.
+        """
 
     def persistent_load(self, index: int) -> torch.Tensor:
-        """What a `TensorPickler` put in the place of a tensor."""
+        """Return the tensor with the index that a `TensorPickler` wrote."""
         return self._tensors[index] if index >= 0 else self._recorded[-1 - index]
 
     def read(self) -> Any:
-        """The value, and nothing that keeps it."""
+        """Return the value. Nothing here refers to it afterwards."""
         try:
             return self.load()
         finally:
-            self.memo = {}  # it holds methods of this very object: a circle, and with it all values
+            self.memo = {}  # it has methods of this object: a reference cycle that would keep all values
+            # Torch checks sparse tensors after loading, and keeps a list of them until it is asked.
             torch_private.validate_sparse()
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the object of that name. The first three names of `stand_ins` become functions that know this message.
+
+        Raises DecodeError if this worker has no such object.
+        """
         if module == stand_ins.__name__:
             if name == "tensor":
                 return self._tensors.__getitem__
@@ -80,7 +95,8 @@ class Unpickler(pickle.Unpickler):
             raise failed from error
 
     def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
-        # The namespace is one object for all functions that shared theirs; so is what replaces it.
+        """Make a function that came by value, with globals that fall back on this worker's ``__main__``."""
+        # Functions that shared their globals have one namespace here, too; so what replaces it is one object.
         known = self._globals.get(id(namespace))
         if known is None:
             known = self._globals[id(namespace)] = (namespace, _Globals(namespace))

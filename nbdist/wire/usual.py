@@ -1,6 +1,6 @@
 """Encodes the usual call and the usual result, each in one function: atoms, and one small tensor at most.
 
-What comes out is decoded like any other value (`nbdist.wire.quick`).
+The frames that they make are decoded like those of any other value (`nbdist.wire.quick`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from nbdist.wire.tensors import Buffer, Space, pack_alone
 __all__ = ["IS_ON", "encode_usual_call", "encode_usual_result"]
 
 IS_ON = os.environ.get("NBDIST_USUAL") != "0"
-"""Whether usual messages are encoded and decoded in the short way. ``NBDIST_USUAL=0`` has all take the general one:
-with it the tests show that both ways do the same."""
+"""True if usual messages are encoded and decoded by these functions. ``NBDIST_USUAL=0`` turns them off.
+
+The tests use it to show that the general way has the same results.
+"""
 
 _WHOLE: Hole = (0, quick.TENSOR, 0)
+"""The hole of a result that is one tensor."""
 
 
 def encode_usual_call(
@@ -36,12 +39,13 @@ def encode_usual_call(
     known: Collection[str] = (),
     lacking: Collection[str] = (),
 ) -> tuple[Payload, list[Buffer]] | None:
-    """Return the payload and frames of a call as most are, with atoms and one small tensor.
+    """Return the payload and frames of a usual call: atoms and at most one small tensor. None if it needs `encode`.
 
-    ``function`` is a name, or a function of ``__main__`` whose digest is ``known`` to the receiver, and not
-    ``lacking`` there. Such a function is not in the body, which has None in its place: the payload names it.
+    The tensor is a positional argument. ``function`` is a name, or a function of ``__main__`` whose digest is ``known``
+    to the receiver, and not ``lacking`` there. Such a function is not in the body, which has None in its place: the
+    payload names it.
 
-    Returns None where the call needs `encode`. What comes out of a call by name is what `encode` would make of it.
+    For a call by name with up to 64 arguments, the bytes are those that `encode` would make.
     """
     if not IS_ON:
         return None
@@ -53,6 +57,7 @@ def encode_usual_call(
         if own is None or own[1] not in known or own[1] in lacking:
             return None
         name, needed = None, [own]
+    # Find the one argument that is not an atom, if there is one.
     tensor, place = None, 0
     for at, value in enumerate(args):
         if type(value) not in ATOMS:
@@ -67,6 +72,7 @@ def encode_usual_call(
         return payload, [pickle.dumps((name, args, kwargs), 5)]
     if tensor.requires_grad or (alone := pack_alone(tensor, False, space)) is None:
         return None
+    # Take the tensor out, and leave a hole in its place (`nbdist.wire.quick`).
     meta, data = alone
     rest = [*args, *kwargs.values()]
     rest[place] = None
@@ -76,9 +82,10 @@ def encode_usual_call(
 
 
 def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[Buffer]] | None:
-    """Return the payload and frames of a result as most are, an atom or one small tensor, else None.
+    """Return the payload and frames of a usual result: an atom or one small tensor. None if it needs `encode`.
 
-    What comes out is what `encode` would make of the value.
+    The bytes are those that `encode` would make. A small tensor is below `nbdist.wire.tensors.LARGE` bytes, travels in
+    a frame rather than in shared memory (``space``), and does not require grad.
     """
     if not IS_ON:
         return None

@@ -79,7 +79,7 @@ def test_a_control_message_that_never_goes_is_given_up(caplog):
 def test_a_call_that_is_always_lost_fails_in_the_end():
     options = rpc.RpcBackendOptions(retries=1)
     with World(2, faults=Faults(drop={"call": 1.0}), options=options) as world, world[0].activate():
-        with pytest.raises(nbdist.WorkerLost, match="did not take the call"):
+        with pytest.raises(nbdist.WorkerLost, match="did not acknowledge the call"):
             rpc.rpc_sync("worker1", workers.identity, args=(1,))
         with pytest.raises(nbdist.RpcTimeout, match="has not acknowledged"):
             rpc.rpc_sync("worker1", workers.identity, args=(1,), timeout=0.2)
