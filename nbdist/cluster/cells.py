@@ -148,6 +148,8 @@ class Cell:
         self._finished = False
         self.interrupted = False
         """True once the user, `cancel`, a time limit or ``fail_fast`` has interrupted the cell."""
+        self.keeps_values = False
+        """True while its workers keep the values of the last expression, for `nbdist.cluster.Cluster.references`."""
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
         self._error_shown = False
         """True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again."""

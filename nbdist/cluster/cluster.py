@@ -41,7 +41,7 @@ from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
 from nbdist.cluster.worker_output import METADATA, fence, take_last_value
 from nbdist.cluster.workers import Worker, lost_error
-from nbdist.errors import EncodeError, NbdistError, UsageError
+from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError
 from nbdist.rpc import api, failures
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
@@ -175,8 +175,11 @@ class Cluster:
         return str(self._lives.folder)
 
     def find(self, name: str) -> Worker:
-        """Return the worker called ``name``, which must be one of `names`."""
-        return next(worker for worker in self.workers if worker.name == name)
+        """Return the worker called ``name``. Raises UnknownWorker if there is none."""
+        for worker in self.workers:
+            if worker.name == name:
+                return worker
+        raise UnknownWorker(f"this cluster has no worker {name!r}; its workers are {', '.join(self.names)}")
 
     @property
     def kernel_thread(self) -> KernelThread:
@@ -447,6 +450,7 @@ class Cluster:
             quiet=quiet,
             fail_fast=fail_fast,
         )
+        cell.keeps_values = keep
         allow_stdin = block and sink.interactive
         request = {
             "code": code,
@@ -571,13 +575,21 @@ class Cluster:
     def references(self, cell: Cell, targets: Targets = None) -> Any:
         """Return RRefs to the values of the last expression of a cell, one for each worker of the cell.
 
-        Does not wait for the cell. A worker hands each value out once: call this once for a cell, and only for a cell
-        that was executed with ``keep``.
+        Does not wait for the cell. A worker hands each value out once.
 
         Args:
             cell: The handle that `execute` returned.
             targets: The targets of that cell: for a rank or a name, one RRef is returned instead of a list.
+
+        Raises:
+            UsageError: The cell was executed without ``keep``, or its references were returned already.
         """
+        if not cell.keeps_values:
+            raise UsageError(
+                "the workers have no value of this cell: it was executed without keep=True, or references() has "
+                "returned the references already"
+            )
+        cell.keeps_values = False
         found: list[RRef[Any]] = [
             api.remote(part.worker, take_last_value, (part.id,), timeout=0) for part in cell.parts.values()
         ]
@@ -692,6 +704,8 @@ def _is_single(targets: Targets, count: int) -> bool:
     """Return whether targets mean one worker by rank or name, and not a list that happens to have one entry."""
     if isinstance(targets, int):
         return True
+    if isinstance(targets, str) and targets.strip() == "all":
+        return False
     return count == 1 and isinstance(targets, str) and re.fullmatch(r"\s*(-?\d+|[^\W\d]\w*)\s*", targets) is not None
 
 

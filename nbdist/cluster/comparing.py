@@ -53,11 +53,11 @@ class Difference:
     """The difference in words, such as ``first at [1]: 2 instead of 1``."""
 
 
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value with their paths: a module's state, the items of dicts, lists and tuples.
 
     Any other value is one part, and so is an RRef. A numpy array of numbers becomes a tensor. A list or tuple also
-    yields its length.
+    yields its length. ``inside`` has the ids of the containers around the value: one that contains itself ends there.
     """
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()
@@ -65,14 +65,16 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         value = torch.from_numpy(value.copy()) if value.ndim else torch.tensor(value.item())
     if isinstance(value, RRef):
         yield path, value
+    elif id(value) in inside:
+        yield path, "a container that this is part of"
     elif isinstance(value, Mapping):
         for key, item in value.items():
             step = f".{key}" if isinstance(key, str) else f"[{key!r}]"
-            yield from flatten(item, f"{path}{step}")
+            yield from flatten(item, f"{path}{step}", inside | {id(value)})
     elif isinstance(value, list | tuple) and type(value) in (list, tuple):
         yield f"{path} (length)", len(value)
         for index, item in enumerate(value):
-            yield from flatten(item, f"{path}[{index}]")
+            yield from flatten(item, f"{path}[{index}]", inside | {id(value)})
     else:
         yield path, value
 

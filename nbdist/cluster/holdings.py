@@ -195,10 +195,9 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
     names = [member.name for member in agent.members()]
     with recorder().contexts.outside():
         asked = agent.call_each([name for name in names if name != agent.me.name], what, timeout=_PATIENCE)
-    found[agent.me.name] = what()
-    for name, answer in asked.items():
+    for name, answer in [(agent.me.name, what), *((name, answer.wait) for name, answer in asked.items())]:
         with contextlib.suppress(Exception):  # one failed agent must not hide the others
-            found[name] = answer.wait()
+            found[name] = answer()
     return {name: found[name] for name in names if name in found}, [name for name in names if name not in found]
 
 

@@ -151,14 +151,18 @@ def _signal(cluster: Cluster, part: Part) -> None:
         return
     # The cell is about to begin, and its kernel ignores SIGINT until then; or it has begun, but holds the GIL, so that
     # the kernel cannot report the beginning.
-    late = loop.call_later(_LISTENS_AFTER, send)
+    sent = False
 
-    def begun() -> None:
-        if not late.cancelled():
+    def send_once() -> None:
+        nonlocal sent
+        if not sent:  # a second signal could hit the worker's next cell
+            sent = True
             late.cancel()
             send()
 
-    part.when_begun.append(begun)
+    late = loop.call_later(_LISTENS_AFTER, send_once)
+
+    part.when_begun.append(send_once)
 
 
 def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:

@@ -227,10 +227,10 @@ class Lifecycle:
         for worker in self._workers:
             if not worker.alive:
                 raise lost_error(worker)
-        self._group_is_due = False
-        self._generation += 1
-        before, folder = (self.folder / group_folder(number) for number in (self._generation - 1, self._generation))
+        before, folder = (self.folder / group_folder(self._generation + more) for more in (0, 1))
         folder.mkdir(mode=0o700)
+        self._generation += 1
+        self._group_is_due = False  # last: what fails before is tried again after the next cell
 
         async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
             await call

@@ -64,6 +64,8 @@ class Origins:
         key = sink.key
         if key not in self._known:
             with self._lock:
+                if key in self._known:  # another thread of the cell was first; output would come to two places
+                    return key
                 self._known[key] = Origin(self._thread, self._names, sink)
                 if len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)

@@ -57,6 +57,18 @@ def test_the_print_of_a_tensor_is_that_of_its_values(tensor):
         assert _print("", tensor).digest != _print("", other).digest
 
 
+def test_a_container_that_contains_itself():
+    def made():
+        value = {"numbers": [1, 2]}
+        value["itself"] = value["numbers"].append(value)
+        value["numbers"].append(value["numbers"])
+        return value
+
+    assert dict(flatten(made()))[".numbers[2]"] == dict(flatten(made()))[".numbers[3]"]
+    shared = [1]
+    assert dict(flatten([shared, shared]))["[1][0]"] == 1
+
+
 def test_prints_of_other_values():
     assert _print("", {"b", "a"}) == _print("", {"a", "b"})
     assert _print("", lambda: 1).kind == "function"

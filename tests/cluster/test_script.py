@@ -149,6 +149,20 @@ def test_a_handle_can_be_awaited_when_the_cluster_is_gone_and_by_several(tmp_pat
     ]
 
 
+def test_a_cluster_of_one_worker():
+    with nbdist.Cluster(1, backend="none") as cluster:
+        assert cluster.evaluate("rank", "all") == [0]
+        assert cluster.evaluate("rank", None) == [0]
+        assert cluster.evaluate("rank", "worker0") == cluster.evaluate("rank", 0) == 0
+        cell = cluster.execute("rank + 1", keep=True)
+        assert [rref.to_here() for rref in cluster.references(cell)] == [1]
+        for again in (cell, cluster.execute("rank + 1")):
+            with pytest.raises(nbdist.UsageError, match="no value of this cell"):
+                cluster.references(again)
+        with pytest.raises(nbdist.UnknownWorker, match="no worker 'worker1'; its workers are worker0"):
+            cluster.find("worker1")
+
+
 def test_an_interrupt_just_behind_the_sending_reaches_the_workers(monkeypatch):
     with nbdist.Cluster(1, backend="none") as cluster:
         thread = cluster.kernel_thread
