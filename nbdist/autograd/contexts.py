@@ -203,7 +203,7 @@ class Contexts:
         self._contexts: dict[int, Context] = {}
         self._over: OrderedDict[tuple[int, int], None] = OrderedDict()
         """The contexts that ended last, as (id, incarnation of the maker)."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a user's ``__del__``, which may run anywhere, may open a context
         self.here = _PerThread()
         """The context that the calling thread has entered. It may have ended meanwhile: see `current`."""
         self.is_gone: Callable[[int], bool] = lambda maker: False

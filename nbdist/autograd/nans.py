@@ -245,9 +245,19 @@ class Check:
         return error
 
 
+_IN_PLACE = {
+    f"__i{operator}__"
+    for operator in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow"),
+        *("lshift", "rshift", "and", "xor", "or"),
+    )
+}
+"""The methods behind ``+=`` and its like; not all names that begin with ``__i``, such as ``__invert__``."""
+
+
 def _is_in_place(name: str) -> bool:
     """Return whether a function changes its first argument, judged by its name, such as ``add_`` or ``__iadd__``."""
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name.startswith("_foreach_")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:

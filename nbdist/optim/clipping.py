@@ -66,8 +66,8 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {total.item()}: nothing was clipped. "
             'context(check="nan") finds a NaN of the forward pass, watch(norms=True) one of the backward pass'
         )
-    factor = min(1.0, max_norm / (total.item() + _EPSILON))
-    if factor < 1.0 or math.isnan(factor):
+    factor = max_norm / (total.item() + _EPSILON)
+    if not factor >= 1.0:  # also for a NaN, which all gradients become then, as torch has it
         ask_all([(owner, scale_local, (id, rrefs, factor)) for owner, rrefs in owners.items()])
     return total
 

@@ -176,6 +176,22 @@ def test_a_norm_that_is_not_finite(pair):
             clip_grad_norm_(context_id, pair.parameter_rrefs, 1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_makes_gradients_what_torch_makes_them(world, pair, wrong):
+    for net in (pair.local[0], pair.remote[0]):
+        net.layer.weight.register_hook(lambda gradient: gradient * wrong)
+    pair.local_loss(INPUT).backward()
+    torch.nn.utils.clip_grad_norm_(pair.parameters, 1.0)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(pair.remote_loss(INPUT))
+        clip_grad_norm_(context_id, pair.parameter_rrefs, 1.0)
+        for index, local, remote in zip((1, 2), pair.local, pair.remote, strict=True):
+            found = world[index].recorder.contexts.get(context_id).gradients()
+            for mine, theirs in zip(local.parameters(), remote.parameters(), strict=True):
+                if mine.grad is not None:
+                    torch.testing.assert_close(found[theirs], mine.grad, equal_nan=True)
+
+
 class Failing(torch.optim.SGD):
     def step(self, closure=None):
         raise ValueError(f"no step of {len(self.param_groups[0]['params'])}")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import workers
 
+from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.channel.arena import Arena
 from nbdist.channel.outbox import LocalLink
@@ -174,3 +175,18 @@ def test_a_signals_handler_may_call_at_any_moment(channel, alarm):
         signal.setitimer(signal.ITIMER_REAL, 0)
         made = len(Finaliser.outcomes) + len(Finaliser.errors)
         workers.eventually_is(made, lambda: workers._calls["finaliser"])
+
+
+def test_a_finaliser_may_open_a_context_while_one_is_made():
+    """Python may collect garbage, and run the finaliser, while the thread makes a context under the lock."""
+    with World(2) as world, world[0].activate():
+        done = []
+
+        def open_context():
+            with world[0].activate(), world[0].recorder.contexts._lock, dist_autograd.context():
+                done.append(True)
+
+        thread = threading.Thread(target=open_context, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert done
