@@ -1,6 +1,5 @@
 """Cutting a model into stages."""
 
-import doctest
 import itertools
 import random
 import time
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.nn import batches, cut, cutting
+from nbdist.nn import cut, cutting
 
 
 def model(*widths):
@@ -18,11 +17,6 @@ def model(*widths):
 
 def names(stages):
     return [[name for name, _ in stage.named_children()] for stage in stages]
-
-
-def test_the_doctests():
-    assert not doctest.testmod(cutting).failed
-    assert not doctest.testmod(batches).failed
 
 
 def test_no_cut_is_better_than_the_balanced_one():

@@ -1,12 +1,10 @@
 """What is told of a backward pass, from events alone: remarks with links, pauses that are no waits."""
 
-import doctest
-
 import pytest
 
 from nbdist.autograd.inspection import Edge, NodeInfo, Trace, planned
 from nbdist.autograd.seen import Event
-from nbdist.views import intervals, remarks, report
+from nbdist.views import remarks, report
 from nbdist.views.backward import Backward
 
 
@@ -160,10 +158,3 @@ def test_the_critical_path_includes_nodes_that_end_before_the_node_that_sends_to
     if stepped:
         late.append(halted(*SUM, 0.0))
     assert made().after(late).critical_path() == [SUM, RECEIVE, EXP, PARAMETER]
-
-
-@pytest.mark.parametrize("module", [intervals, remarks])
-def test_doctests(module):
-    found = doctest.testmod(module)
-    assert found.attempted
-    assert not found.failed
