@@ -1,7 +1,25 @@
-"""Modules that live on other workers, alone or as the stages of a pipeline.
+"""Modules that live on other workers, alone (`RemoteModule`) or as the stages of a pipeline (`Pipeline`).
 
-`pipeline` is the handle, `station` what it has on a worker, `stage` how one stage computes; `schedules` are the orders
-in which that is done, `reference` the same in one process.
+================ ==========================================================================================
+module           contents
+================ ==========================================================================================
+`remote_module`  `RemoteModule`: a handle on one module of another worker
+`pipeline`       `Pipeline`: the handle through which a user drives a pipeline
+`cutting`        `cut`: splits a Sequential into stages
+`placement`      parses places such as ``"worker1/cuda:0"``
+`schedules`      the order in which each worker runs its forwards and backwards: pure tables
+`station`        a pipeline's part on one worker: the worker's stages, and its share of each step
+`inbox`          the values that other workers send to a station, and the wait for them
+`stage`          one stage's forward computation, with checkpoints and reproducible random numbers
+`entry`          starts a new graph at the input of a stage, and catches the gradient of the input
+`randomness`     the seed of each stage and micro-batch; saves and restores random generators
+`batches`        splits a batch into micro-batches, joins their outputs
+`losses`         computes a micro-batch's share of the loss, adds the shares
+`watched`        shows a training step to the watcher of its context, as if it were a backward pass
+`reports`        `PipelineTimeline`: when each operation of a step ran
+`charts`         draws timelines as SVG; also for the timelines of `nbdist.views`
+`reference`      `Reference`: the same arithmetic in one process
+================ ==========================================================================================
 """
 
 from __future__ import annotations

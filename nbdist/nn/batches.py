@@ -1,4 +1,4 @@
-"""A batch and its micro-batches: splitting what goes into a pipeline, joining what comes out."""
+"""Splits a batch into micro-batches, and joins the outputs of the micro-batches."""
 
 from __future__ import annotations
 
@@ -12,32 +12,45 @@ from nbdist.errors import UsageError
 __all__ = ["as_tuple", "join", "portions", "rows_of", "split"]
 
 Values = tuple[Any, ...]
+"""The positional arguments of a stage, or the targets of a loss function."""
 
 
 def as_tuple(value: Any) -> Values:
-    """What a stage is called with, from what the one before returned."""
+    """Return the items of a tuple or list as a tuple, such as a stage's output; any other value becomes one item."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def rows_of(values: Values) -> int:
-    """How many rows a batch has; all of its tensors have the same."""
+    """Return the number of rows of a batch: the first dimension of its tensors, which must be the same in all.
+
+    A batch without a tensor, without rows, or with tensors of different numbers of rows raises `UsageError`.
+    """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not tensors:
-        raise UsageError("a pipeline needs a tensor whose rows it can split into micro-batches")
+        raise UsageError(
+            "the batch has no tensor: a pipeline needs a tensor whose rows it can split into micro-batches"
+        )
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise UsageError("a tensor without dimensions has no rows to split into micro-batches")
+        raise UsageError(
+            "a tensor without dimensions has no rows to split into micro-batches: give a number instead (x.item())"
+        )
     rows = {tensor.shape[0] for tensor in tensors}
     if len(rows) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise UsageError(f"the tensors of a batch have the same number of rows; these have the shapes {shapes}")
+        raise UsageError(
+            f"the tensors of a batch must have the same number of rows (their first dimension); these have the shapes "
+            f"{shapes}"
+        )
     count = rows.pop()
     if count == 0:
-        raise UsageError("the batch is empty")
+        raise UsageError("the batch is empty: its tensors have 0 rows")
     return count
 
 
 def portions(rows: int, micro_batches: int) -> list[int]:
-    """The rows of each micro-batch: as many to each as can be, some one more; none where there are not enough rows.
+    """Return the number of rows of each micro-batch: all alike, or the first ones have one more.
+
+    With fewer rows than micro-batches, there is one micro-batch for each row.
 
     >>> portions(10, 4)
     [3, 3, 2, 2]
@@ -49,7 +62,10 @@ def portions(rows: int, micro_batches: int) -> list[int]:
 
 
 def split(values: Values, sizes: Sequence[int]) -> list[Values]:
-    """The micro-batches of a batch; what is no tensor goes to each, and nothing has none."""
+    """Return the micro-batches of a batch: tensors are split by rows, every micro-batch gets all other values.
+
+    No values give an empty list.
+    """
     if not values:
         return []
     parts = [value.split(list(sizes)) if isinstance(value, torch.Tensor) else [value] * len(sizes) for value in values]
@@ -57,7 +73,11 @@ def split(values: Values, sizes: Sequence[int]) -> list[Values]:
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One output from those of the micro-batches: their rows below each other, scalars as rows."""
+    """Return one output, made of the outputs of the micro-batches.
+
+    Tensors are concatenated by rows, scalar tensors stacked; tuples, lists and dicts are joined item by item; other
+    values become a list. A tensor with other rows than its micro-batch raises `UsageError`.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if not first.dim():
@@ -65,8 +85,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         for output, size in zip(outputs, sizes, strict=True):
             if output.shape[0] != size:
                 raise UsageError(
-                    f"the output of a micro-batch of {size} rows has the shape {tuple(output.shape)}: the rows of the "
-                    "outputs are put below each other, so the first dimension has to be that of the batch"
+                    f"the output of a micro-batch of {size} rows has the shape {tuple(output.shape)}. Outputs are "
+                    "concatenated by rows, so the last stage must return tensors whose first dimension is the rows"
                 )
         return torch.cat(list(outputs))
     if isinstance(first, tuple | list):

@@ -1,16 +1,16 @@
-"""Drawings of what happened when, as HTML that needs no script: it reads on a page, and in a saved notebook.
+"""Draws timelines as HTML that needs no script, so they can be seen in a saved notebook too.
 
-All timelines take the colours and the words of one table, `KINDS`::
+All timelines use the colours and words of one table, `KINDS`::
 
-    kind        colour            what took the time
-    call        grey              a function that somebody called
+    kind        colour            the work that took the time
+    call        grey              a function that a program called on a worker
     forward     blue              a micro-batch in the forward pass of a pipeline's stage
     backward    orange            a micro-batch in the backward pass of a pipeline's stage
     segment     red               a part of a distributed backward pass, on one worker
     step        green             an optimizer's update
     own         light grey        nbdist's own work: a step's order, a state dict, a message on its way
 
-Blue, orange, red and green are those of Okabe and Ito, which colour-blind people can tell apart.
+Blue, orange, red and green are from the palette of Okabe and Ito, which colour-blind people can tell apart.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from nbdist.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 __all__ = ["KINDS", "Bar", "Kind", "counted", "gantt", "micro_batch_name", "with_legend"]
 
 _WIDTH = 590
-"""Pixels: what JupyterLab has for outputs beside its file browser in a window of 1,050."""
+"""The width of a drawing in pixels: JupyterLab's room for outputs in a window 1,050 wide with its file browser open."""
 _ROW = 24
+"""The height of a row in pixels."""
 _LETTER = 6.5
+"""The width of a letter in pixels, about, at the font size of the drawing."""
 _LONGEST = 24
-"""So many letters of a row's label are drawn."""
+"""The number of letters of a row's label that are drawn; a longer label ends with an ellipsis."""
 
 
 class Kind(NamedTuple):
-    """How one kind of work is drawn, and what a user calls it."""
+    """The colour of one kind of work, and its words."""
 
     colour: str
     words: str
+    """The text in the legend."""
     one: str
-    """As it is counted: 1 call,"""
+    """The noun after the number 1: "call"."""
     many: str
-    """3 calls."""
+    """The noun after any other number: "calls"."""
 
 
 KINDS: dict[str, Kind] = {
@@ -55,7 +58,7 @@ KINDS: dict[str, Kind] = {
 
 
 class Bar(NamedTuple):
-    """Something that took time."""
+    """A bar of a timeline: one piece of work, from ``start`` to ``end`` in seconds."""
 
     start: float
     end: float
@@ -66,17 +69,17 @@ class Bar(NamedTuple):
 
 
 def micro_batch_name(kind: str, stage: int, micro_batch: int) -> str:
-    """Return how both timelines name an operation of a pipeline; ``kind`` is "forward" or "backward"."""
+    """Return the name of a pipeline's operation in timelines; ``kind`` is "forward" or "backward"."""
     return f"{kind} of micro-batch {micro_batch}, stage {stage}"
 
 
 def counted(kind: str, count: int) -> str:
-    """Return so many things of a kind in words: "2 optimizer steps"."""
+    """Return a count of one kind of work in words: "2 optimizer steps"."""
     return f"{count} {KINDS[kind].one if count == 1 else KINDS[kind].many}"
 
 
 def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
-    """Return drawings as HTML in the page's font, with the legend of the ``kinds`` that are in them."""
+    """Return drawings as one piece of HTML in the page's font, with a legend of the ``kinds``."""
     entries = "".join(
         f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> '
         f"{escape(kind.words)}</span> "
@@ -87,7 +90,10 @@ def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
 
 
 def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float) -> str:
-    """Return a line for each row, on one axis of time that is ``seconds`` long."""
+    """Return a timeline as HTML: a line of bars for each row, above an axis from 0 to ``seconds``, in milliseconds.
+
+    A bar's text is drawn if it fits; its tip is shown under the pointer.
+    """
     labels = [label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…" for label, _ in rows]
     left_end = 16 + int(_LETTER * max(map(len, labels), default=0))
     scale = (_WIDTH - left_end - 8) / seconds if seconds else 0.0

@@ -1,4 +1,4 @@
-"""Cuts a model into the stages of a pipeline: by name, by count, or so that the stages weigh about the same."""
+"""Cuts a model into the stages of a pipeline: at named layers, or so that the stages have about the same cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbdist.errors import UsageError
 __all__ = ["Maker", "balanced", "check_sharing", "cut", "parts_of", "times_of"]
 
 Maker = torch.nn.Module | Callable[[], torch.nn.Module]
-"""A stage, or a function that makes one where it is to live."""
+"""A stage: a module, or a function that makes the module on its worker."""
 
 
 def cut(
@@ -27,30 +27,51 @@ def cut(
     balance: Literal["count", "size", "time"] = "count",
     sample: Any = None,
 ) -> list[torch.nn.Sequential]:
-    """Cut a Sequential into stages, which keep the names of its layers, and so of its state.
+    """Cut a Sequential into stages of consecutive layers.
 
-    Either ``at`` the layers of these names, each of which begins a stage, or into so many ``stages`` of about the same
-    number of layers, the same bytes of parameters (``balance="size"``), or the same time forward and backward of a
-    ``sample``, as measured here (``balance="time"``).
+    The stages share the layers with the model, and keep the layers' names, so their states have the model's names.
+
+    Args:
+        model: the Sequential to cut. It must not have hooks or a ``forward`` of its own, which the stages would lose.
+        stages: the number of stages. Without it, and without ``at``, every layer is a stage.
+        at: the names of the layers at which the second and later stages begin, in the model's order.
+        balance: the cost that becomes about the same for all stages: the number of layers (``"count"``), the bytes of
+            their parameters (``"size"``), or the seconds of forward and backward (``"time"``). Not used with ``at``.
+        sample: for ``"time"``, an input of the model, or a tuple of inputs. Each layer is timed on it in this process.
+
+    Returns:
+        The stages, each a Sequential with at least one layer.
+
+    Raises:
+        UsageError: the model cannot be cut in this way. Nothing has been changed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> [list(stage.state_dict()) for stage in cut(model, at=["2"])]
+        [['0.weight', '0.bias'], ['2.weight', '2.bias']]
+        >>> [len(stage) for stage in cut(model, 2, balance="size")]
+        [1, 2]
     """
     if not isinstance(model, torch.nn.Sequential):
         raise UsageError(
-            f"only a torch.nn.Sequential can be cut, not a {type(model).__name__}: give a list of its parts instead"
+            f"only a torch.nn.Sequential can be cut, not a {type(model).__name__}: give a list of stages instead"
         )
     if type(model).forward is not torch.nn.Sequential.forward or model._forward_hooks or model._forward_pre_hooks:
         raise UsageError(
-            f"this {type(model).__name__} does more than to call its layers one after the other, by a forward or hooks "
-            "of its own, which its stages would not do: give a list of its parts instead"
+            f"this {type(model).__name__} does more than call its layers one after the other: it has a forward or "
+            "hooks of its own, which its stages would lose. Give a list of stages instead"
         )
-    layers = list(model._modules.items())  # not its named_children(), of which one that occurs twice is named once
+    layers = list(model._modules.items())  # named_children() would skip a layer's second occurrence
     if at:
         sizes = _sizes_at([name for name, _ in layers], at)
         if stages not in (None, len(sizes)):
-            raise UsageError(f"cut at {', '.join(at)} makes {len(sizes)} stages, not {stages}")
+            raise UsageError(
+                f"a cut at {', '.join(at)} makes {len(sizes)} stages, not {stages}: give only one of at and stages"
+            )
     else:
         count = len(layers) if stages is None else stages
         if not 1 <= count <= len(layers):
-            raise UsageError(f"{len(layers)} layers cannot be cut into {count} stages")
+            raise UsageError(f"{len(layers)} layers cannot be cut into {count} stages: each stage needs a layer")
         if balance == "count":
             costs: list[float] = [1.0] * len(layers)
         elif balance == "size":
@@ -70,18 +91,25 @@ def cut(
 
 
 def _sizes_at(names: Sequence[str], at: Sequence[str]) -> list[int]:
+    """Return the number of layers of each stage, from the layers at which the second and later stages begin."""
     unknown = [name for name in at if name not in names]
     if unknown:
         raise UsageError(f"no layer is called {', '.join(unknown)}; there are {', '.join(names)}")
     starts = [0, *(names.index(name) for name in at), len(names)]
     sizes = [end - start for start, end in itertools.pairwise(starts)]
     if min(sizes) <= 0:
-        raise UsageError(f"cut at {', '.join(at)}: the names must be in the model's order, and not its first")
+        raise UsageError(
+            f"the model cannot be cut at {', '.join(at)}: name its layers in their order, each once, and not its first"
+        )
     return sizes
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """The sizes of so many consecutive parts, none of them empty, of which the most expensive is as cheap as can be.
+    """Return the sizes of consecutive parts, none empty, whose most expensive part is as cheap as possible.
+
+    Args:
+        costs: the cost of each item, in order.
+        parts: the number of parts, from 1 to the number of items.
 
     >>> balanced([1, 1, 1, 3, 1, 1], 2)
     [3, 3]
@@ -92,7 +120,8 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
-    # best[k][i]: the cost of the most expensive of k parts of the first i, and where the last of them begins
+    # Dynamic programming. best[k][i] is for the best division of the first i items into k + 1 parts: the cost of its
+    # most expensive part, and the index of the item at which its last part begins.
     best: list[list[tuple[float, int]]] = [[(before[i], 0) for i in range(count + 1)]]
     for part in range(1, parts):
         row = [(float("inf"), 0)] * (count + 1)
@@ -108,9 +137,13 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def times_of(layers: Sequence[torch.nn.Module], sample: Any, rounds: int = 3) -> list[float]:
-    """Seconds that each layer takes for a sample, forward and backward; nothing of the layers changes."""
+    """Return the seconds that each layer takes for a sample, forward and backward: the median of some rounds.
+
+    Each layer gets the output of the one before it. The layers' buffers and gradients and torch's CPU generator stay as
+    they are.
+    """
     if sample is None:
-        raise UsageError('balance="time" measures the layers on a sample: give sample=…')
+        raise UsageError('balance="time" measures the layers on a sample: give sample=… (an input, or a tuple)')
     value = sample if isinstance(sample, tuple) else (sample,)
     with torch.random.fork_rng(devices=[]):
         return _times_of(layers, value, rounds)
@@ -124,7 +157,7 @@ def _times_of(layers: Sequence[torch.nn.Module], value: Any, rounds: int) -> lis
         took = []
         for _ in range(rounds):
             leaves = tuple(_leaf(part) for part in value)
-            given = tuple(part.clone() if _wants_grad(part) else part for part in leaves)  # which may change in place
+            given = tuple(part.clone() if _wants_grad(part) else part for part in leaves)  # may be changed in place
             start = time.perf_counter()
             out = torch.func.functional_call(layer, {**parameters, **buffers}, given)
             outs = out if isinstance(out, tuple) else (out,)
@@ -156,7 +189,11 @@ def parts_of(
     balance: Any,
     sample: Any,
 ) -> tuple[list[Maker], list[str]]:
-    """Return the stages, and the names at which they begin: of the first layer of each, or the place in the list."""
+    """Return the stages of a `Pipeline`'s model, and the name at which each begins.
+
+    For a Sequential, that is the name of the stage's first layer; for a list, the stage's number. ``workers`` is the
+    number of workers; the other arguments are those of `Pipeline`. A model that is neither raises `UsageError`.
+    """
     if isinstance(model, torch.nn.Sequential):
         count = workers if stages is None and not at else stages
         found = cut(model, count, at=at, balance=balance, sample=sample)
@@ -165,24 +202,30 @@ def parts_of(
         raise UsageError(
             f"a pipeline is made of a Sequential, or of a list of stages, not of {type(model).__name__}"
             if not isinstance(model, Sequence)
-            else "a pipeline has at least one stage"
+            else "a pipeline has at least one stage, but the list of stages is empty"
         )
     for index, part in enumerate(model):
         if not callable(part):
             raise UsageError(f"stage {index} should be a module, or a function that makes one, not {part!r}")
     if stages not in (None, len(model)) or at or balance != "count" or sample is not None:
-        raise UsageError("a list has its stages in it: stages, at, balance and sample are for a Sequential")
+        raise UsageError(
+            "stages, at, balance and sample say how to cut a Sequential, but the model is a list of stages: leave them "
+            "out"
+        )
     return list(model), [str(index) for index in range(len(model))]
 
 
 def check_sharing(parts: Sequence[Maker], workers: int) -> None:
-    """Refuse a parameter of two stages on different workers: sent to both, it would be two parameters."""
+    """Raise `UsageError` if stages on different workers share a parameter: each worker would train its own copy.
+
+    ``workers`` is the number of workers. Functions that make stages are not looked into.
+    """
     owners: dict[int, int] = {}
     for stage, part in enumerate(parts):
         for name, parameter in part.named_parameters() if isinstance(part, torch.nn.Module) else ():
             other = owners.setdefault(id(parameter), stage)
             if other % workers != stage % workers:
                 raise UsageError(
-                    f"{name} of stage {stage} is a parameter of stage {other}, too, which is on another worker: stages "
-                    "that share parameters have to be on one"
+                    f"{name} of stage {stage} is a parameter of stage {other}, too, which is on another worker: each "
+                    "worker would train its own copy. Put stages that share parameters on one worker"
                 )

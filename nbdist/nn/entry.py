@@ -1,4 +1,13 @@
-"""Cuts what enters a stage off from the graph of the stage before, and catches its gradients."""
+"""Starts a new autograd graph at the input of a stage, and catches the gradients of that input.
+
+::
+
+    stage 0's graph ── output ── detached, sent ──> _Entry ── stage 1's graph ── output
+                          ^                            │
+                          └── gradient, sent back <────┘  backward of stage 1 stores it in a list
+
+Each stage runs backward by itself, so a stage's graph must end where the values enter it.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +22,26 @@ __all__ = ["enter"]
 
 
 class _Entry(Function):
-    """The node by which a tensor enters a stage: so it has a history, and a module may change it in place."""
+    """The autograd node by which a tensor enters a stage.
+
+    The tensor gets a history. So a module may change it in place, which autograd forbids for a leaf that requires grad.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, gradients: list[torch.Tensor | None], index: int, tensor: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the tensor as it has come."""
+        """Return the one tensor of the list ``tensor`` unchanged, as the output of this node.
+
+        The list hides the tensor from autograd, which would make a view of an input that is returned unchanged. The
+        ``anchor`` is the input that requires grad.
+        """
         ctx.gradients, ctx.index = gradients, index
         return tensor[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        """Keep the gradient here, to be sent back."""
+        """Store the gradient in the list that `enter` returned; nothing flows further back."""
         ctx.gradients[ctx.index] = gradient
         return None, None, None, None
 
@@ -35,16 +51,17 @@ _entered: Any = _Entry.apply
 
 
 def enter(values: Values, wanted: int) -> tuple[Values, list[torch.Tensor | None]]:
-    """Return what a stage is called with, and a list in which the gradients of the ``wanted`` ones appear.
+    """Return the arguments to call a stage with, and a list that the backward pass fills with their gradients.
 
-    ``wanted`` is a bit mask by index.
+    Bit ``i`` of ``wanted`` says whether value ``i`` gets a gradient; the list has None for the other values.
     """
     gradients: list[torch.Tensor | None] = [None] * len(values)
     entered: dict[Any, torch.Tensor] = {}
     found = list(values)
     for index, value in enumerate(values):
         if wanted >> index & 1:
-            # One tensor that was returned twice is one: what changes it in place changes both.
+            # A tensor that the previous stage returned twice enters once: an in-place change must be seen in both
+            # places. Its gradient, the sum of both, is stored at the first place; the second place has None.
             place = value.data_ptr(), value.shape, value.stride(), value.dtype
             if place not in entered or not value.numel():
                 entered[place] = _entered(_anchor, gradients, index, [value])

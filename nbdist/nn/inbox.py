@@ -1,4 +1,4 @@
-"""What the stages of one worker are sent in one step, and the waiting for it."""
+"""Stores the values that other stages send to one worker in one step, and lets the step wait for them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ __all__ = ["Abandoned", "Inbox"]
 
 
 class Abandoned(NbdistError):
-    """The step failed elsewhere, so it does not go on here either."""
+    """The step was abandoned: it failed on another worker, was interrupted, or its pipeline was deleted."""
 
 
 class Inbox:
-    """By operation, what it needs; or why nothing more will come."""
+    """The inputs of one worker's operations in one step, by operation; or the error with which the step failed.
+
+    One thread takes; any thread may put or fail.
+    """
 
     def __init__(self) -> None:
         self._failure: tuple[type[NbdistError], str] | None = None
         self._things: dict[Op, Any] = {}
         self.on_fail: Callable[[], None] = lambda: None
-        """Called once, when nothing more will come."""
+        """Called once, without the lock of this inbox, by the thread that calls `fail` first."""
         self._changed = threading.Condition(threading.Lock())
 
     def put(self, op: Op, thing: Any) -> None:
-        """It has come."""
+        """Store the input of an operation, and wake the thread that waits for it. Dropped if the step has failed."""
         with self._changed:
             if self._failure is None:
                 self._things[op] = thing
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come."""
-        # The error itself, once raised, would hold by its traceback the step, and all that it has kept.
+        """Let the step fail: drop all inputs, and make `take` and `check` raise an error like this one.
+
+        Only the first error counts. An error that is not nbdist's becomes a `RemoteError`.
+        """
+        # Only the type and text are kept: the error itself, once raised, would hold the step by its traceback.
         text = str(error)
         failure = (
             (type(error), text) if isinstance(error, NbdistError) else (RemoteError, f"{type(error).__name__}: {text}")
@@ -50,12 +56,12 @@ class Inbox:
         self.on_fail()
 
     def has(self, op: Op) -> bool:
-        """Whether what an operation needs has come."""
+        """Return whether an operation's input has arrived."""
         with self._changed:
             return op in self._things
 
     def take(self, op: Op) -> Any:
-        """What an operation needs, when it is there."""
+        """Wait for an operation's input, remove and return it. Raises the step's error if the step has failed."""
         with self._changed:
             if op not in self._things and self._failure is None:
                 with blocking_wait():
@@ -65,7 +71,7 @@ class Inbox:
             return self._things.pop(op)
 
     def check(self) -> None:
-        """Raise if the step has failed."""
+        """Raise the step's error if the step has failed."""
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)

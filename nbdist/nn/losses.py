@@ -1,4 +1,4 @@
-"""The loss of a batch from those of its micro-batches."""
+"""Computes the loss of a batch from the losses of its micro-batches."""
 
 from __future__ import annotations
 
@@ -13,24 +13,33 @@ from nbdist.nn.batches import Values
 __all__ = ["Reduction", "loss_of", "total"]
 
 Reduction = Literal["mean", "sum"]
-"""What a loss function does with the rows that it is given."""
+"""How a loss function combines the rows of a micro-batch: their mean or their sum."""
 
 
 def loss_of(
     loss_fn: Callable[..., torch.Tensor], output: Any, targets: Values, rows: int, all_rows: int, reduction: Reduction
 ) -> torch.Tensor:
-    """A micro-batch's share of the batch's loss."""
+    """Return a micro-batch's share of the batch's loss; the shares of all micro-batches add up to that loss.
+
+    A micro-batch's mean is weighted by ``rows / all_rows``, its sum is taken as it is. A loss function that returns no
+    scalar tensor, or one without a graph while gradients are wanted, raises `UsageError`.
+    """
     loss = loss_fn(output, *targets)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UsageError(f"a loss function returns a scalar, not {what}")
+        raise UsageError(
+            f"a loss function must return a scalar, not {what}: return a tensor of one number, as mean() gives it"
+        )
     if not loss.requires_grad and torch.is_grad_enabled():
-        raise UsageError("the loss does not require grad: nothing that it depends on does, or it was detached")
+        raise UsageError(
+            "the loss does not require grad, so nothing would be trained: all parameters are frozen, or the loss "
+            "function detached the output"
+        )
     return loss if reduction == "sum" or rows == all_rows else loss * (rows / all_rows)
 
 
 def total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, in the order of the micro-batches."""
+    """Return the sum of the losses, added in the order of the micro-batches, so that it is the same to the last bit."""
     found = losses[0]
     for loss in losses[1:]:
         found = found + loss

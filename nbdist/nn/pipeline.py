@@ -1,7 +1,15 @@
-"""A model cut into stages on several workers, through which micro-batches go one after the other.
+"""A model cut into stages on several workers; the micro-batches of a batch flow through the stages.
 
-This is the handle: it has references to what is on the workers (`nbdist.nn.station`), orders their share of a step
-from each by one call, and puts together what they answer. Nothing goes through it from stage to stage.
+::
+
+    Pipeline ─── `run_share`, with an `Order`: the worker's row of the schedule ───┐
+       ▲                                                                           │  one call to each worker
+       └──────── `Done`: losses, outputs, times ─────────────────────────────┐     │  in each step
+                                                                             │     ▼
+    Station of worker0 ── `deliver` ──> Station of worker1 ── `deliver` ──> Station of worker2 ──> …
+
+`Pipeline` is the handle. It holds a reference to a `nbdist.nn.station.Station` on each worker, calls each station once
+a step, and joins the answers. If one station fails, the handle tells all workers to abandon the step.
 """
 
 from __future__ import annotations
@@ -38,14 +46,17 @@ from nbdist.rpc.rref import RRef
 __all__ = ["Pipeline"]
 
 _TABLES = 16
-"""Schedules that a pipeline remembers: one for each number of micro-batches; the last batch may have fewer."""
+"""The number of schedule tables that a pipeline caches, one for each number of micro-batches in a batch.
+
+A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
+"""
 
 _PATIENCE = 5.0
-"""Seconds for which a worker is waited for that has to be told that a step has failed."""
+"""Seconds to wait for each worker to confirm that it has abandoned a failed step."""
 
 
 class _Outcomes:
-    """What all workers answer, or the first error among that."""
+    """Collects the answers of all workers to one step, or the first error."""
 
     def __init__(self, count: int) -> None:
         self._found: list[Any] = [None] * count
@@ -54,7 +65,10 @@ class _Outcomes:
         self.all = Latch()
 
     def add(self, index: int, future: Future[Any]) -> None:
-        """One who is to answer."""
+        """Expect an answer from worker number ``index``: the value of ``future``. Called once for each worker.
+
+        `all` is settled with the list of all answers, by worker, or at once with the first error.
+        """
         future.add_done_callback(lambda done: self._take(index, done))
 
     def _take(self, index: int, done: Any) -> None:
@@ -71,25 +85,43 @@ class _Outcomes:
 
 
 class Pipeline:
-    """Stages on workers: ``Pipeline([first, second], ["worker0", "worker1"])``.
+    """Train or run a model whose stages live on several workers, a batch sliced into micro-batches.
 
-    ``model``
-        a list of the stages, each a module, which is sent, or a function that makes one where it is to live; or a
-        Sequential, which is cut: into as many ``stages`` as there are workers unless said otherwise, ``at`` the layers
-        of these names, or by ``balance``, as `nbdist.nn.cut` has it.
-    ``workers``
-        names, ids, or with a device ``"worker1/cuda:0"``. Stage ``s`` lives on ``workers[s % len(workers)]``.
-    ``micro_batches``
-        so many slices of a batch are on their way at once; a batch of fewer rows has fewer.
-    ``schedule``
-        that of `train_step`: ``"gpipe"``, ``"1f1b"``, or ``"interleaved"``, for several stages on each worker. They
-        differ in time and memory only.
-    ``checkpoint``
-        keep the inputs of stages only, and compute them once more backward.
-    ``seed``
-        what a stage draws at random follows from it, the step, the stage and the micro-batch, as in `Reference`.
-    ``reduction``
-        what a loss function given to `train_step` does with the rows of a micro-batch: their ``"mean"``, or ``"sum"``.
+    Outputs, losses and gradients equal those of `Reference` to the last bit, whatever the schedule. Several threads
+    may use one pipeline. A worker of the pipeline that dies ends the running step with `WorkerLost`, and the pipeline
+    cannot be used any more: make a new one, and give it a state that was saved before. The notebook
+    ``04_pipeline_resnet50.ipynb`` shows all of this with a ResNet-50.
+
+    Args:
+        model: a Sequential, which is cut into stages; or a list of the stages. Each stage of a list is a module, which
+            is sent to its worker, or a function that is called on the worker and makes the module there.
+        workers: names or ids of workers, or names with a device, such as ``"worker1/cuda:0"``; each worker once. Stage
+            ``s`` lives on ``workers[s % len(workers)]``, so the number of stages must be a multiple of the workers.
+        stages: the number of stages to cut a Sequential into; by default, one for each worker.
+        at: names of the layers of a Sequential at which the second and later stages begin, instead of ``stages``.
+        balance: the cost that becomes about the same for all stages of a Sequential: see `nbdist.nn.cut`.
+        sample: for ``balance="time"``, an input of the model, or a tuple of inputs. The layers are timed on it here.
+        micro_batches: the number of slices of a batch. A batch of fewer rows has one micro-batch for each row.
+        schedule: the order of the forwards and backwards in `train_step`: ``"gpipe"``, ``"1f1b"`` (the default for one
+            stage on each worker), or ``"interleaved"`` (the default for several). They differ in time and memory only.
+        checkpoint: keep only the inputs of the stages, and compute the rest again in the backward pass.
+        seed: the number from which the stages' random draws follow, together with the step, stage and micro-batch.
+        reduction: what the loss function of `train_step` does with its rows: ``"mean"`` or ``"sum"``.
+
+    Raises:
+        UsageError: the arguments do not fit together, or a worker is not in this world.
+        WorkerLost: a worker died, or left.
+        NotInitialized: RPC is not running in this process.
+
+    Example:
+        >>> stages = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)]
+        >>> pipe = Pipeline(stages, ["worker0", "worker1"], micro_batches=2)
+        >>> optimizer = nbdist.optim.DistributedOptimizer(torch.optim.SGD, pipe.parameter_rrefs(), lr=0.1)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = pipe.train_step(torch.ones(8, 4), torch.zeros(8, 2), torch.nn.functional.mse_loss)
+        ...     optimizer.step(context_id)
+        >>> pipe(torch.ones(8, 4)).shape
+        torch.Size([8, 2])
     """
 
     def __init__(
@@ -110,10 +142,13 @@ class Pipeline:
         agent = current_agent()
         places = [place_of(worker) for worker in workers]
         if not places:
-            raise UsageError("a pipeline needs a worker")
+            raise UsageError("a pipeline needs a worker: name at least one, as in Pipeline(model, ['worker0'])")
         parts, self._cut = parts_of(model, stages, len(places), at, balance, sample)
         if len(parts) % len(places):
-            raise UsageError(f"{len(parts)} stages do not go evenly onto {len(places)} workers")
+            raise UsageError(
+                f"{len(parts)} stages do not go evenly onto {len(places)} workers: the number of stages must be a "
+                "multiple of the number of workers"
+            )
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise UsageError(
                 f"a batch has at least one micro-batch: micro_batches is a whole number, not {micro_batches!r}"
@@ -124,9 +159,12 @@ class Pipeline:
             raise UsageError(f"the schedules are {', '.join(SCHEDULES)}; there is no {schedule!r}")
         names = [agent.find(on).name for on, _ in places]
         if len(set(names)) < len(names):
-            raise UsageError(f"a worker may have several stages, but is named once: {', '.join(names)}")
+            raise UsageError(
+                f"these workers are not all different: {', '.join(names)}. A worker is named once, also if it has "
+                "several stages: stage s goes to workers[s % len(workers)]"
+            )
         check_sharing(parts, len(names))
-        # For each number of micro-batches that a batch really has: it has no more than rows.
+        # Returns the table for a number of micro-batches: fewer than `micro_batches` if a batch has fewer rows.
         self._table = functools.lru_cache(_TABLES)(partial(SCHEDULES[schedule], len(names), len(parts)))
         self._table(1)  # raises if the schedule does not fit the stages
         self.stages = len(parts)
@@ -139,7 +177,10 @@ class Pipeline:
         self._seed = seed
         self._orders = 0
         self._steps = 0
-        """How many steps have been counted; what is drawn in the next one follows from it, and it is saved."""
+        """The number of steps (`forward` and `train_step`) so far: it is saved, and seeds the next step's draws.
+
+        `load_state_dict` sets it back, unlike `_orders`, which numbers the steps that are sent to the stations.
+        """
         self._counting = threading.Lock()
         self._last: tuple[int, list[list[Span]]] | None = None
         self._offsets: list[float] | None = None
@@ -167,14 +208,36 @@ class Pipeline:
     # -- computing ----------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any) -> Any:
-        """As `forward`."""
+        """Call `forward`."""
         return self.forward(*inputs)
 
     def forward(self, *inputs: Any) -> Any:
-        """The output of a batch, computed micro-batch by micro-batch.
+        """Return the output of a batch, computed micro-batch by micro-batch and joined by rows.
 
-        Inside of a distributed autograd context it is recorded, so that a backward pass from any loss goes through all
-        stages; elsewhere no gradient is kept.
+        Inside a distributed autograd context the computation is recorded, so a backward pass from any loss of the
+        output goes through all stages. Outside of a context no graph is kept, and the output does not require grad.
+
+        Args:
+            inputs: the arguments of the first stage. The tensors among them are split by rows, their first dimension;
+                every micro-batch gets all other values.
+
+        Returns:
+            The last stage's output for the whole batch: tensors with the rows of the batch, scalar tensors stacked to
+            one row for each micro-batch, any other value as a list by micro-batch; tuples, lists and dicts of them.
+
+        Raises:
+            UsageError: the batch has no rows to split, or an output has other rows than its micro-batch.
+            WorkerLost: a worker of the pipeline died, or left.
+            NotInitialized: the world in which the pipeline was made has ended.
+            Exception: a stage raised it; its notes name the stage, the micro-batch, the worker and the shapes.
+
+        Example:
+            >>> pipe = Pipeline([torch.nn.Identity(), torch.nn.Identity()], ["worker0", "worker1"], micro_batches=2)
+            >>> with dist_autograd.context() as context_id:
+            ...     x = torch.ones(3, requires_grad=True)
+            ...     dist_autograd.backward(context_id, [pipe.forward(x).sum()])
+            ...     dist_autograd.get_gradients(context_id)[x]
+            tensor([1., 1., 1.])
         """
         sizes = portions(rows_of(inputs), self.micro_batches)
         table = forward_only(len(self.workers), self.stages, len(sizes))
@@ -185,36 +248,63 @@ class Pipeline:
     def train_step(
         self, inputs: Any, targets: Any, loss_fn: Callable[..., torch.Tensor], *, finite: bool = True
     ) -> torch.Tensor:
-        """Forward and backward of a batch by the pipeline's schedule; its loss.
+        """Run forward and backward of a batch in the schedule's order, and return the loss, detached.
 
-        ``loss_fn(output, targets)`` is called on the last stage's worker, for each micro-batch. The gradients are the
-        current distributed autograd context's, where a `DistributedOptimizer` and `clip_grad_norm_` find them. A loss
-        that is not ``finite`` is an error, unless it is asked for. Several inputs, or targets, go in a tuple.
+        The gradients of the parameters are added to the current distributed autograd context, where
+        `DistributedOptimizer` and `clip_grad_norm_` find them; a failed step adds none. Inputs and targets get no
+        gradients: for that, use `forward` and a backward pass. Ctrl-C ends the step on all workers.
+
+        Args:
+            inputs: a tensor, or a tuple of arguments of the first stage. Tensors are split by rows.
+            targets: a tensor, or a tuple of arguments that ``loss_fn`` takes after the output. Tensors are split too.
+            loss_fn: called as ``loss_fn(output, *targets)`` on the last stage's worker, once for each micro-batch;
+                returns a scalar tensor. A module is copied to that worker, so none of its parameters may require grad.
+            finite: raise an error for a loss that is NaN or infinite. False computes its gradients all the same.
+
+        Raises:
+            UsageError: there is no current context, or the inputs, targets or ``loss_fn`` cannot be used.
+            FloatingPointError: a micro-batch's loss is NaN or infinite, and ``finite`` is True.
+            WorkerLost: a worker of the pipeline died, or left.
+            NotInitialized: the world in which the pipeline was made has ended.
+            Exception: a stage or ``loss_fn`` raised it; its notes name the stage and the worker, and if the stage
+                raised it, the micro-batch.
         """
         if recorder().contexts.current is None:
             raise UsageError(
-                "train_step leaves its gradients in a context: call it inside of "
+                "train_step needs a distributed autograd context for its gradients: call it inside of "
                 "`with dist_autograd.context() as context_id:`, and optimizer.step(context_id) there"
             )
         inputs, targets = as_tuple(inputs), as_tuple(targets)
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*inputs, *targets)):
-            raise UsageError("train_step gives its inputs and targets no gradient: detach() them, or use forward")
+            raise UsageError(
+                "an input or target of train_step requires grad, but train_step gives its inputs and targets no "
+                "gradient: detach() them, or use forward and dist_autograd.backward"
+            )
         if isinstance(loss_fn, torch.nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
-            raise UsageError("a loss function goes by copy, and its parameters would not learn: make it the last stage")
+            raise UsageError(
+                "the loss function has parameters. A copy of it is sent to the last stage's worker, so its parameters "
+                "would not learn: put it into the last stage"
+            )
         rows = rows_of(inputs)
         if not any(isinstance(target, torch.Tensor) for target in targets):
             raise UsageError("the targets of train_step have no tensor whose rows could go to the micro-batches")
         if rows_of(targets) != rows:
-            raise UsageError(f"{rows} rows of inputs, and {rows_of(targets)} of targets")
+            raise UsageError(
+                f"the batch has {rows} rows of inputs, and {rows_of(targets)} of targets: give the same number of both"
+            )
         sizes = portions(rows, self.micro_batches)
         table = self._table(len(sizes))
         done = self._step(table, sizes, inputs, targets, train=True, recorded=False, loss_fn=loss_fn, finite=finite)
         return total([loss for part in done for loss in part.losses])
 
     def _step(self, table: Table, sizes: list[int], inputs: Values, targets: Values, **options: Any) -> list[Done]:
+        """Run one step on all workers, and return what each has done. ``options`` are fields of `Order`.
+
+        If a worker fails or the user interrupts, all workers are told to abandon the step, and the error is raised.
+        """
         agent = self._agent
         if agent.closed:
-            raise NotInitialized("the RPC world in which this pipeline was made has ended")
+            raise NotInitialized("the RPC world in which this pipeline was made has ended: make a new pipeline")
         with self._counting:
             step, self._orders = self._orders, self._orders + 1
             number, self._steps = self._steps, self._steps + 1
@@ -224,7 +314,7 @@ class Pipeline:
         context = recorder().contexts.current
         context_id = context.id if context is not None else None
         outcome.all.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
-        # Split here: no micro-batch on a worker has a history in common with another one.
+        # Split here, not on the workers, so that no two micro-batches on a worker share autograd history.
         given, wanted = split(inputs, sizes), split(targets, sizes)
         watched = WatchedStep(table, self.workers, self.stages) if options["train"] else None
         try:
@@ -247,7 +337,9 @@ class Pipeline:
             if watched is not None:
                 watched.end(error, {})
             if isinstance(error, Exception):
-                for latch in abandoned:  # so that nothing of the step is in the context when its error is seen
+                for (
+                    latch
+                ) in abandoned:  # so that no worker's gradients are in the context when the caller sees the error
                     with contextlib.suppress(Exception):
                         latch.wait()
             raise
@@ -260,40 +352,61 @@ class Pipeline:
         return done
 
     def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
+        """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait."""
         args = self._uid, step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
         told = []
         for name in self.workers:
-            with contextlib.suppress(NbdistError):  # whoever is gone has nothing that goes on
+            with contextlib.suppress(NbdistError):  # a worker that is gone has nothing to abandon
                 told.append(self._agent.begin(name, abandon_step, *args, timeout=_PATIENCE))
         return told
 
     # -- what it is made of -------------------------------------------------------------------
 
     def parameter_rrefs(self) -> list[RRef[Any]]:
-        """References to all parameters, stage by stage, as `DistributedOptimizer` takes them."""
+        """Return references to all parameters, stage by stage, as `DistributedOptimizer` takes them.
+
+        A parameter that several stages share occurs once. Asks all workers; raises `WorkerLost` if one is gone.
+
+        Example:
+            >>> pipe = Pipeline([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], ["worker0", "worker1"])
+            >>> [rref.owner_name() for rref in pipe.parameter_rrefs()]
+            ['worker0', 'worker0', 'worker1', 'worker1']
+        """
         found = self._gather("parameter_rrefs")
         return [rref for stage in range(self.stages) for rref in found[stage]]
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Put all stages in training mode, or out of it."""
+        """Put all stages into training mode, or with False into evaluation mode. Returns the pipeline.
+
+        Asks all workers; raises `WorkerLost` if one is gone.
+        """
         self._all("train", mode)
         self.training = mode
         return self
 
     def eval(self) -> Pipeline:
-        """Put all stages in evaluation mode."""
+        """Put all stages into evaluation mode: ``train(False)``. Returns the pipeline."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a pipeline needs to go on from here with the same numbers, on whichever workers.
+        """Return the state from which `load_state_dict` continues with the same numbers, on any workers.
 
-        ``"model"`` has the state of all stages, on the CPU, with the names of the model that was cut, or of the list:
-        ``model.load_state_dict(pipe.state_dict()["model"])`` gives it to a model in one process. ``"steps"`` counts the
-        calls of `forward` and `train_step` so far; with ``"seed"`` it decides what stages draw. ``"cut"`` says at which
-        layer each stage begins. ``"random"`` has the random generators (torch's, Python's, numpy's) of the caller's
-        process and of each stage's.
+        `torch.save` writes the state, and ``torch.load(weights_only=True)`` reads it. The optimizer's state is not in
+        it. All workers are asked; a worker that is gone raises `WorkerLost`. Do not call it while a step runs.
 
-        `torch.save` writes all of it, and ``torch.load(weights_only=True)`` reads it.
+        Returns:
+            A dict. ``"model"``: the state of all stages, on the CPU, with the names of the model that was cut, or, of
+            a list, the stage's number before each name. ``model.load_state_dict(pipe.state_dict()["model"])`` loads it
+            into a model in one process. ``"steps"``: the number of calls of `forward` and `train_step` so far.
+            ``"seed"``: with the steps, it decides what the stages draw at random. ``"cut"``: the layer at which each
+            stage begins. ``"random"``: the states of the random generators (torch's, Python's, numpy's) of the
+            caller's process and of each stage's process.
+
+        Example:
+            >>> pipe = Pipeline([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], ["worker0", "worker1"])
+            >>> sorted(pipe.state_dict()["model"])
+            ['0.bias', '0.weight', '1.bias', '1.weight']
+            >>> pipe.load_state_dict(pipe.state_dict())
         """
         found, generators = self._gather("state"), self._gather("random_states")
         with self._counting:
@@ -310,27 +423,28 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` returned, here or of the same model on other workers.
+        """Continue from a state that `state_dict` returned, of this pipeline or of one with the same model and cut.
 
-        The pipeline takes the seed and the count of steps from the state, and the caller's process and the workers
-        take the states of the random generators. A worker with several stages takes those of its first one. For the
-        weights alone there is `load_model`.
+        The pipeline takes over the weights, the seed and the count of steps; the caller's process and the workers'
+        processes take over the states of the random generators. A worker with several stages takes those that were
+        saved for its first stage. To load the weights alone, call `load_model`.
 
         Raises:
             UsageError: the state is of another model, of one that was cut elsewhere, or has no count of steps. Nothing
                 has been changed.
+            WorkerLost: a worker is gone. Some workers may have loaded their part.
         """
         if not isinstance(state, Mapping) or not {"model", "steps", "seed", "cut", "random"} <= state.keys():
             raise UsageError(
-                "this is not what a pipeline's state_dict() returns. If it is the state of a model alone, as pipelines "
-                "returned it formerly, it lacks the count of steps, which decides what the stages draw at random: give "
-                "weights alone with load_model(state)"
+                "this is not what a pipeline's state_dict() returns. If it is the state of a model alone, it lacks the "
+                "count of steps, which decides what the stages draw at random: load weights alone with "
+                "load_model(state)"
             )
         if list(state["cut"]) != self._cut:
             raise UsageError(
                 f"the state is of a pipeline whose stages begin at {', '.join(state['cut'])}; those of this one begin "
-                f"at {', '.join(self._cut)}, and would draw other numbers. Cut the model in the same way (several "
-                'stages may be on one worker), or give the weights alone with load_model(state["model"])'
+                f"at {', '.join(self._cut)}, so they would draw other numbers. Cut the model in the same way (several "
+                'stages may be on one worker), or load the weights alone with load_model(state["model"])'
             )
         self.load_model(state["model"])
         generators = dict(enumerate(state["random"]["stages"]))
@@ -341,25 +455,46 @@ class Pipeline:
             self._steps = state["steps"]
 
     def load_model(self, state: Mapping[str, Any]) -> None:
-        """Give all stages the weights and buffers of a model's ``state_dict()``; the count of steps stays.
+        """Load the weights and buffers of a model's ``state_dict()`` into all stages; the count of steps stays.
 
         Raises:
             UsageError: a name is missing, or unknown. Nothing has been changed.
+            WorkerLost: a worker is gone. Some workers may have loaded their part.
+
+        Example:
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+            >>> pipe = Pipeline(model, ["worker0", "worker1"])
+            >>> pipe.load_model(model.state_dict())
         """
         names = self._gather("names")
         stage_of = {name: stage for stage, own in names.items() for name in own}
         missing, unexpected = stage_of.keys() - state.keys(), state.keys() - stage_of.keys()
         if missing or unexpected:
-            raise UsageError(f"this is not the state of these stages: {differing(missing, unexpected)}")
+            raise UsageError(
+                f"this is not the state of these stages: {differing(missing, unexpected)}. Nothing was loaded"
+            )
         by_stage: dict[int, dict[str, Any]] = {}
         for name, value in state.items():
             by_stage.setdefault(stage_of[name], {})[name] = value
         self._give("load", by_stage)
 
     def timeline(self) -> PipelineTimeline:
-        """The last step as it ran, beside the ideal."""
+        """Return when each operation of the last completed step ran, beside the ideal schedule.
+
+        The last step is the last call of `forward` or `train_step`. A notebook draws the result. Times of workers on
+        other hosts are moved to this host's clock; the first call measures by how much the clocks differ.
+
+        Raises:
+            UsageError: no step has been completed yet.
+
+        Example:
+            >>> pipe = Pipeline([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], ["worker0", "worker1"])
+            >>> output = pipe(torch.ones(8, 4))
+            >>> [len(row) for row in pipe.timeline().rows]
+            [4, 4]
+        """
         if self._last is None:
-            raise UsageError("no step has been done yet")
+            raise UsageError("no step has been done yet: call the pipeline, or its train_step, before timeline()")
         step, rows = self._last
         offsets = self._offsets = self._offsets or [
             offset(self._agent.me, self._agent.find(name), self._agent.ask) for name in self.workers
@@ -371,10 +506,11 @@ class Pipeline:
         return PipelineTimeline(self.workers, self.stages, moved, step)
 
     def _all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all stations at the same time, with the same arguments; return the answers by worker."""
         return ask_all([(rref.owner(), call_station, (rref, method, *args)) for rref in self._stations])
 
     def _give(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of all stations, each with the part for its stages."""
+        """Call a method of all stations at the same time, each with ``args`` and its own stages' part of a mapping."""
         ask_all(
             [
                 (rref.owner(), call_station, (rref, method, *args, _every(by_stage, worker, len(self.workers))))
@@ -383,6 +519,7 @@ class Pipeline:
         )
 
     def _gather(self, method: str) -> dict[int, Any]:
+        """Call a method of all stations that returns a dict by stage; return the union of the dicts."""
         found: dict[int, Any] = {}
         for part in self._all(method):
             found.update(part)
@@ -390,6 +527,6 @@ class Pipeline:
 
 
 def _every(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
-    """Those of the stages that are on a worker."""
+    """Return, by stage number, the parts of the stages that live on worker number ``worker``."""
     items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
     return {stage: part for stage, part in items if stage % workers == worker}

@@ -1,4 +1,4 @@
-"""Where a module is to live, as users write it: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cuda:0"``."""
+"""Parses the places that users give for modules: ``"worker1"``, ``"worker1/cuda:0"``, ``"rank:1/cuda:0"``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ __all__ = ["place_of"]
 
 
 def place_of(remote_device: str | int | WorkerInfo) -> tuple[str | int, str]:
-    """The worker, by name or id, and the device."""
+    """Return the name or id of the worker, and the device (``"cpu"`` if none is named), that a place stands for.
+
+    The worker is not looked up here. A place that cannot be parsed raises `UsageError`.
+    """
     if isinstance(remote_device, WorkerInfo):
         return remote_device.name, "cpu"
     if isinstance(remote_device, int) and not isinstance(remote_device, bool):
@@ -17,11 +20,13 @@ def place_of(remote_device: str | int | WorkerInfo) -> tuple[str | int, str]:
     worker, _, device = str(remote_device).partition("/")
     if not worker or "/" in device or (":" in worker and not worker.startswith("rank:")):
         raise UsageError(
-            f"{remote_device!r} is not a place for a module: write 'worker1', 'worker1/cuda:0' or 'rank:1/cuda:0'"
+            f"{remote_device!r} is not a place for a module. Write 'worker1', 'worker1/cuda:0' or 'rank:1/cuda:0'"
         )
     if worker.startswith("rank:"):
         rank = worker.removeprefix("rank:")
         if not rank.isdecimal():
-            raise UsageError(f"{remote_device!r}: the rank must be a number")
+            raise UsageError(
+                f"{remote_device!r} is not a place for a module: the rank must be a number, as in 'rank:1'"
+            )
         return int(rank), device or "cpu"
     return worker, device or "cpu"

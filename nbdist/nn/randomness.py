@@ -1,9 +1,10 @@
-"""What stages draw at random, and the random generators of a process, saved and restored.
+"""Seeds the random draws of stages, and saves and restores the random generators of a process.
 
-A stage's draws are derived from the pipeline's seed, the step, the stage and the micro-batch, and from nothing else:
-neither where the stage runs, nor after what, nor whether it is run once more for a checkpoint. A stage uses up none of
-the process's own numbers. So the seed and the count of steps decide what a pipeline draws next. The generators'
-states are saved beside them for what the user's own code draws.
+The pipeline's seed, the step, the stage and the micro-batch decide what a stage draws from torch's generators, and
+nothing else does: not the worker, not the order of operations, not a checkpoint that computes the stage again. A stage
+takes no torch numbers out of the process's own sequence. So the seed and the count of steps decide what a pipeline
+draws next. The states of the process's generators are saved for the user's other code, and for a stage that draws from
+Python's or numpy's generators, which are not seeded here.
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ from nbdist.rpc.futures import blocking_wait
 __all__ = ["random_state", "restore_random_state", "seed_of", "seeded"]
 
 _drawing = threading.RLock()
-"""There is one generator for all threads of a process."""
+"""Held during a stage's forward, which draws from torch's generators: all threads of a process share them.
+
+So the forwards of the stages of one process run one at a time.
+"""
 
 _CPU = torch.device("cpu")
 
 
 def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
-    """Return the seed of what one stage draws for one micro-batch."""
+    """Return the seed, a number of 63 bits, for what one stage draws for one micro-batch of one step."""
     packed = struct.pack("<4q", seed, step, stage, micro_batch)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def seeded(number: int, device: torch.device) -> Iterator[None]:
-    """Draw from a generator with this seed for the time of the block."""
+    """Seed torch's generators for the time of the block, then restore them; no other stage draws meanwhile.
+
+    The generators are those of the CPU, and of ``device`` if it is a GPU.
+    """
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(_generator_of(device))
@@ -53,9 +60,9 @@ def seeded(number: int, device: torch.device) -> Iterator[None]:
 
 
 def random_state(device: torch.device = _CPU) -> dict[str, Any]:
-    """Return the states of this process's generators: torch's, that of a GPU, Python's, and numpy's if it is imported.
+    """Return the states of this process's generators: torch's, a GPU's, Python's, and numpy's if it is imported.
 
-    All of it are tensors, tuples and numbers, which ``torch.load(weights_only=True)`` reads.
+    The states consist of tensors, tuples, strings and numbers, which ``torch.load(weights_only=True)`` reads.
     """
     with _undisturbed():
         found: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
@@ -63,14 +70,17 @@ def random_state(device: torch.device = _CPU) -> dict[str, Any]:
             found["cuda"] = _generator_of(device).get_state()
     if (numpy := sys.modules.get("numpy")) is not None:
         state = numpy.random.get_state()
-        if isinstance(state, tuple):  # else the user has put another kind of generator in its place
+        if isinstance(state, tuple):  # not so if the user has installed another kind of generator
             name, key, *rest = state
             found["numpy"] = (name, torch.from_numpy(key.astype("int64")), *rest)
     return found
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device = _CPU) -> None:
-    """Give this process's generators the states that `random_state` returned, here or in another process."""
+    """Set this process's generators to the states that `random_state` returned, here or in another process.
+
+    numpy's state is skipped if numpy is not imported here.
+    """
     with _undisturbed():
         torch.default_generator.set_state(state["torch"])
         random.setstate(state["python"])
@@ -82,6 +92,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device = _CPU) 
 
 
 def _generator_of(device: torch.device) -> torch.Generator:
+    """Return torch's default generator of a GPU, which is initialised if need be."""
     torch.cuda.init()
     found: torch.Generator = torch.cuda.default_generators[device.index or 0]
     return found
@@ -89,7 +100,10 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let no stage of this process draw for the time of the block."""
+    """Keep the other threads' stages from drawing for the time of the block.
+
+    A thread that has to wait says so to its pool (`blocking_wait`), which may add a thread meanwhile.
+    """
     if not _drawing.acquire(blocking=False):
         with blocking_wait():
             _drawing.acquire()

@@ -1,6 +1,6 @@
-"""A pipeline's arithmetic in one process, without a worker or a message: what the distributed one has to equal.
+"""A pipeline's arithmetic in one process, without workers and messages. Tests compare `Pipeline` with it, bit by bit.
 
-It is also what to read first: the same micro-batches through the same stages in the same order, in two short loops.
+Read this module before `nbdist.nn.pipeline`: two short loops send the micro-batches through the stages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,24 @@ __all__ = ["Reference"]
 
 
 class Reference:
-    """The stages of a pipeline, one after the other in this process.
+    """Run the stages of a pipeline one after the other in this process, to check or to debug a `Pipeline`.
 
-    Gradients go to ``.grad``, as usual. In everything else it is used as `nbdist.nn.Pipeline`, and gives the same
-    outputs, losses and gradients, to the last bit.
+    A `Reference` gives the same outputs, losses and gradients as a `Pipeline` of the same stages, to the last bit. It
+    needs no workers and no autograd context: its gradients are added to ``.grad``, as torch does it. The modules are
+    used, not copied, so they are trained in place.
+
+    Args:
+        stages: the modules, in order; `nbdist.nn.cut` makes them from a Sequential.
+        micro_batches: the number of slices of a batch. A batch of fewer rows has one micro-batch for each row.
+        seed: the number from which the stages' random draws follow, together with the step, stage and micro-batch.
+        checkpoint: keep only the inputs of the stages, and compute the rest again in the backward pass.
+        reduction: what the loss function of `train_step` does with its rows: ``"mean"`` or ``"sum"``.
+
+    Example:
+        >>> reference = Reference([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], micro_batches=2)
+        >>> loss = reference.train_step(torch.ones(8, 4), torch.zeros(8, 2), torch.nn.functional.mse_loss)
+        >>> reference.stages[0].module.weight.grad.shape
+        torch.Size([8, 4])
     """
 
     def __init__(
@@ -39,7 +53,11 @@ class Reference:
         self.steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
-        """Compute the outputs."""
+        """Return the output of a batch, computed micro-batch by micro-batch.
+
+        Raises:
+            UsageError: the batch has no tensor with rows, or its tensors have different numbers of rows.
+        """
         step, self.steps = self.steps, self.steps + 1
         sizes = portions(rows_of(inputs), self.micro_batches)
         outputs = []
@@ -48,7 +66,16 @@ class Reference:
         return join(outputs, sizes)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
-        """Compute the loss, and add its gradients to ``.grad``."""
+        """Compute the loss of a batch, add its gradients to ``.grad``, and return the loss, detached.
+
+        Args:
+            inputs: a tensor, or a tuple of inputs of the first stage.
+            targets: a tensor, or a tuple of arguments that ``loss_fn`` takes after the output.
+            loss_fn: called as ``loss_fn(output, *targets)`` for each micro-batch; returns a scalar tensor.
+
+        Raises:
+            UsageError: the batch has no rows to split, or ``loss_fn`` returned no scalar or a detached one.
+        """
         step, self.steps = self.steps, self.steps + 1
         inputs, targets = as_tuple(inputs), as_tuple(targets)
         rows = rows_of(inputs)

@@ -1,7 +1,7 @@
-"""A module on another worker, which is used like one that is here.
+"""A handle on a module of another worker, which is called like a module of this process.
 
-It is a handle: it holds a reference to the module, and forwards. What could only be done to a module that is here
-(parameters, hooks, moving it to a device) is refused with a word on what to do instead.
+The handle holds a remote reference to the module, and sends calls to its owner. Methods that need the module in this
+process (parameters, hooks, moves to a device) raise an error that names an alternative.
 """
 
 from __future__ import annotations
@@ -22,12 +22,38 @@ __all__ = ["RemoteModule"]
 
 
 class RemoteModule(torch.nn.Module):
-    """Make ``module_cls(*args, **kwargs)`` on another worker, and call it from here as a module.
+    """Make a module on another worker, and call it from here like a local module.
 
-    ``remote_device`` is ``"worker1"``, ``"worker1/cuda:0"`` or ``"rank:1/cuda:0"``; without a device, the CPU. The
-    worker moves tensors among the arguments to the module's device when they arrive. Results come back on the CPU,
-    unless the worker was started with a device map for the caller's: `init_rpc` takes device maps in its options, and
-    a notebook's workers, which ``%dist_init`` starts, have none.
+    Calls are recorded in the current distributed autograd context, if there is one, so a backward pass goes through
+    the module. The handle itself can be sent to other workers, and works there. Methods that need the module in this
+    process, such as ``parameters()`` and ``to()``, raise `UsageError`; its text names an alternative.
+
+    A result on a GPU can be sent back only if the caller's options have a device map to the module's worker, which is
+    then read backwards; without one, the call raises `EncodeError`. `init_rpc` takes device maps in its options. The
+    processes of a notebook, which ``%dist_init`` starts, have none: there, let the module return tensors on the CPU.
+
+    Args:
+        remote_device: the worker and the device: ``"worker1"``, ``"worker1/cuda:0"`` or ``"rank:1/cuda:0"``. Without
+            a device it is the CPU. To another device, the worker moves the arguments of a call that are tensors; it
+            does not move tensors in lists or dicts.
+        module_cls: the module's class, or a function that returns a module; called on the worker.
+        args: positional arguments of ``module_cls``.
+        kwargs: keyword arguments of ``module_cls``.
+
+    Raises:
+        UsageError: the worker is unknown, the place cannot be parsed, or ``module_cls`` returned no module.
+        RpcTimeout: the worker did not make the module within the default timeout of calls.
+        WorkerLost: the worker died, or left.
+        Exception: ``module_cls`` raised it on the worker.
+
+    Example:
+        >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
+        >>> module(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
+        >>> module.to("cpu")
+        Traceback (most recent call last):
+            ...
+        nbdist.errors.UsageError: Method ``to`` not supported for RemoteModule: the module is not here. Use ...
     """
 
     def __init__(
@@ -45,7 +71,21 @@ class RemoteModule(torch.nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[torch.nn.Module]) -> RemoteModule:
-        """A handle on a module that exists."""
+        """Return a handle on a module that lives on a worker already.
+
+        Args:
+            remote_device: the worker and device of the module, as for the constructor. Arguments of calls are moved
+                to this device; the module itself is not moved.
+            module_rref: a reference to the module. Calls go to its owner, whatever worker ``remote_device`` names.
+
+        Raises:
+            UsageError: the place cannot be parsed.
+
+        Example:
+            >>> rref = rpc.remote("worker1", torch.nn.Linear, args=(2, 3))
+            >>> RemoteModule.init_from_module_rref("worker1", rref)(torch.ones(4, 2)).shape
+            torch.Size([4, 3])
+        """
         self = cls.__new__(cls)
         torch.nn.Module.__init__(self)
         self.on, self.device = place_of(remote_device)
@@ -53,47 +93,76 @@ class RemoteModule(torch.nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module and wait for the result."""
+        """Call the module with these arguments, wait, and return its result.
+
+        Raises:
+            RpcTimeout: no answer came within the default timeout of calls.
+            WorkerLost: the module's worker died, or left.
+            EncodeError: an argument or the result cannot be sent, such as a tensor on a GPU without a device map.
+            Exception: the module raised it.
+        """
         return api.rpc_sync(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the module, and have a Future."""
+        """Call the module with these arguments, and return a `Future` of its result at once.
+
+        The future's ``wait()`` raises what `forward` would raise.
+
+        Example:
+            >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
+            >>> module.forward_async(torch.ones(4, 2)).wait().shape
+            torch.Size([4, 3])
+        """
         return api.rpc_async(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
-        """The reference to the module."""
+        """Return the remote reference to the module."""
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
         """Return references to the module's parameters, as `DistributedOptimizer` takes them.
 
-        The optimizer saves its state of them by their positions, because the module does not know its name in the
-        whole model. To save it by names, give the optimizer pairs: ``[("encoder.weight", rref), …]``.
+        The optimizer saves its state by the positions of these parameters, because the module does not know its name in
+        the whole model. To save the state by names, give the optimizer pairs: ``[("encoder.weight", rref), …]``.
+
+        Args:
+            recurse: include the parameters of submodules.
+
+        Example:
+            >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
+            >>> [rref.owner_name() for rref in module.remote_parameters()]
+            ['worker1', 'worker1']
         """
         found: list[RRef[torch.nn.Parameter]] = self._on_owner(parameters, recurse)
         return found
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Put the module in training mode, or out of it."""
+        """Put the module into training mode, or with False into evaluation mode, on its worker. Returns the handle."""
         self.training = mode
         self._on_owner(train, mode)
         return self
 
     def eval(self) -> RemoteModule:
-        """Put the module in evaluation mode."""
+        """Put the module into evaluation mode: ``train(False)``. Returns the handle."""
         return self.train(False)
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's state, on the CPU."""
+        """Return the module's state, its tensors on the CPU. The arguments of torch's ``state_dict`` are ignored.
+
+        Example:
+            >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
+            >>> sorted(module.state_dict())
+            ['bias', 'weight']
+        """
         found: dict[str, Any] = self._on_owner(state_of)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Give the module a state."""
+        """Load a state into the module on its worker; arguments, result and errors are those of torch's method."""
         return self._on_owner(load, dict(state_dict), strict, assign)
 
     def extra_repr(self) -> str:
-        """What stands between the brackets of its repr: where the module is, and what, as far as is known."""
+        """Return the text in the parentheses of the handle's repr: the module's class, if known, and its place."""
         state = self.module_rref.state
         return f"{state.qualname if state is not None else 'module'} on {self.module_rref.owner_name()}/{self.device}"
 
@@ -101,6 +170,7 @@ class RemoteModule(torch.nn.Module):
         return api.rpc_sync(self.module_rref.owner(), function, args=(self.module_rref, *args))
 
 
+# The methods of torch.nn.Module that `RemoteModule` refuses, and for some of them the method to call instead.
 _INSTEAD = {
     **dict.fromkeys(("parameters", "named_parameters", "requires_grad_", "zero_grad"), "remote_parameters()"),
     **dict.fromkeys(("buffers", "named_buffers"), "state_dict()"),
@@ -115,6 +185,7 @@ _HERE_ONLY = (
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses to do what ``name`` does, and says what to call instead."""
     instead = _INSTEAD.get(name, "get_module_rref(), and a function that runs on the owner")
 
     def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
@@ -132,7 +203,7 @@ for _name in _HERE_ONLY:
 
 
 def create(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> RRef[Any]:
-    """Make the module."""
+    """Make the module, move it to its device, and return a reference to it."""
     module = cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
         raise UsageError(
@@ -143,7 +214,10 @@ def create(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def run(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the module, on its device. The module's arguments are the call's own, which are quick to encode."""
+    """Move the arguments to the module's device, call the module, and return its result.
+
+    The module's arguments are passed as arguments of this call, not in a tuple: that is faster to encode.
+    """
     if device != "cpu":
         args = tuple(_moved(value, device) for value in args)
         kwargs = {name: _moved(value, device) for name, value in kwargs.items()}
@@ -155,21 +229,21 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def parameters(rref: RRef[torch.nn.Module], recurse: bool) -> list[RRef[Any]]:
-    """References to the parameters."""
+    """Return references to the module's parameters."""
     return [RRef(parameter) for parameter in rref.local_value().parameters(recurse)]
 
 
 def train(rref: RRef[torch.nn.Module], mode: bool) -> None:
-    """Set the module's mode."""
+    """Put the module into training or evaluation mode."""
     rref.local_value().train(mode)
 
 
 def state_of(rref: RRef[torch.nn.Module]) -> dict[str, Any]:
-    """The module's state, ready to travel."""
+    """Return the module's state, its tensors on the CPU, so that it can be sent."""
     found: dict[str, Any] = on_cpu(rref.local_value().state_dict())
     return found
 
 
 def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    """Give the module a state."""
+    """Load a state into the module; return torch's lists of missing and unexpected keys."""
     return rref.local_value().load_state_dict(state, strict=strict, assign=assign)

@@ -1,4 +1,4 @@
-"""A step of a pipeline as it ran, beside what its schedule would be if sending took no time."""
+"""Shows when the operations of a pipeline's step ran, beside the same schedule if sending took no time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from nbdist.nn.schedules import Op, Span, Table, simulate
 __all__ = ["PipelineTimeline"]
 
 _KINDS = {"F": "forward", "B": "backward"}
+"""The kinds of `nbdist.nn.charts.KINDS`, by the kinds of operations."""
 
 
 class PipelineTimeline:
-    """What every worker did and when, in seconds from the step's first operation.
+    """The operations of one step by worker, as `Pipeline.timeline` returns them; a notebook draws them.
 
-    `ideal` is the same schedule, each operation as long as that stage's took in the median, and begun as early as can
-    be. A *bubble* is time in which a worker had nothing to do: of the step's length times the workers, `bubble` is the
-    part, `ideal_bubble` what it would be then.
+    A *bubble* is time in which a worker ran no operation.
+
+    Attributes:
+        workers: the names of the workers, in the order of the rows.
+        stages: the number of stages.
+        step: the count of the step; the first step is 0.
+        rows: for each worker, its operations with their start and end, in seconds from the step's first operation.
+        ideal: as ``rows``, if sending took no time, every operation began as early as it could, and took the median
+            time of its stage and direction.
     """
 
     def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[Span]], step: int) -> None:
+        """Take the times of one clock, and shift them so that the first operation begins at 0."""
         first = min((row[0].start for row in rows if row), default=0.0)
         self.workers = list(workers)
         self.stages = stages
@@ -31,25 +39,26 @@ class PipelineTimeline:
 
     @property
     def table(self) -> Table:
-        """The schedule: what each worker did, in order."""
+        """The schedule: for each worker, its operations in order."""
         return [[span.op for span in row] for row in self.rows]
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The length of the step in seconds, from the start of the first operation to the end of the last."""
         return _length(self.rows)
 
     @property
     def bubble(self) -> float:
-        """The part of the workers' time in which they had nothing to do."""
+        """The part of the workers' time, from 0 to 1, in which they ran no operation."""
         return _bubble(self.rows)
 
     @property
     def ideal_bubble(self) -> float:
-        """The same, if sending took no time."""
+        """The part of the workers' time, from 0 to 1, that would be bubbles in the ``ideal`` schedule."""
         return _bubble(self.ideal)
 
     def _median(self) -> dict[Op, float]:
+        """Return for each operation the median seconds of all operations of the same stage and direction."""
         by_kind: dict[tuple[str, int], list[float]] = {}
         for row in self.rows:
             for op, start, end in row:
@@ -94,10 +103,12 @@ class PipelineTimeline:
 
 
 def _length(rows: Sequence[Sequence[Span]]) -> float:
+    """Return when the last operation ends, in seconds."""
     return max((row[-1].end for row in rows if row), default=0.0)
 
 
 def _bubble(rows: Sequence[Sequence[Span]]) -> float:
+    """Return the part of the rows' time, from 0 to 1, in which no operation runs."""
     whole = _length(rows) * len(rows)
     busy = sum(span.end - span.start for row in rows for span in row)
     return 1 - busy / whole if whole else 0.0

@@ -1,9 +1,19 @@
-"""In which order each worker of a pipeline does its share of a step: pure tables, and what time they would take.
+"""The order in which each worker of a pipeline runs its operations: pure tables, and a simulation of their times.
 
-A table has a row for each worker, and a row is what that worker does, one after the other: the forward (``F``) or the
-backward (``B``) of one micro-batch through one stage. Stage ``s`` of ``n`` is on worker ``s % workers``. A row says
-nothing of time: an operation begins when the one before it has ended and what it needs has come. Whatever the
-schedule, a stage sees the micro-batches in their order, forward and backward; so its sums are the same in all of them.
+A table has a row for each worker. A row lists the worker's operations in order: the forward (``F``) or the backward
+(``B``) of one micro-batch through one stage. Stage ``s`` is on worker ``s % workers``. A row has no times: an operation
+begins when the one before it in the row has ended and its input has arrived (`what_it_needs`).
+
+With two workers, two stages and four micro-batches, one operation a column (`draw` makes these drawings)::
+
+    gpipe       worker0  F0 F1 F2 F3 .  .  B0 B1 B2 B3      all forwards, then all backwards
+                worker1  .  F0 F1 F2 F3 B0 B1 B2 B3 .
+
+    1f1b        worker0  F0 F1 .  B0 F2 B1 F3 B2 .  B3      a forward and a backward by turns
+                worker1  .  F0 B0 F1 B1 F2 B2 F3 B3 .
+
+In every schedule a stage gets the micro-batches in their order, forward and backward. So the sums of gradients are the
+same in all schedules, to the last bit.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ __all__ = [
 
 
 class Op(NamedTuple):
-    """One micro-batch through one stage, forward or backward."""
+    """The forward (``kind`` "F") or backward ("B") of one micro-batch through one stage."""
 
     kind: str
     stage: int
@@ -37,7 +47,7 @@ class Op(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When an operation was done."""
+    """The times, in seconds, at which an operation began and ended."""
 
     op: Op
     start: float
@@ -45,12 +55,13 @@ class Span(NamedTuple):
 
 
 Table = list[list[Op]]
+"""For each worker, its operations in order."""
 
 
 def gpipe(workers: int, stages: int, micro_batches: int) -> Table:
-    """All forward, then all backward: simple, and every worker keeps all activations.
+    """Return the table of GPipe: all forwards, then all backwards. A worker keeps the activations of all micro-batches.
 
-    Two workers, four micro-batches; a column is a time in which a worker does one thing::
+    Two workers, four micro-batches; each column is one unit of time::
 
         worker0  F0 F1 F2 F3 .  .  B0 B1 B2 B3
         worker1  .  F0 F1 F2 F3 B0 B1 B2 B3 .
@@ -62,30 +73,33 @@ def gpipe(workers: int, stages: int, micro_batches: int) -> Table:
 
 
 def one_f_one_b(workers: int, stages: int, micro_batches: int) -> Table:
-    """One forward, one backward: no worker keeps more activations than there are workers behind it, and its own.
+    """Return the table of 1F1B: some forwards ahead, then one forward and one backward by turns.
 
-    Three workers, four micro-batches. It takes as long as `gpipe`, and the first of four workers with eight
-    micro-batches keeps four of them instead of eight::
+    A worker keeps the activations of at most as many micro-batches as there are workers from it to the last: of four
+    workers with eight micro-batches, the first keeps four instead of `gpipe`'s eight. The time is that of `gpipe`.
+    Raises `UsageError` unless each worker has one stage. Three workers, four micro-batches::
 
         worker0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         worker1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         worker2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
     """
     if stages != workers:
-        raise UsageError(f'"1f1b" has one stage on each worker, not {stages} on {workers}: use "interleaved"')
+        raise UsageError(f'"1f1b" needs one stage on each worker, not {stages} on {workers}: use "interleaved"')
     return _alternating(workers, stages, micro_batches, lambda worker: workers - worker - 1)
 
 
 def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
-    """1F1B with several stages on each worker, which are shorter: so is the time until everybody has work.
+    """Return the table of 1F1B for several stages on each worker.
 
-    Two workers with two stages each, two micro-batches; ``F2.0`` is stage 2, micro-batch 0::
+    The stages are shorter than with one stage on each worker, so the last worker has work sooner. Two workers with two
+    stages each, two micro-batches; ``F2.0`` is stage 2, micro-batch 0::
 
         worker0  F0.0 F0.1 F2.0 F2.1 .    B2.0 .    B2.1 B0.0 B0.1
         worker1  .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1 .
 
-    The micro-batches go in groups of as many as there are workers; where their number is no multiple of that, the last
-    group is smaller, and a worker may have to begin with some forwards more than otherwise.
+    The micro-batches go through a worker's stages in groups of as many as there are workers. If the last group is
+    smaller, workers may have to run some more forwards ahead (``more``), or they would wait for each other for ever:
+    the smallest number with which the table can be run is taken.
     """
     depth = stages // workers
     for more in range(stages * micro_batches + 1):
@@ -97,11 +111,11 @@ def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
         )
         if _can_be_done(table, stages):
             return table
-    raise AssertionError("all forwards first can always be done")
+    raise AssertionError("a table with all forwards first can always be run")
 
 
 def forward_only(workers: int, stages: int, micro_batches: int) -> Table:
-    """What `Pipeline.forward` does; the backward pass is whoever's calls it."""
+    """Return the table of `Pipeline.forward`: all forwards. A distributed backward pass does the rest, if wanted."""
     return [list(_forwards(worker, workers, stages, micro_batches)) for worker in range(workers)]
 
 
@@ -113,6 +127,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Table]] = {
 
 
 def _forwards(worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
+    """Yield a worker's forwards in order: by groups of micro-batches, and each group stage by stage."""
     for first in range(0, micro_batches, workers):
         for stage in range(worker, stages, workers):
             for micro_batch in range(first, min(first + workers, micro_batches)):
@@ -120,6 +135,7 @@ def _forwards(worker: int, workers: int, stages: int, micro_batches: int) -> Ite
 
 
 def _backwards(worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
+    """Yield a worker's backwards in order: as `_forwards`, but each group from the last stage to the first."""
     for first in range(0, micro_batches, workers):
         for stage in reversed(range(worker, stages, workers)):
             for micro_batch in range(first, min(first + workers, micro_batches)):
@@ -127,7 +143,10 @@ def _backwards(worker: int, workers: int, stages: int, micro_batches: int) -> It
 
 
 def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[[int], int]) -> Table:
-    """On each worker so many forwards ahead, then a forward and a backward by turns, then the backwards left."""
+    """Return a table in which worker ``w`` runs ``ahead(w)`` forwards, then a forward and a backward by turns.
+
+    The backwards that are left come at the end.
+    """
     table: Table = []
     for worker in range(workers):
         forwards = list(_forwards(worker, workers, stages, micro_batches))
@@ -141,14 +160,21 @@ def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[
 
 
 def what_it_needs(op: Op, stages: int) -> Op | None:
-    """What must have been done before; None where that is what the step is given."""
+    """Return the operation whose output an operation needs; None for stage 0's forward, which needs the batch.
+
+    The last stage's backward needs its own forward, whose loss is its root.
+    """
     if op.kind == "F":
         return op._replace(stage=op.stage - 1) if op.stage else None
     return op._replace(stage=op.stage + 1) if op.stage + 1 < stages else op._replace(kind="F")
 
 
 def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op: 1.0) -> list[list[Span]]:
-    """When everything is done, each operation as early as it can, if sending takes no time."""
+    """Return when each operation would run, as early as it can, if sending took no time; rows as in the table.
+
+    ``cost`` gives an operation's seconds. The first operation starts at 0. Raises `UsageError` if the table cannot be
+    run to its end, because its workers would wait for each other.
+    """
     rows: list[list[Span]] = [[] for _ in table]
     ended: dict[Op, float] = {}
     going_on = True
@@ -166,7 +192,10 @@ def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op:
                 rows[worker].append(Span(op, start, ended[op]))
                 going_on = True
     if any(len(done) < len(row) for done, row in zip(rows, table, strict=True)):
-        raise UsageError("these workers would wait for each other for ever")
+        raise UsageError(
+            "this schedule cannot be run: its workers would wait for each other for ever. Put each operation after the "
+            "one that it needs (what_it_needs)"
+        )
     return rows
 
 
@@ -179,7 +208,12 @@ def _can_be_done(table: Table, stages: int) -> bool:
 
 
 def draw(table: Table, stages: int) -> str:
-    """As text, a column for each unit of time."""
+    """Return a drawing of a table as text, a line for each worker and a column for each unit of time.
+
+    >>> print(draw(gpipe(2, 2, 2), stages=2))
+    worker0  F0 F1 .  .  B0 B1
+    worker1  .  F0 F1 B0 B1 .
+    """
     rows = simulate(table, stages)
     end = round(max((row[-1].end for row in rows if row), default=0))
     plain = stages == len(table)

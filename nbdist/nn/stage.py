@@ -1,6 +1,6 @@
-"""One stage of a pipeline, as it computes: on its worker, or in the one process that is the reference.
+"""Computes one stage of a pipeline, on its worker or in the one process of `Reference`.
 
-What a stage draws at random does not depend on where the stage runs: `nbdist.nn.randomness`.
+A stage draws the same random numbers wherever it runs: see `nbdist.nn.randomness`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Stage", "shapes_of"]
 
 
 class Stage:
-    """A module, its place in the pipeline, and how it is called."""
+    """A module with its number in the pipeline, its device, its seed, and whether it is checkpointed."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Stage:
     ) -> None:
         self.index = index
         self.prefix = prefix
-        """What the full names in the model, of all that is in the module, begin with."""
+        """The text before the module's own names in the names of the model's state: ``"3."`` or empty."""
         self.seed = seed
         self.device = torch.device(device)
         self.module = module.to(self.device)
@@ -41,13 +41,16 @@ class Stage:
         self.parameters = list(module.parameters())
 
     def __call__(self, values: Values, step: int, micro_batch: int) -> Any:
-        """Compute; an error says which stage it was, and what it had been given."""
+        """Return the module's output for one micro-batch; move the values to the stage's device first.
+
+        An error of the module gets a note with the stage, the micro-batch and the shapes of the values.
+        """
         values = tuple(self._here(value) for value in values)
         number = seed_of(self.seed, step, self.index, micro_batch)
         try:
             if self.checkpoint and torch.is_grad_enabled():
                 run = _Repeatable(self, number)
-                # What is drawn, `_Repeatable` knows better.
+                # `_Repeatable` seeds the generators itself, so torch need not restore them.
                 return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
             return self.compute(number, values)
         except Exception as error:
@@ -55,14 +58,17 @@ class Stage:
             raise
 
     def compute(self, number: int, values: Values, buffers: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Call the module; with other ``buffers`` than its own, those are what changes."""
+        """Call the module, its random draws seeded with ``number``.
+
+        If ``buffers`` are given, the module reads and changes them instead of its own.
+        """
         with seeded(number, self.device):
             if buffers:
                 return torch.func.functional_call(self.module, dict(buffers), values)
             return self.module(*values)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the module's buffers as they are; of those that have not changed, the ones of before."""
+        """Return copies of the module's buffers. A buffer that is unchanged since the last call is not copied again."""
         for name, buffer in self.module.named_buffers():
             known = self._copies.get(name)
             if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):
@@ -76,7 +82,11 @@ class Stage:
 
 
 class _Repeatable:
-    """A stage's forward that can be done again, with the same outcome and without changing the module twice."""
+    """The forward of a checkpointed stage: later calls return the same output and leave the module unchanged.
+
+    The first call keeps copies of the module's buffers (BatchNorm's statistics, say) from before it; the second call,
+    in the backward pass, runs on copies of those with the same seed.
+    """
 
     def __init__(self, stage: Stage, number: int) -> None:
         self._stage = stage
@@ -85,7 +95,7 @@ class _Repeatable:
 
     def __call__(self, *values: Any) -> Any:
         stage = self._stage
-        # The module may change what it is given in place, and is to be given the same once more.
+        # The module may change its arguments in place, and the second call needs them unchanged.
         copies = {id(value): value.clone() for value in values if isinstance(value, torch.Tensor)}
         values = tuple(copies.get(id(value), value) for value in values)
         if self._before is not None:
@@ -96,7 +106,7 @@ class _Repeatable:
 
 
 def shapes_of(values: Any) -> str:
-    """What a stage was given, in short: ``float32[4, 64]``."""
+    """Return the types and shapes of values for an error message: ``float32[4, 64], int``."""
     parts = [
         f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if isinstance(value, torch.Tensor)

@@ -1,12 +1,22 @@
-"""What a pipeline has on one worker: its stages there, and what happens to them in a step.
+"""A pipeline's part on one worker: the stages that live there, and their share of each step.
 
-The one who has the pipeline orders a step of every worker, each by one call, which goes through its row of the
-schedule. What goes from stage to stage goes from worker to worker, by calls of their own: `deliver`.
+The owner of the pipeline calls `run_share` on every worker once a step. The call runs the worker's row of the schedule,
+one operation after the other. Activations and gradients go directly from worker to worker, by calls of `deliver`, and
+wait in the step's `Inbox` until the operation that needs them runs::
 
-A step is trained without distributed autograd: each stage keeps the graph of its micro-batch, cut off from the others,
-until the gradient of its output comes, and sends that of its input on. So what is to be done backward is known and in
-the schedule's order. `Pipeline.forward`, of which nobody knows what will be done with its output, is recorded instead,
-as any other calls in a context; there the order of sums is that of `nbdist.autograd.ordering`.
+    the step's state here    begins with                          run_share   deliver      abandon_step
+    ───────────────────────  ───────────────────────────────────  ──────────  ───────────  ─────────────────
+    unknown                                                       runs        is stored    step is over
+    has an inbox             the first `run_share` or `deliver`   runs        is stored    inbox fails
+    over (`_over`)           the end of `run_share`, or abandon   raises      is dropped   stays over
+
+In every state, `abandon_step` withdraws the gradients that this worker has added to the context for the step.
+
+`Pipeline.train_step` does not record its calls for distributed autograd. Each stage keeps the graph of each
+micro-batch, which ends at the stage's input (`nbdist.nn.entry`), until the gradient of its output arrives; then the
+stage runs backward and sends the gradient of its input on. So the order of all sums is the schedule's.
+`Pipeline.forward` cannot know what the user will do with its output, so its calls are recorded like any others in a
+context, and `nbdist.autograd.ordering` fixes the order of the sums.
 """
 
 from __future__ import annotations
@@ -48,47 +58,65 @@ from nbdist.wire.messages import Record
 __all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]
 
 _REMEMBERED = 1000
+"""The number of steps that are known to be over; deliveries for older steps cannot be under way any more."""
 Look = Callable[[Sequence[Any]], None]
-"""Looks at what an operation has made, for whoever watches."""
+"""A function that is given the values which an operation has computed, so that a watcher can look for NaN in them."""
 
 _NOBODY: AbstractContextManager[Look] = nullcontext(lambda made: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one worker is to do in one step."""
+    """One worker's orders for one step."""
 
     step: int
-    """Never twice in the life of a pipeline: what is sent on the way, and what is abandoned, goes by it."""
+    """The step's id, which occurs once in the life of a pipeline: deliveries and abandonments name it."""
     number: int
-    """What the stages draw at random follows from it; a state that is loaded sets it back."""
+    """The step's count, which seeds the stages' random draws; loading a state sets it to the saved count."""
     row: list[Op]
+    """The worker's row of the schedule."""
     sizes: list[int]
+    """The rows of each micro-batch."""
     train: bool
+    """True for `Pipeline.train_step`, False for `Pipeline.forward`."""
     recorded: bool
+    """True to record a forward step in the current distributed autograd context."""
     reduction: Reduction = "mean"
     finite: bool = True
+    """Raise an error for a loss that is NaN or infinite."""
     loss_fn: Callable[..., torch.Tensor] | None = None
+    """Given to the last stage's worker, in training."""
     head: Head | None = None
-    """By which whoever watches the step knows it."""
+    """The step's id and its watch, which the reports to the watcher name; None if nobody watches the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one worker has done."""
+    """The result of one worker's share of a step."""
 
     spans: list[Span]
-    """By the worker's own clock."""
+    """When each operation of the row ran, by the worker's own monotonic clock."""
     losses: list[torch.Tensor] = field(default_factory=list)
+    """Each micro-batch's share of the loss, if the last stage is here and the step trains."""
     outputs: list[Any] = field(default_factory=list)
+    """The output of each micro-batch, if the last stage is here and the step does not train."""
     told: int = 0
-    """How often whoever watches the step was told of it."""
+    """The number of messages that this worker has sent to the step's watcher."""
 
 
 class Station:
-    """The stages of one pipeline on one worker."""
+    """The stages of one pipeline on one worker.
+
+    A reference of the pipeline's owner keeps a station alive. Calls of several threads use it: `run` blocks one thread
+    for each step, and the deliveries come on others.
+    """
 
     def __init__(self, uid: str, stages: Mapping[int, Stage], places: Sequence[str], driver: str) -> None:
+        """Register the station on this worker, and give its parameters their names in the model.
+
+        ``uid`` is the pipeline's id, ``stages`` are this worker's stages by number, ``places[s]`` is the name of stage
+        ``s``'s worker, and ``driver`` is the name of the agent that owns the pipeline.
+        """
         self.uid = uid
         self.stages = stages
         self.places = places
@@ -98,7 +126,7 @@ class Station:
         self._inboxes: dict[int, Inbox] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
         self._lock = threading.Lock()
-        for stage in reversed(list(stages.values())):  # what several stages here share has its name in the first one
+        for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 name_parameter(parameter, stage.prefix + name)
         _stations(self._agent)[uid] = self
@@ -106,12 +134,17 @@ class Station:
     # -- a step -------------------------------------------------------------------------------
 
     def run(self, order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
-        """Do a row of the schedule, with the micro-batches that the first stage, and the last, are given."""
+        """Run this worker's share of a step, and return its result.
+
+        ``inputs`` are the micro-batches for the first stage, ``targets`` those for the loss; both are empty on workers
+        that do not need them. Raises `Abandoned` if the step has failed elsewhere, `WorkerLost` if a worker of the
+        pipeline is gone, else what an operation raised.
+        """
         inbox = self.inbox(order.step)
         if inbox is None:
-            raise Abandoned(f"step {order.step} was over before it began")
+            raise Abandoned(f"step {order.step} of the pipeline was abandoned before this worker began it")
         if gone := [each for each in self._needed if self._agent.member(each) is None]:
-            # `on_lost` came before there was an inbox.
+            # `on_lost` may have been called for it before the inbox existed.
             names = ", ".join(map(self._agent.name_of, gone))
             inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it"))
         try:
@@ -121,7 +154,7 @@ class Station:
                 self._end(order.step)
 
     def inbox(self, step: int) -> Inbox | None:
-        """What has come for a step, unless it is over."""
+        """Return the inbox of a step, which is made on the first call; None if the step is over."""
         with self._lock:
             inbox = self._inboxes.get(step)
             if inbox is None and step not in self._over:
@@ -129,16 +162,25 @@ class Station:
             return inbox
 
     def commit(self, order: Order, inbox: Inbox, gradients: Gradients) -> None:
-        """A step has been done here: give its gradients to the context, unless it has failed elsewhere."""
+        """Add the gradients of a finished share to the current context; raise an error if the step failed elsewhere.
+
+        The lock is held, so an `abandon` either comes first and is seen here, or comes later and withdraws them.
+        """
         context = recorder().contexts.current
         if context is None:
-            raise UsageError("the context ended during train_step")
+            raise UsageError(
+                "the distributed autograd context ended during train_step, so the gradients have no place: leave the "
+                "context's with block only after train_step has returned"
+            )
         with self._lock:
             inbox.check()
             context.contribute((self.uid, order.step), gradients)
 
     def abandon(self, step: int, context_id: int | None, why: str) -> None:
-        """It has failed elsewhere."""
+        """Give up a step that failed elsewhere: wake the thread that runs it, or never begin it; drop its gradients.
+
+        ``why`` is the text of the error that the running thread raises. Doing this twice is harmless.
+        """
         with self._lock:
             inbox = self._inboxes.get(step)
             if inbox is not None:
@@ -150,7 +192,7 @@ class Station:
                 context.withdraw((self.uid, step))
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Nothing will come from that worker any more."""
+        """Fail the running steps if the worker or the driver that is gone belongs to this pipeline."""
         if record.incarnation in self._needed:
             with self._lock:
                 inboxes = list(self._inboxes.values())
@@ -158,6 +200,7 @@ class Station:
                 inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it"))
 
     def _end(self, step: int) -> None:
+        """Mark a step as over, so that late deliveries are dropped; with the lock held."""
         self._inboxes.pop(step, None)
         self._over[step] = None
         if len(self._over) > _REMEMBERED:
@@ -166,7 +209,7 @@ class Station:
     # -- its modules --------------------------------------------------------------------------
 
     def parameter_rrefs(self) -> dict[int, list[RRef[Any]]]:
-        """References to the parameters of each stage; what several stages here share is the first one's."""
+        """Return references to the parameters of each stage; the first of the stages that share one has it."""
         known: set[int] = set()
         found: dict[int, list[RRef[Any]]] = {}
         for index, stage in self.stages.items():
@@ -176,42 +219,45 @@ class Station:
         return found
 
     def train(self, mode: bool) -> None:
-        """Set the modules' mode."""
+        """Put the modules into training or evaluation mode."""
         for stage in self.stages.values():
             stage.module.train(mode)
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Return the state of each stage, by full names and ready to travel."""
+        """Return the state of each stage, with the names that the model has for it, tensors on the CPU."""
         return {
             index: {stage.prefix + name: value for name, value in on_cpu(stage.module.state_dict()).items()}
             for index, stage in self.stages.items()
         }
 
     def names(self) -> dict[int, list[str]]:
-        """Return the full names in the state of each stage."""
+        """Return the names in the state of each stage, as `state` has them."""
         return {
             index: [stage.prefix + name for name in stage.module.state_dict()] for index, stage in self.stages.items()
         }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Give stages a state, by full names."""
+        """Load states, as `state` returned them, into their stages."""
         for index, state in states.items():
             stage = self.stages[index]
             stage.module.load_state_dict({name.removeprefix(stage.prefix): value for name, value in state.items()})
 
     def random_states(self) -> dict[int, dict[str, Any]]:
-        """Return the state of this process's random generators, once for each stage."""
+        """Return the states of this process's random generators, once for each stage, each with its own device's."""
         return {index: random_state(stage.device) for index, stage in self.stages.items()}
 
     def restore_random(self, seed: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Draw from now on by this seed; of the generators' states, the process has one: that of the first stage."""
+        """Set the stages' seed, and this process's random generators to the states saved for them.
+
+        The process has one set of generators, so the last state that is set counts: the first stage's.
+        """
         for index in sorted(self.stages, reverse=True):
             self.stages[index].seed = seed
             restore_random_state(states[index], self.stages[index].device)
 
 
 class _Step:
-    """One step, on one worker."""
+    """One worker's share of one step, run by one thread."""
 
     def __init__(
         self,
@@ -239,15 +285,15 @@ class _Step:
         self._outputs: list[Any] = []
 
     def run(self) -> Done:
-        """All of it."""
+        """Run all operations of the row, commit the gradients, and return the result."""
         try:
             return self._run()
-        finally:  # an error holds this by its traceback, for as long as somebody keeps it
+        finally:  # the traceback of a kept error holds this object: drop the tensors and break the cycles
             self._kept.clear()
             self._sums.clear()
             self._inputs = self._targets = ()
             for latch in self._sent:
-                latch.on_settle = None  # which holds the latch
+                latch.on_settle = None  # it holds the latch
 
     def _run(self) -> Done:
         spans = []
@@ -279,16 +325,23 @@ class _Step:
         return Done(spans, self._losses, self._outputs, told)
 
     def _mode(self) -> AbstractContextManager[Any]:
+        """Return a block in the step's grad mode: on if the step trains, or is recorded and the caller's mode is on."""
         if self._order.train:
             return torch.enable_grad()
         return torch.set_grad_enabled(self._order.recorded and torch.is_grad_enabled())
 
     def _comes(self, op: Op) -> bool:
-        """Whether an operation needs what another one makes."""
+        """Return whether an operation's input comes from another stage, by the inbox.
+
+        The inputs of the first stage's forward, which gets the batch, and of the last stage's backward do not.
+        """
         return op.stage != (0 if op.kind == "F" else self._last)
 
     def _given(self, op: Op) -> tuple[int, Values]:
-        """What an operation needs, and which of it is to have a gradient; it is waited for."""
+        """Return an operation's input, and a bit mask of the values in it that need a gradient. Waits for the input.
+
+        Raises the step's error if the step has failed.
+        """
         if not self._comes(op):
             self._inbox.check()
             return 0, self._inputs[op.micro_batch] if op.kind == "F" else (None,)
@@ -296,6 +349,7 @@ class _Step:
         return found
 
     def _forward(self, op: Op, given: Values, wanted: int, look: Look) -> None:
+        """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step."""
         stage, order = self._station.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
         if order.train:
@@ -307,7 +361,7 @@ class _Step:
             elif order.train:
                 value = self._loss(op.micro_batch, value)
         except Exception as error:
-            error.add_note(f"that is stage {op.stage} of {self._last + 1}, on {self._me}")
+            error.add_note(f"this was stage {op.stage} of {self._last + 1}, on {self._me}")
             raise
         look(as_tuple(value))
         if order.train:
@@ -326,19 +380,22 @@ class _Step:
             self._outputs.append(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
+        """Return a micro-batch's share of the loss, with its graph, and keep a detached copy for the result."""
         order = self._order
-        assert order.loss_fn is not None  # who trains has one
+        assert order.loss_fn is not None  # the last stage's worker gets one if the step trains
         sizes = order.sizes
         targets = self._targets[micro_batch] if self._targets else ()
         loss = loss_of(order.loss_fn, output, targets, sizes[micro_batch], sum(sizes), order.reduction)
         if order.finite and not torch.isfinite(loss):
             raise FloatingPointError(
-                f"the loss of micro-batch {micro_batch} is {loss.item()}; its output was {shapes_of(output)}"
+                f"the loss of micro-batch {micro_batch} is {loss.item()}; the output of the model was "
+                f"{shapes_of(output)}. If such a loss is all right, call train_step with finite=False"
             )
         self._losses.append(loss.detach().cpu())
         return loss
 
     def _backward(self, op: Op, given: Values, look: Look) -> None:
+        """Run one stage backward for one micro-batch, add up its parameters' gradients, send its input's gradients."""
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
             (root, gradient.to(root.device) if gradient is not None else None)
@@ -349,7 +406,7 @@ class _Step:
         sums = self._sums[op.stage]
         try:
             if roots:
-                # Added in place where they are, micro-batch after micro-batch, as in one process.
+                # The sums lie in .grad meanwhile, so torch adds each micro-batch to them in place, as in one process.
                 with lent(sums.items()):
                     torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
                     for leaf in sums:
@@ -362,7 +419,11 @@ class _Step:
             self._send(op._replace(stage=op.stage - 1), tuple(entry))
 
     def _send(self, op: Op, values: Values) -> None:
-        """To the stage that needs it; where that is here, nothing is sent."""
+        """Give an operation its input: put it into the inbox if its stage is here, else send it to its worker.
+
+        Activations of a training step are detached; a bit mask says which of them need a gradient. A delivery that
+        fails makes the step fail. `_run` waits for all deliveries before it commits the gradients.
+        """
         wanted = 0
         if self._order.train and op.kind == "F":
             wanted = sum(1 << index for index, value in enumerate(values) if _has_history(value))
@@ -382,7 +443,7 @@ class _Step:
 
 
 def _fail_if_failed(latch: Latch, inbox: Inbox) -> None:
-    """What did not arrive is not answered either: nobody must wait for that."""
+    """Fail the step if a delivery failed: the worker that did not get it will never send anything back."""
     if latch.error is not None:
         inbox.fail(latch.error)
 
@@ -396,12 +457,16 @@ def _has_history(value: Any) -> bool:
 
 
 def _check_output(value: Any) -> None:
+    """Raise `UsageError` if a stage returns nested containers: only the tensors at the top are sent with gradients."""
     if any(isinstance(part, dict | list | tuple) for part in as_tuple(value)):
-        raise UsageError(f"between stages go tensors, or a tuple of tensors; this stage returned {shapes_of(value)}")
+        raise UsageError(
+            f"this stage returned {shapes_of(value)}: a stage before the last must return a tensor, or a flat tuple "
+            "of tensors and numbers"
+        )
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the tensors in a value."""
+    """Return a value with ``change`` applied to the tensors in it, also to those in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple | list):
@@ -412,13 +477,16 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-# --- by calls -------------------------------------------------------------------------------------
+# --- functions that other agents call ---------------------------------------------------------------
 
 _all: weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, Station]] = weakref.WeakKeyDictionary()
 
 
 def _stations(agent: Agent) -> weakref.WeakValueDictionary[str, Station]:
-    """The stations on one worker: what is delivered knows its pipeline by name, and keeps nothing alive."""
+    """Return the stations of one agent by their pipelines' ids; the first call subscribes to losses of workers.
+
+    Deliveries find their station here. The references are weak, so this dict keeps no station alive.
+    """
     found = _all.get(agent)
     if found is None:
         stations: weakref.WeakValueDictionary[str, Station] = weakref.WeakValueDictionary()
@@ -441,7 +509,11 @@ def build_stages(
     prefixed: bool,
     options: Mapping[str, Any],
 ) -> RRef[Station]:
-    """Make the stages of this worker; ``prefixed`` says whether a stage's number belongs to the names in its state."""
+    """Make this worker's stages and a station for them, and return a reference to the station.
+
+    ``makers`` has a module, or a function that makes one, for each of this worker's stages. With ``prefixed``, the
+    names in a stage's state begin with the stage's number. ``options`` are further arguments of `Stage`.
+    """
     stages = {}
     for index, maker in makers.items():
         module = maker if isinstance(maker, torch.nn.Module) else maker()
@@ -452,27 +524,30 @@ def build_stages(
 
 
 def run_share(rref: RRef[Station], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
-    """Do a worker's share of a step."""
+    """Call `Station.run`; the pipeline's owner calls this once a step on each worker."""
     return rref.local_value().run(order, inputs, targets)
 
 
 def call_station(rref: RRef[Station], method: str, *args: Any) -> Any:
-    """Call a method of a station."""
+    """Call a method of a station, and return its result."""
     return getattr(rref.local_value(), method)(*args)
 
 
 def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
-    """What an operation here needs comes from another worker."""
+    """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox.
+
+    A delivery for a step that is over is dropped. ``wanted`` is the bit mask of `enter`.
+    """
     station = _stations(current_agent()).get(uid)
     if station is None:
-        raise Abandoned("there is no such pipeline here (any more)")
+        raise Abandoned("this worker has no stages of this pipeline: the pipeline's handle was deleted")
     inbox = station.inbox(step)
     if inbox is not None:
         inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 
 
 def abandon_step(uid: str, step: int, context_id: int | None, why: str) -> None:
-    """A step has failed elsewhere."""
+    """Call `Station.abandon` if this worker still has stages of the pipeline."""
     station = _stations(current_agent()).get(uid)
     if station is not None:
         station.abandon(step, context_id, why)

@@ -1,14 +1,16 @@
-"""Shows a step of a pipeline to whoever watches its context, as if it were a backward pass.
+"""Shows a training step of a pipeline to the watcher of its context, as if the step were a backward pass.
 
 ::
 
-    worker0   F0 ── F1 ─────────── B0 ── B1      a node for each operation of the schedule's table: F3 is micro-batch 3
-               ╲     ╲             ╱     ╱       through the worker's stage, forward, and B3 backward
+    worker0   F0 ── F1 ─────────── B0 ── B1      a node for each operation of the schedule's table: F3 is the forward
+               ╲     ╲             ╱     ╱       of micro-batch 3 through the worker's stage, B3 its backward
     worker1     F0 ── B0 ── F1 ── B1
 
-A node waits for the operation that it needs, and where that is done on another worker, for its message. The workers
-tell the watcher what they do, and halt before a node if it says so, by the same messages as in a pass: see
-`nbdist.autograd.observing`. A step that nobody watches has no part in this.
+A node waits for the operation whose output it needs; if that runs on another worker, for its message. The workers
+report their operations to the watcher, and halt before a node if the watcher says so, by the messages that a pass uses
+(`nbdist.autograd.observing`). A step that nobody watches does none of this, and neither does `Pipeline.forward`.
+
+The pipeline's owner has a `WatchedStep`, each worker of the pipeline a `WatchedShare`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ __all__ = ["WatchedShare", "WatchedStep", "plan_of_step"]
 
 
 def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: int) -> Plan:
-    """Return what a step consists of: its operations by worker, and who waits for how many others."""
+    """Return a step as a plan to watch: its operations as nodes by worker, and how many inputs each waits for."""
     places = {op: (workers[row], number) for row, ops in enumerate(table) for number, op in enumerate(ops)}
     found = Trace(context_id, of_step=True)
     waits_for = {}
@@ -64,7 +66,7 @@ def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: 
 
 
 def _needs(op: Op, stages: int) -> list[Op]:
-    """Return what must have been done before an operation; a backward one needs its own forward too."""
+    """Return the operations that must run before an operation. A backward needs its own forward too."""
     needed = [each for each in (what_it_needs(op, stages),) if each is not None]
     forward = op._replace(kind="F")
     return needed if op.kind == "F" or forward in needed else [*needed, forward]
@@ -75,15 +77,15 @@ def _name(op: Op) -> str:
 
 
 def _message(op: Op, stages: int) -> int:
-    """Return the number of the message that brings an operation what it needs."""
+    """Return the number of the message that brings an operation its input; each operation has its own number."""
     return (op.micro_batch * stages + op.stage) * 2 + (op.kind == "B")
 
 
 class WatchedStep:
-    """One step, where it is ordered."""
+    """One step, as the pipeline's owner reports it to the context's watcher, if there is one."""
 
     def __init__(self, table: Table, workers: Sequence[str], stages: int) -> None:
-        """Tell the watcher what the step consists of; ``head`` is None if the current context has no watcher."""
+        """Show the step's plan to the watcher of the current context. `head` is None if there is no watcher."""
         here = recorder()
         self._observing = here.passes.observing
         self._context = here.contexts.current
@@ -93,14 +95,18 @@ class WatchedStep:
             self.head = self._observing.begin_step(self._context, here.passes.new_id(), plan)
 
     def end(self, error: BaseException | None, told: Mapping[int, int]) -> None:
-        """Tell the watcher that the step is over; each worker, by its incarnation, has told it so many things."""
+        """Tell the watcher that the step is over, with the error if it failed.
+
+        ``told`` is the number of messages that each worker, by its incarnation, has sent to the watcher. The watcher
+        needs it to know when it has received all of them.
+        """
         if self.head is not None and self._context is not None:
             why = f"{type(error).__name__}: {error}" if error is not None else ""
             self._observing.tell_over(self.head, self._context, why, dict(told))
 
 
 class WatchedShare:
-    """One worker's share of a step that is watched."""
+    """One worker's share of a watched step: reports operations to the watcher, and halts before them if it says so."""
 
     def __init__(self, observer: Observer, row: Sequence[Op], places: Sequence[str], me: str, inbox: Inbox) -> None:
         self._observer = observer
@@ -110,7 +116,7 @@ class WatchedShare:
         self._me = me
         self._inbox = inbox
         self._spoilt = set[tuple[int, int]]()
-        """The stages and micro-batches whose forward operation here made a NaN or Inf, or handed one on."""
+        """The stages and micro-batches whose forward here returned a NaN or Inf, be it made here or given."""
         inbox.on_fail = observer.stop
 
     @classmethod
@@ -118,7 +124,10 @@ class WatchedShare:
     def of(
         cls, head: Head | None, row: Sequence[Op], places: Sequence[str], me: str, inbox: Inbox
     ) -> Iterator[WatchedShare | None]:
-        """Observe a share for the time of the block; None if nobody watches. Stage ``s`` is on ``places[s]``."""
+        """Observe a share for the time of the block; yield None if nobody watches. Stage ``s`` is on ``places[s]``.
+
+        If the step fails elsewhere, the inbox stops the observer, so a halted operation ends.
+        """
         here = recorder()
         context = here.contexts.current
         if head is None or context is None:
@@ -129,21 +138,22 @@ class WatchedShare:
 
     @property
     def told(self) -> int:
-        """How often the watcher was told something."""
+        """The number of messages sent to the watcher. Reading it first sends the reports that were kept back."""
         self._observer.flush()
         return self._observer.sent
 
     def waits(self, op: Op) -> None:
-        """Tell that what an operation needs has still to come."""
+        """Tell the watcher at once that an operation waits for its input from another worker."""
         self._observer.waits_for({_message(op, self._stages)})
         self._observer.flush()
 
     @contextmanager
     def doing(self, op: Op, given: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
-        """Tell of an operation that is done in the block; before, halt if the watcher says so.
+        """Report the operation that the block runs; halt before the block if the watcher says so.
 
-        The block calls what it gets with what the operation has made, before it sends that: a NaN is told of by who
-        made it before others come to it.
+        Yields a function. The block must call it with the operation's outputs before it sends them. Then the worker
+        that made a NaN reports it before the workers that receive it can. Raises the step's error if the step fails
+        during the halt.
         """
         needs = what_it_needs(op, self._stages)
         if needs is not None and self._places[needs.stage] != self._me:
@@ -154,29 +164,30 @@ class WatchedShare:
         try:
             self._observer.come_to(number, _name(op), gradients, sends=self._sends(op))
         except Stopped:
-            self._inbox.check()  # which knows why
+            self._inbox.check()  # raises the error that stopped the step, which says more
             raise
         began = time.perf_counter()
         yield lambda made: self._look(op, number, made, known)
         self._observer.ran(number, _name(op), time.perf_counter() - began, ())
 
     def _look(self, op: Op, number: int, made: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
+        """Report a NaN or Inf in ``made`` that an operation has made from finite inputs, if the watcher wants that."""
         if not self._observer.looks:
             return
         new = _numbers_in(made)
         if op.kind == "B" and (op.stage, op.micro_batch) in self._spoilt:
-            return  # its gradients follow from what its own forward operation has made
+            return  # the NaN in the gradients comes from the forward of this micro-batch, which has been reported
         if op.kind == "F" and not are_finite(new):
             self._spoilt.add((op.stage, op.micro_batch))
         self._observer.made(number, _name(op), new, _numbers_in(given))
 
     def _sends(self, op: Op) -> bool:
-        """Return whether another worker needs what comes of an operation."""
+        """Return whether an operation's output goes to another worker."""
         after = op.stage + 1 if op.kind == "F" else op.stage - 1
         return 0 <= after < self._stages and self._places[after] != self._me
 
 
 def _numbers_in(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that may hold a NaN."""
+    """Return the tensors that can hold a NaN: those of floating-point or complex numbers."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return tuple(tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())

@@ -1,4 +1,4 @@
-"""Bytes and times, for people."""
+"""Formats numbers of bytes and seconds for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["duration", "size"]
 
 
 def size(nbytes: int) -> str:
-    """Bytes, for people."""
+    """Return a number of bytes as text, in units of 1000: ``"1.5 MB"``."""
     value = float(nbytes)
     for unit in ("B", "KB", "MB", "GB"):
         if value < 1000:
@@ -16,5 +16,5 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time, for people."""
+    """Return a number of seconds as text: ``"1.50 s"``, or below a second ``"12.0 ms"``."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

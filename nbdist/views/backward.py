@@ -1,6 +1,15 @@
-"""A backward pass as data to draw: what it would do, what has been seen of it, and what that says together.
+"""Combines the plan of a backward pass with the events seen of it, into the data that views draw. Pure.
 
-Pure: a plan and events in, one JSON value out.
+The state of a node, as `Backward.state_of` returns it::
+
+    unused       the node takes no part in the pass
+    waiting ──> ready ──┬─────────────────> running ──> done
+                        └──> halted ───────────┘
+    waiting      some of its gradients have not arrived: `got` is less than the plan's `waits_for`
+    ready        all have arrived
+    halted       the watcher holds the pass before this node
+
+A step of a pipeline is drawn in the same way: its nodes are operations, its gradients the inputs of the operations.
 """
 
 from __future__ import annotations
@@ -25,20 +34,26 @@ __all__ = ["Backward", "Share"]
 
 @dataclass
 class Share:
-    """One worker's share of a pass."""
+    """One worker's share of a pass, in numbers."""
 
     worker: str
     nodes: int = 0
+    """The number of the worker's nodes that take part."""
     done: int = 0
+    """The number of nodes that have run."""
     busy: float = 0.0
+    """Seconds in which nodes ran."""
     idle: float = 0.0
-    """Seconds between its first node and its last in which it ran nothing and no worker was halted."""
+    """Seconds between the worker's first node and its last in which it ran nothing and no worker was halted."""
     waits_for: list[str] = field(default_factory=list)
-    """The workers whose gradients it has still to get."""
+    """The other workers whose gradients this worker still waits for."""
 
 
 class Backward:
-    """One pass: its plan, and what has happened of it until now."""
+    """One pass at one moment: its plan, and its progress by the events seen until then.
+
+    `Backward(plan)` has no events; `after` returns the pass with events. Keys are a worker and a node's number there.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -65,17 +80,18 @@ class Backward:
         self.histogram: dict[Key, Histogram] = {}
         self.ended: dict[Key, float] = {}
         self.halts: list[Interval] = []
-        """When workers were halted, and went on again."""
+        """The times in which workers were halted, of halts that are over."""
         self._halted: dict[Key, float] = {}
-        """When workers were halted that have not gone on, by the node before which they are."""
+        """The start of each halt that is not over, by the node before which the pass is halted."""
         self.messages: dict[int, str] = {}
+        """The last event of each message: ``marked`` or ``sent``; ``arrived`` once that has happened."""
         self.bad: Key | None = None
-        """Where a NaN or Inf was found first,"""
+        """The node at which the first NaN or Inf was found."""
         self.inherited: Inherited | None = None
-        """and where it is from, if the forward pass gave it to that node."""
+        """The origin of that NaN or Inf, if the forward pass gave it to the node `bad`."""
 
     def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
-        """Where the gradients of each node go, and by which message."""
+        """Return for each node the nodes to which its gradients go, each with the message that takes them, or None."""
         sources = {
             (e.autograd_message_id, i): (e.sender, s) for e in self.plan.trace.edges for i, s in enumerate(e.sources)
         }
@@ -91,6 +107,7 @@ class Backward:
         return found
 
     def _find_next_of_step(self) -> dict[Key, list[tuple[Key, int | None]]]:
+        """Return the next nodes for a pipeline's step, where a node's ``inputs`` run before the node, not after it."""
         found: dict[Key, list[tuple[Key, int | None]]] = {key: [] for key in self.nodes}
         sources = {edge.autograd_message_id: (edge.sender, edge.sources[0]) for edge in self.plan.trace.edges}
         for (worker, number), node in self.nodes.items():
@@ -101,14 +118,17 @@ class Backward:
         return found
 
     def before(self, key: Key) -> list[Key]:
-        """The nodes whose gradients go to this one."""
+        """Return the nodes whose gradients go to a node."""
         return self._before[key]
 
     # -- what happens -------------------------------------------------------------------------
 
     def after(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> Backward:
-        """The same pass when these events have happened, and halted there."""
-        found = copy.copy(self)  # what follows from the plan is theirs together
+        """Return a copy of this pass, with these events instead of its own, and halted at the events ``halted``.
+
+        The events may come in any order: their times decide.
+        """
+        found = copy.copy(self)  # the copy shares everything that follows from the plan alone
         found._clear()
         for event in sorted(events, key=lambda event: event.time):
             found._enter(event)
@@ -119,6 +139,7 @@ class Backward:
         return found
 
     def _enter(self, event: Event) -> None:
+        """Take in one event; the earlier ones have been taken in."""
         key = event.key
         if event.what in ("marked", "arrived", "sent") and event.message is not None:
             new = self.messages.get(event.message) != "arrived"
@@ -146,22 +167,26 @@ class Backward:
             self.bad, self.inherited = key, event.inherited
 
     def _measured(self, key: Key, event: Event) -> None:
+        """Remember the norm and the histogram of a node's gradients, if an event has them."""
         if event.norm is not None:
             self.norm[key] = event.norm
         if event.histogram is not None:
             self.histogram[key] = event.histogram
 
-    # -- what that says -----------------------------------------------------------------------
+    # -- conclusions ----------------------------------------------------------------------------
 
     def detail(self, key: Key) -> dict[str, Any]:
-        """What is told of one node that somebody has chosen: how the gradients that it was given are distributed."""
+        """Return the histogram of the gradients that a node was given, as JSON, for the node that a user has chosen.
+
+        An empty dict if no histogram is known.
+        """
         found = self.histogram.get(key)
         if found is None:
             return {}
         return {"node": list(key), "low": found.low, "high": found.high, "counts": found.counts}
 
     def state_of(self, key: Key) -> str:
-        """How far a node is."""
+        """Return the state of a node: unused, waiting, ready, halted, running or done."""
         known = self.state.get(key)
         if known is not None:
             return known
@@ -170,12 +195,13 @@ class Backward:
         return "ready" if self.got[key] >= self.plan.waits_for[key] else "waiting"
 
     def waits(self, key: Key) -> list[str]:
-        """For which workers' gradients a node waits."""
+        """Return the names of the other workers whose gradients a node waits for; empty if it does not wait."""
         if self.state_of(key) != "waiting":
             return []
         return sorted({worker for worker, _ in self._missing(key) if worker != key[0]})
 
     def _missing(self, key: Key) -> list[Key]:
+        """Return the nodes whose gradients a node has not got: they have not run, or the message is under way."""
         return [
             other
             for other in self._before[key]
@@ -183,16 +209,17 @@ class Backward:
         ]
 
     def _is_on_its_way(self, receive: Key, to: Key) -> bool:
+        """Return whether a node ``receive`` sends a node ``to`` gradients in a message that has not arrived."""
         return any(
             target == to and message is not None and self.messages.get(message) != "arrived"
             for target, message in self._after[receive]
         )
 
     def shares(self) -> list[Share]:
-        """Return the workers' shares.
+        """Return the shares of the workers that have nodes in the graph, also of those whose nodes take no part.
 
-        A pause is no wait: of the time in which any worker was halted nothing counts, for those that wait for a halted
-        worker's gradients wait for the user.
+        A worker that waits for the gradients of a halted worker waits for the user. So the time in which any worker was
+        halted does not count as idle.
         """
         found = {worker: Share(worker) for worker in self.plan.trace.nodes}
         ran: dict[str, list[Interval]] = {worker: [] for worker in found}
@@ -212,7 +239,7 @@ class Backward:
         return [share for share in found.values() if share.nodes or self.plan.trace.nodes[share.worker]]
 
     def critical_path(self) -> list[Key]:
-        """Return the nodes of which each waited for the one before it: from the first that ran to the last.
+        """Return a chain of nodes, each of which waited for the one before it: from the first that ran to the last.
 
         The path ends with a node whose gradients no other node has used yet. The time alone cannot tell the last node:
         a node that sends gradients to another worker often ends after the nodes that these gradients start there,
@@ -243,7 +270,11 @@ class Backward:
         return ends
 
     def slowest(self) -> tuple[str, str, float, list[Key]] | None:
-        """The worker and the line of code, or the kind of node, that has taken the most time: which, and its nodes."""
+        """Return the worker and line of code that took the most time, or None if no node has run.
+
+        Nodes whose line is not known are grouped by their kind instead. Returns the worker, the line or kind, the
+        seconds, and the nodes.
+        """
         spent: dict[tuple[str, str], list[Key]] = {}
         for key in self.seconds:
             node = self.nodes[key]
@@ -254,21 +285,27 @@ class Backward:
         return worker, where, sum(self.seconds[key] for key in keys), keys
 
     def blamed(self) -> Key | None:
-        """The node that made the first NaN or Inf, backward or forward, as far as that is known."""
+        """Return the node that the first NaN or Inf goes back to in the forward pass, if it came from there.
+
+        Otherwise return `bad`, the node at which it was found in the backward pass; None if there was none.
+        """
         found = self.inherited
         if found is not None and (found.worker, found.node) in self.nodes:
             return found.worker, found.node
         return self.bad
 
     def largest(self) -> Key | None:
-        """The node that was given the gradient of the largest norm that is one, where norms were asked for."""
+        """Return the node that was given the gradient of the largest finite norm; None if no norms were measured."""
         found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}
         return max(found, key=lambda key: found[key]) if found else None
 
     # -- for a page ---------------------------------------------------------------------------
 
     def outline(self) -> dict[str, Any]:
-        """What it consists of, which is the same from its beginning to its end, and mostly that of the next pass."""
+        """Return the parts of the pass that do not change while it runs, as JSON: nodes, links and messages.
+
+        Nodes are referred to by their index in ``"nodes"``. `snapshot` lists its values in the same order.
+        """
         trace = self.plan.trace
         workers = {worker: number for number, worker in enumerate(trace.nodes)}
         nodes = [
@@ -304,7 +341,7 @@ class Backward:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """How far that is: of the nodes and messages of the outline, in their order."""
+        """Return the progress of the pass as JSON: states, times and norms, in the order of the outline's nodes."""
         used = {edge.autograd_message_id for edge in self.plan.edges}
         index = {key: number for number, key in enumerate(self.nodes)}
         return {
@@ -337,20 +374,22 @@ class Backward:
         }
 
     def _crossings(self) -> Iterator[tuple[Key, Key, int]]:
+        """Yield the node, the target and the message of all gradients that go from worker to worker."""
         for key, targets in self._after.items():
             yield from ((key, target, message) for target, message in targets if message is not None)
 
 
 _CODES = {"unused": "u", "waiting": "w", "ready": "r", "running": "g", "halted": "h", "done": "d"}
-"""The states, as a page gets them."""
+"""The letters of the states in a snapshot; ``backward.js`` reads them."""
 
 
 def _number(norm: float | None) -> float | str | None:
-    """As JSON has it, which knows no NaN."""
+    """Return a norm with five digits for JSON, which has no NaN and infinity: these become text."""
     if norm is None:
         return None
     return float(f"{norm:.5g}") if math.isfinite(norm) else str(norm)
 
 
 def _ms(seconds: float | None) -> float | None:
+    """Return seconds as milliseconds, rounded."""
     return round(seconds * 1000, 4) if seconds is not None else None

@@ -1,6 +1,6 @@
-"""What is shown of a remote reference, as text and HTML: only what is known already, nothing is asked for.
+"""Draws remote references as text and HTML, from facts that this process knows already. Pure.
 
-Pure: facts in, text out.
+The standing of a reference, with its words and colours, is in the table `_STANDINGS`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,28 @@ _STANDINGS = {
 }
 """Words and colour of each standing. White text can be read on each of the colours."""
 _SETTLED = ("here", "pending", "confirmed")
-"""Of these a reference's text says nothing: it is the same before and after a confirmation."""
+"""The standings that a reference's text leaves out, so that it is the same before and after a confirmation."""
 _ALARM = "color:var(--jp-error-color1, #d14343)"
 MOST = 200
-"""So many rows a table has at most."""
+"""The number of rows that a table shows at most."""
 _LINE = 79
-"""So many columns a line of the shell has."""
+"""The number of columns up to which a list is printed on one line, as IPython's shell does it."""
 _NEXT = ",\n "
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a reference."""
+    """The facts about a reference that this process knows."""
 
     owner: str
     standing: str
+    """One of `_STANDINGS`."""
     state: State | None = None
+    """The type, shape and so on of the value, or its error; None if not known yet."""
     forks: int | None = None
-    """How many others have one to it; its owner knows."""
+    """The number of references to the value that others hold; None if this process is not the owner."""
     why: str = ""
-    """In one line, the error of a reference that failed, or whose owner is lost."""
+    """The error, in one line, of a reference that failed or whose owner is lost."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,17 @@ class Rows(Generic[T]):
     kind: type
     items: list[tuple[str, T]]
     count: int
-    """How many items there are, those left out included."""
+    """The number of all items, also of those that are left out."""
 
     def each(self, function: Callable[[T], U]) -> Rows[U]:
-        """Return the same rows with ``function(item)`` in the place of each item."""
+        """Return the same rows with ``function(item)`` in place of each item."""
         return Rows(self.kind, [(name, function(item)) for name, item in self.items], self.count)
 
 
 def text(facts: Facts) -> str:
-    """Return a reference as one line, which says whether it failed or is gone.
+    """Return a reference as one line of text: the owner, and the standing if it failed or is gone.
 
-    It is the same before and after the confirmation, whenever that comes.
+    The text is the same before and after the confirmation, so a notebook's saved output does not depend on timing.
     """
     if facts.standing in _SETTLED:
         return f"<RRef on {facts.owner}>"
@@ -81,7 +83,7 @@ def text(facts: Facts) -> str:
 
 
 def text_of_many(rows: Rows[Facts]) -> str:
-    """Return a list, tuple or dict of references as the shell prints one."""
+    """Return a list, tuple or dict of references as text, as IPython prints one."""
     told = [f"{name}: {text(facts)}" if rows.kind is dict else text(facts) for name, facts in rows.items]
     if rows.count > len(told):
         told.append("...")
@@ -93,9 +95,9 @@ def text_of_many(rows: Rows[Facts]) -> str:
 
 
 def card(facts: Facts, *, lasting: bool = False) -> str:
-    """Return all that is known of a reference as HTML.
+    """Return all facts of a reference as HTML.
 
-    With ``lasting``, for what is looked at when all is over, it says nothing of what has only not come yet.
+    With ``lasting``, for a picture that is looked at later, "on its way" and "not known yet" are left out.
     """
     state = facts.state
     rows = []
@@ -118,7 +120,7 @@ def card(facts: Facts, *, lasting: bool = False) -> str:
 
 
 def table(rows: Rows[Facts]) -> str:
-    """Return the first of so many references in a list, tuple or dict as a table, a row each."""
+    """Return references as an HTML table with a row for each, and a line that counts those that were left out."""
     lines = []
     for name, facts in rows.items:
         state = facts.state
@@ -131,7 +133,7 @@ def table(rows: Rows[Facts]) -> str:
 
 
 def peek_html(peek: Peek) -> str:
-    """Return what was seen of a value as HTML."""
+    """Return the result of `RRef.peek` as HTML: statistics, parameters, or the beginning of the text."""
     parts = []
     if peek.numbers is not None:
         parts.append(_numbers(peek.numbers))
@@ -144,7 +146,7 @@ def peek_html(peek: Peek) -> str:
 
 
 def value(state: State | None) -> str:
-    """Return what a value is, in a few words."""
+    """Return a value's type, and dtype and shape if it has them, or its error, in a few words."""
     if state is None:
         return "not known yet"
     if state.error is not None:
@@ -153,6 +155,7 @@ def value(state: State | None) -> str:
 
 
 def _more(state: State | None) -> list[tuple[str, str]]:
+    """Return the rows of a card about a tensor's device, gradient and bytes, as far as they are known."""
     if state is None or state.error is not None:
         return []
     rows = []
@@ -168,6 +171,7 @@ def _more(state: State | None) -> list[tuple[str, str]]:
 
 
 def _badge(standing: str) -> str:
+    """Return a standing as a coloured badge in HTML."""
     told, colour = _STANDINGS.get(standing, (standing, "#718096"))
     return (
         f'<span style="color:#fff;background:{colour};border-radius:8px;padding:1px 8px;white-space:nowrap">'
@@ -176,6 +180,7 @@ def _badge(standing: str) -> str:
 
 
 def _numbers(numbers: Numbers) -> str:
+    """Return the statistics of a tensor as HTML, the counts of NaN and infinite values in red."""
     known: Mapping[str, Any] = {
         "min": numbers.min,
         "max": numbers.max,
@@ -208,6 +213,7 @@ def _histogram(histogram: Histogram) -> str:
 
 
 def _parameters(rows: Sequence[Parameter]) -> str:
+    """Return a module's parameters as an HTML table of at most `MOST` rows."""
     lines = []
     for row in rows[:MOST]:
         shape, norm = f"{row.dtype}{tuple(row.shape)}", f"{row.norm:.4g}" if row.norm is not None else ""

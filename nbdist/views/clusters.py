@@ -1,4 +1,4 @@
-"""`Cluster` with all its views, which make themselves known to it here: it knows none of them."""
+"""Registers the views of `Cluster` with the class: layer 5 must not import layer 6, where the views are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Cluster"]
 
 
 def _timeline(cluster: Cluster) -> Timeline:
-    """Record what all workers do, until `stop`, or the end of a ``with`` block."""
+    """Record what all workers do from now on, until `Timeline.stop` or the end of a ``with`` block."""
     return Timeline(cluster.agent)
 
 

@@ -1,4 +1,4 @@
-"""What `%dist_diff` shows: whether a value is the same on all workers, or where it first differs and by how much."""
+"""Shows the result of `%dist_diff`: whether a value is equal on all workers, and where and by how much it differs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ __all__ = ["DiffTable"]
 
 
 class DiffTable:
-    """The answer, as text and as a table."""
+    """The result of a comparison, as text and as a table. Its truth value: whether the value is equal everywhere."""
 
     def __init__(
         self, name: str, workers: Sequence[str], found: Sequence[Difference], differing: int, parts: int
     ) -> None:
+        """Show the differences of the variable ``name``; every worker is compared with the first of ``workers``."""
         self.name = name
         self.workers = list(workers)
         self.differences = list(found)
         self.differing = differing
-        """How many parts are not the same everywhere,"""
+        """The number of parts that are not the same everywhere; `differences` may name fewer."""
         self.parts = parts
-        """of so many."""
+        """The number of parts that were compared, such as the tensors of a state dict."""
 
     @property
     def equal(self) -> bool:
-        """Whether it is the same everywhere."""
+        """True if the value is the same on all workers."""
         return not self.differing
 
     def __bool__(self) -> bool:

@@ -1,8 +1,11 @@
-"""Makes references, passes, panels and swarms show themselves as values of cells; registered with a shell, taken back.
+"""Registers with IPython how references, passes, panels and swarms show themselves as values of cells.
 
-Where somebody may look, they are live views, each with a picture behind it for the saved notebook (`Shown`). Where
-nobody looks (nbval, nbconvert), they are pictures, which wait a moment for what is on its way anyway, so that they are
-the same each time.
+In a notebook that a user may be watching, they are live views, each with a picture behind it for the saved notebook
+(`Shown`). Where nobody watches (nbval, nbconvert), they are pictures only. Pictures of references are drawn after a
+short wait for news that is under way, so that the output is the same each time. On a terminal they are text.
+
+IPython tries a type's ``_live…`` function first. The function raises NotImplementedError if a live view is not
+possible; then IPython uses the type's ``_show…`` function, which returns a picture.
 """
 
 from __future__ import annotations
@@ -31,20 +34,26 @@ from nbdist.views.watching import Watcher
 __all__ = ["register", "unregister"]
 
 _PATIENCE = 1.0
+"""Seconds to wait, for all references of one picture together, for news of their values."""
 _HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'
+"""The methods of a `Watcher`, as the text of a cell names them."""
 _MOST = 8
-"""So many views of passes, panels and swarms are live; older ones are pictures."""
+"""The number of views of passes, panels and swarms that are live; older ones become pictures."""
 _SWARM = "nbdist.swarm.swarm.Swarm"
-"""By name, for its module needs transformers."""
+"""The type's name instead of the type, because importing it needs transformers."""
 _before: list[tuple[Any, type | str, Any]] = []
-"""What showed things before."""
+"""The formatter, the type and the printer that `register` replaced, or None, for each type."""
 _views: deque[Any] = deque()
+"""The live views of passes, panels and swarms, the oldest first."""
 _parting: weakref.WeakSet[Cluster] = weakref.WeakSet()
-"""The clusters that will have the views leave pictures."""
+"""The clusters that have been told to call `_leave_pictures` before they shut down."""
 
 
 def register(shell: Any) -> None:
-    """Have a shell show references, and lists, tuples and dicts of them."""
+    """Let an IPython shell show nbdist's objects, and lists, tuples and dicts of references, in nbdist's way.
+
+    A thread imports the widgets meanwhile, which takes a tenth of a second.
+    """
     bundles = shell.display_formatter.mimebundle_formatter
     printers: dict[type | str, Any] = {
         RRef: _show,
@@ -57,7 +66,7 @@ def register(shell: Any) -> None:
         dict: _show_many,
     }
     _before[:] = [(bundles, kind, bundles.for_type(kind, printer)) for kind, printer in printers.items()]
-    # What is shown twice shows itself: one output cannot be two.
+    # A live view and its picture are two outputs, and a mimebundle is only one: so these functions show by themselves.
     selves = shell.display_formatter.ipython_display_formatter
     live: dict[type | str, Any] = {
         RRef: _live,
@@ -70,15 +79,15 @@ def register(shell: Any) -> None:
         dict: _live_many,
     }
     _before.extend((selves, kind, selves.for_type(kind, printer)) for kind, printer in live.items())
-    if getattr(shell, "kernel", None) is not None:  # a terminal shows text only, and as much as is known
+    if getattr(shell, "kernel", None) is not None:  # a terminal shows repr(rref), with all that is known
         texts = shell.display_formatter.formatters["text/plain"]
         _before.append((texts, RRef, texts.for_type(RRef, _print)))
-    # It takes a tenth of a second to import, and the first reference is to be shown in a thousandth.
+    # Imported in advance, so that the first reference is shown within a millisecond.
     threading.Thread(target=_prepare, name="views", daemon=True).start()
 
 
 def unregister(shell: Any) -> None:
-    """Leave them to the shell again."""
+    """Give the types back to the printers that the shell had before `register`."""
     for formatter, kind, before in _before:
         if before is None:
             formatter.pop(kind, None)
@@ -108,7 +117,7 @@ def _show(rref: RRef[Any]) -> Bundle:
 
 
 def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
-    if type(value) not in (list, tuple, dict):  # a class of the user's, which may have its own way
+    if type(value) not in (list, tuple, dict):  # a subclass of the user's, which may show itself in its own way
         own = getattr(value, "_repr_mimebundle_", None)
         return own(include=None, exclude=None) if own is not None else None
     if not are_references(value):
@@ -119,14 +128,14 @@ def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
 
 
 def _show_watched(watcher: Watcher) -> Bundle:
-    """A pass; where it is the value of a cell that shows it already, what can be done with it."""
+    """Return the picture of a watched cell; if the cell shows a view of it already, a line with its methods."""
     if watcher.shown:
         return {"text/plain": f"<the pass above; {_HOW}>"}
     return _picture_of_pass(watcher, watcher)
 
 
 def _show_watch(watch: Watch) -> Bundle:
-    """The same for a watch that is the user's own."""
+    """Return the picture of a `Watch` that the user has made."""
     return _picture_of_pass(_watcher_of(watch), watch)
 
 
@@ -149,6 +158,7 @@ def _picture_of_swarm(snapshot: Any, text: str, *, lasting: bool) -> Bundle:
 
 
 def _watcher_of(watch: Watch) -> Watcher:
+    """Return the `Watcher` that draws a `Watch`; the first call makes it."""
     if watch.view is None:
         watch.view = Watcher.of(watch)
     found: Watcher = watch.view
@@ -159,7 +169,10 @@ def _watcher_of(watch: Watch) -> Watcher:
 
 
 def _sink() -> Sink:
-    """The running cell, if somebody may look at it; else NotImplementedError, by which the shell shows a picture."""
+    """Return the place for the running cell's output, if a user may be watching it in a page.
+
+    Otherwise raise NotImplementedError, so that IPython shows a picture.
+    """
     sink = current_sink()
     if not sink.interactive or isinstance(sink, PlainSink):
         raise NotImplementedError
@@ -178,7 +191,7 @@ def _live(rref: RRef[Any]) -> None:
 
 
 def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
-    if type(value) not in (list, tuple, dict):  # a class of the user's, which may have its own way
+    if type(value) not in (list, tuple, dict):  # a subclass of the user's, which may show itself in its own way
         own = getattr(type(value), "_ipython_display_", None)
         if own is None:
             raise NotImplementedError
@@ -212,6 +225,7 @@ def _live_watch(watch: Watch) -> None:
 
 
 def _view_of(watcher: Watcher) -> Any:
+    """Return the live view of a watched cell; make a new one if there is none, or the last has become a picture."""
     from nbdist.views.widgets.backward import BackwardView
 
     if watcher.view is None or watcher.view.comm is None:
@@ -237,7 +251,7 @@ def _live_swarm(swarm: Mapped) -> None:
 
 
 def _keep(view: Any) -> Any:
-    """Have a view be live until some more have come, or the cluster is shut down."""
+    """Keep a view live until `_MOST` newer views are live, or the cluster is shut down. Returns the view."""
     _views.append(view)
     while len(_views) > _MOST:
         _views.popleft().close()
@@ -246,7 +260,7 @@ def _keep(view: Any) -> Any:
 
 
 def _part_with_cluster() -> None:
-    """Leave pictures of all live views when the cluster is shut down."""
+    """Let the current cluster call `_leave_pictures` before it shuts down; asked once for each cluster."""
     cluster = Cluster.current
     if cluster is not None and cluster not in _parting:
         _parting.add(cluster)
@@ -254,7 +268,7 @@ def _part_with_cluster() -> None:
 
 
 def _leave_pictures(known: weakref.ref[Cluster]) -> None:
-    """Close all live views: what they show and their buttons are about a cluster that is to go."""
+    """Turn all live views into pictures, because the cluster that they show is about to end."""
     from nbdist.views.widgets import card, references
 
     while _views:
@@ -267,7 +281,7 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:
-    """Wait until it is known what they refer to, if that takes no longer than a moment for all of them."""
+    """Wait until the values of these references are known, `_PATIENCE` seconds at most for all of them together."""
     deadline = time.monotonic() + _PATIENCE
     for rref in rrefs:
         if rref.is_owner():
@@ -282,5 +296,6 @@ def _await(rrefs: Sequence[RRef[Any]]) -> None:
 
 
 def _look(rref: RRef[Any], known: threading.Event) -> None:
+    """Set the event if the reference's value is known, or will never be."""
     if rref.state is not None or rref._standing() not in ("pending", "confirmed"):
         known.set()

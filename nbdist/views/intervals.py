@@ -1,4 +1,4 @@
-"""Computes with times that begin and end: which part of a span none of them covers. Pure."""
+"""Computes how much of a span of time is not covered by any of several intervals. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 __all__ = ["Interval", "uncovered"]
 
 Interval = tuple[float, float]
-"""When something began and ended, in seconds."""
+"""A start and an end, in seconds."""
 
 
 def uncovered(span: Interval, intervals: Iterable[Interval]) -> float:
-    """Return how many seconds of a span lie in none of the intervals, which may overlap.
+    """Return the seconds of a span that lie in none of the intervals. The intervals may overlap.
 
     >>> uncovered((0.0, 10.0), [(-1.0, 2.0), (1.0, 4.0), (6.0, 7.0)])
     5.0

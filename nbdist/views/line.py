@@ -1,4 +1,4 @@
-"""A line below the running cell that says what a long operation does; imports nothing that takes time."""
+"""Shows the current step of a long operation in a line below the running cell. Imports only modules that load fast."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["line_in_place"]
 
 
 def line_in_place() -> Steps:
-    """Return a function that shows a line below the running cell, in place of the line before.
+    """Return a function that shows a line below the running cell; each call replaces the line before.
 
-    It shows nothing where nobody watches, nor on a terminal, which cannot replace a line that others wrote behind.
+    The function shows nothing if no user can watch (nbval, nbconvert), or on a terminal, where a line cannot be
+    replaced once others have written below it.
     """
     sink = current_sink()
     id, shown = uuid.uuid4().hex, False

@@ -1,8 +1,8 @@
-"""The map of a swarm: a row for each worker, a column for each block, so that it is seen who has what.
+"""Draws the map of a swarm: a row for each worker, a column for each block, coloured where the worker has the block.
 
-This is its form without a script, for saved notebooks and for places where nobody watches. Pure: a snapshot of a swarm
-in, HTML out. A swarm is known by its shape only: its module needs transformers, which a notebook without one need not
-have.
+This is the form without a script, for saved notebooks; `nbdist.views.widgets.map` is the live form. Pure: a snapshot of
+a swarm in, HTML out. The protocol `Mapped` stands for the class `Swarm`, whose module needs transformers, which a
+notebook without swarms need not have installed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from nbdist.views.amounts import size
 __all__ = ["Mapped", "Part", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
 
 _ROW = 20
+"""The height of a row in pixels."""
 _LETTER = 7
+"""The width of a letter in pixels, about."""
 _LONGEST = 24
-"""So many letters of a name are drawn."""
+"""The number of letters of a worker's name that are drawn."""
 _COLOURS = {"route": "#d97706", "held": "#5b9bd5", "away": "#a0a5ad", "was": "#a0a5ad", "missing": "#c53030"}
 _KINDS = {
     "route": "on the session's route",
@@ -33,20 +35,20 @@ _KINDS = {
 }
 _NUMBER = re.compile(r"(\d+)")
 _SERVING = ("online", "draining")
-"""Who is in another state has its blocks for nobody."""
+"""The states in which a worker's blocks can be used."""
 _PASSING = re.compile(r"(?<=\bsession) \d+\.\d+|, \d+ ms\b")
-"""What a log tells that is another each time: the ids of sessions, and how long it took."""
+"""The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times."""
 
 
 class Mapped(Protocol):
-    """What a map needs of a swarm."""
+    """The methods of a swarm that a map needs."""
 
     def snapshot(self) -> dict[str, Any]:
-        """What is known of it; nobody is asked."""
+        """Return what this process knows of the swarm, as JSON; no worker is asked."""
         ...
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have ``callback`` called when there is news, until what this returns is called."""
+        """Call ``callback`` whenever there is news, in any thread. Returns a function that ends this."""
         ...
 
     def kill(self, name: str) -> None:
@@ -55,39 +57,44 @@ class Mapped(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether it serves no longer, nor will."""
+        """True if the swarm was closed or its cluster has ended, so that it will serve no more."""
         ...
 
 
 def snapshot_of(swarm: Mapped) -> dict[str, Any]:
-    """Return what is drawn of a swarm: its snapshot, with a row for each worker, in order, and whether it is over."""
+    """Return a swarm's snapshot for a map: one server for each worker, in order, and ``"over"`` if it has ended."""
     found = swarm.snapshot()
     return {**found, "servers": in_order(found["servers"]), "over": swarm.ended}
 
 
 def in_order(servers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return servers by their workers' names, numbers as numbers: worker2 before worker10.
+    """Return servers in the order of their workers' names, with numbers as numbers: worker2 before worker10.
 
-    A worker keeps its place when it is gone and when it is back; of several servers on one, the last counts.
+    A worker keeps its place when it dies and comes back. Of several servers on one worker, the last counts.
     """
     last = {server["name"]: server for server in servers}
     return [last[name] for name in sorted(last, key=_natural)]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which the numbers in names are compared as numbers."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]
 
 
 class Part(NamedTuple):
-    """Blocks of a worker that follow each other and are drawn alike."""
+    """Consecutive blocks of a worker, from ``begin`` to before ``end``, that are drawn alike."""
 
     begin: int
     end: int
     kind: str
+    """One of `_KINDS`."""
 
 
 def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bool = False) -> list[Part]:
-    """Return what is drawn of a worker, of a swarm that serves or is ``over``."""
+    """Return the parts to draw in a worker's row; none for a worker that is gone.
+
+    ``route`` is the session's route, as (worker, begin, end); ``over`` says that the swarm has ended.
+    """
     if server["state"] == "gone":
         return []
     if over:
@@ -98,7 +105,7 @@ def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bo
 
 
 def missing(snapshot: Mapping[str, Any]) -> list[Part]:
-    """Return the blocks that nobody has; of a swarm that is over, nobody misses any."""
+    """Return the blocks that no serving worker has; none for a swarm that is over."""
     if snapshot["over"]:
         return []
     serving = [server for server in snapshot["servers"] if server["state"] in _SERVING]
@@ -107,10 +114,12 @@ def missing(snapshot: Mapping[str, Any]) -> list[Part]:
 
 
 def _held(server: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the blocks that a server has loaded."""
     return [number for begin, end in server["blocks"] for number in range(begin, end)]
 
 
 def _runs(numbers: Iterable[tuple[int, str]]) -> list[Part]:
+    """Return numbered blocks with their kinds as parts: neighbours of one kind are one part."""
     found: list[Part] = []
     for number, kind in numbers:
         if found and found[-1].end == number and found[-1].kind == kind:
@@ -121,12 +130,12 @@ def _runs(numbers: Iterable[tuple[int, str]]) -> list[Part]:
 
 
 def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
-    """Return the picture, a table and what has happened, of a snapshot that is `snapshot_of`'s.
+    """Return a snapshot that `snapshot_of` made as HTML: the picture, a table of the workers, and the log.
 
-    With ``lasting`` it is the same each time: nothing in it was read from a clock.
+    With ``lasting``, times, rates, session ids and other values that differ in each run are left out.
     """
     lines = [_head(snapshot), *_session(snapshot, lasting=lasting)]
-    known = lasting or snapshot["over"]  # what was only heard at some time is left out
+    known = lasting or snapshot["over"]  # then cache, sessions and steps are left out
     rows = [_row(server, lasting=known, over=snapshot["over"]) for server in snapshot["servers"]]
     faint = [n for n, server in enumerate(snapshot["servers"]) if server["state"] == "gone" or snapshot["over"]]
     table = tables.as_html(_COLUMNS_LASTING if known else _COLUMNS, rows, faint) if rows else ""
@@ -140,7 +149,7 @@ def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
 
 
 def as_svg(snapshot: Mapping[str, Any]) -> str:
-    """Return the picture alone; where one points at blocks, it says whose they are."""
+    """Return the picture as SVG. Under the pointer, blocks have a tip that names their worker."""
     count, servers, lost = snapshot["count"], snapshot["servers"], missing(snapshot)
     rows = [(server["name"], parts(server, snapshot["route"], over=snapshot["over"])) for server in servers]
     if lost:
@@ -171,7 +180,8 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
 
 
 def _drawn(name: str, part: Part, left: int, top: int, cell: int) -> str:
-    inset = 2 if part.kind in ("route", "missing") else 5  # it is not told by the colour alone
+    """Return one part as SVG: a bar at its blocks' columns."""
+    inset = 2 if part.kind in ("route", "missing") else 5  # taller bars, for people who cannot tell the colours
     told = f"{_blocks([part])}: {name}" + (", on the session's route" if part.kind == "route" else "")
     return (
         f'<g><title>{escape(told)}</title><rect x="{left + part.begin * cell}" y="{top + inset}" '
@@ -186,21 +196,23 @@ _COLUMNS = (*_COLUMNS_LASTING[:4], "cache", "sessions", "steps", "")
 
 
 def _row(server: Mapping[str, Any], *, lasting: bool, over: bool) -> list[str]:
-    """Return a worker in words; with ``lasting`` without what was only heard at some time."""
+    """Return a worker's row of the table; with ``lasting`` without its cache, sessions and steps."""
     runs = [Part(begin, end, "held") for begin, end in server["blocks"]]
     there = server["state"] != "gone"
-    state = "" if over and there else server["state"]  # how it was is of no matter any more
+    state = "" if over and there else server["state"]  # the last state of a server that has ended says nothing
     shared = [server["name"], state, _numbers(runs), size(server["nbytes"]) if there else ""]
     heard = [_cache(server) if there else "", str(server["sessions"]) if there else "", str(server["steps"])]
     return [*shared, *([] if lasting else heard), server["note"]]
 
 
 def _cache(server: Mapping[str, Any]) -> str:
+    """Return the bytes of a server's caches, and their limit if there is one, as text."""
     used, budget = size(server["cache"]), server["budget"]
     return used if budget is None else f"{used} of {size(budget)}"
 
 
 def _head(snapshot: Mapping[str, Any]) -> str:
+    """Return the line above the map: blocks, bytes, workers by state, and missing blocks."""
     blocks, workers = _count(snapshot["count"], "block"), _count(len(snapshot["servers"]), "worker")
     if snapshot["over"]:
         return f"this swarm is over; it had {blocks}, {size(snapshot['bytes'])}, and {workers}"
@@ -214,6 +226,7 @@ def _head(snapshot: Mapping[str, Any]) -> str:
 
 
 def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
+    """Return the lines about the current session and its route; none if the swarm is over."""
     lines, session = [], snapshot["session"]
     if snapshot["over"]:
         return []
@@ -230,7 +243,7 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
 
 
 def _legend(snapshot: Mapping[str, Any]) -> str:
-    """Return the legend of what there is to see."""
+    """Return the legend as HTML, with the kinds of parts that the map has."""
     over = snapshot["over"]
     drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"], over=over)]
     seen = {part.kind for part in [*drawn, *missing(snapshot)]}
@@ -243,17 +256,20 @@ def _legend(snapshot: Mapping[str, Any]) -> str:
 
 
 def _count(count: int, noun: str) -> str:
+    """Return a number with a noun, in the plural if need be."""
     return f"{count} {noun if count == 1 else f'{noun}s'}"
 
 
 def _blocks(runs: Sequence[Part]) -> str:
+    """Return blocks as text: ``block 3`` or ``blocks 0-4, 7``."""
     return f"block{'' if sum(run.end - run.begin for run in runs) == 1 else 's'} {_numbers(runs)}"
 
 
 def _numbers(runs: Iterable[Part]) -> str:
-    """Blocks in a row, shortly."""
+    """Return the numbers of blocks as text: ``0-4, 7``."""
     return ", ".join(f"{run.begin}" if run.end - run.begin == 1 else f"{run.begin}-{run.end - 1}" for run in runs)
 
 
 def _clock(at: float) -> str:
+    """Return a time in seconds since 1970 as the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))

@@ -1,4 +1,4 @@
-"""What `%dist_memory` and `%dist_free` show: how much memory each worker uses and for what, and who holds it."""
+"""Shows the results of `%dist_memory` and `%dist_free`: each worker's memory, its uses, and the names that hold it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from nbdist.views.memory_rows import Look, Row, compare, fold, rows_of, split
 __all__ = ["FreedTable", "MemoryTable"]
 
 _MOST = 1000
-"""Rows of a table that is not folded."""
+"""The number of rows that a table shows at most."""
 _SINCE = "since last look"
+# Explanations of two columns, printed below the tables.
 _REST = (
     "not accounted for: the interpreter, torch, and what allocators keep; in brackets, what the worker used when it "
     "had started"
@@ -28,7 +29,7 @@ _SHARED = (
 
 
 class MemoryTable:
-    """The memory of each worker, and what takes it, as text and as tables."""
+    """The result of `%dist_memory`: a table of the workers, and a table of the objects that take the memory."""
 
     def __init__(
         self,
@@ -38,10 +39,13 @@ class MemoryTable:
         *,
         unfolded: bool = False,
     ) -> None:
-        """Show what was found on all workers, or on these; beside what the last look saw."""
+        """Show the report ``found`` for the named ``workers`` (None for all), compared with the ``last`` look.
+
+        Equal objects share a row, and small ones too, unless ``unfolded``.
+        """
         self.found = found
         self.look = Look.at(found, last)
-        """What the next look is compared with."""
+        """The amounts of this look, with which the next look is compared."""
         self._last = last
         self._workers = [memory for memory in found.workers if workers is None or memory.name in workers]
         self._splits = [split(memory) for memory in self._workers]
@@ -52,7 +56,7 @@ class MemoryTable:
     # -- the workers ------------------------------------------------------------------------------
 
     def _totals(self) -> tuple[list[str], list[list[str]]]:
-        """Return the names of the columns, and a row for each worker."""
+        """Return the head and the rows of the table of workers. Columns that would be empty are left out."""
         parts = {
             "references": "by reference",
             "contexts": "contexts" if any(each.parts["contexts"] for each in self._splits) else "",
@@ -74,6 +78,7 @@ class MemoryTable:
         return any(memory.gpu_taken for memory in self._workers) or any(each.gpu for each in self._splits)
 
     def _grown(self, memory: WorkerMemory, total: int | None) -> str:
+        """Return as text by how many bytes a worker has grown since the last look, or that it was restarted."""
         if self._last is None:
             return ""
         if self._last.is_restarted(memory):
@@ -104,13 +109,14 @@ class MemoryTable:
         return rows
 
     def _foot(self) -> list[str]:
+        """Return the lines below the tables that say what is left out, and what could be freed."""
         lines = []
         if len(self._items) > _MOST:
             lines.append(f"… and {len(self._items) - _MOST:,} more")
         if self._idle:
             nbytes = size(sum(row.amount for row in self._idle))
             lines.append(
-                f"{len(self._idle)} of these, {nbytes}, only Out, _ and tracebacks hold: %dist_free lets go of them"
+                f"{len(self._idle)} of these, {nbytes}, are held only by Out, _ and tracebacks: %dist_free drops them"
             )
         lines += [
             f"{memory.name}: {size(each.absent)} of what was counted are not in its own memory: never written to, or "
@@ -119,7 +125,7 @@ class MemoryTable:
             if each.absent > _NOTABLE and each.total is not None
         ]
         if any(row.is_partial for row in self._items):
-            lines.append("at least: there were more objects than a look meets, or they changed meanwhile")
+            lines.append("at least: there were more objects than a look visits, or they changed meanwhile")
         if any(row.count > 1 or len(row.workers) > 1 for row in self._items):
             lines.append("rows are put together: %dist_memory -v, or %dist_memory worker1, shows each")
         return lines + _silent(self.found)
@@ -144,20 +150,20 @@ class MemoryTable:
 
 
 class FreedTable:
-    """What `%dist_free` has let go of."""
+    """The result of `%dist_free`: the references that it has dropped."""
 
     def __init__(self, found: Holdings) -> None:
         self.found = found
 
     def _head(self) -> str:
         if not self.found.items:
-            return "Out, _ and tracebacks hold nothing that is not held otherwise."
+            return "Nothing was dropped: no reference is held only by Out, _ and tracebacks."
         totals: dict[str, int] = {}
         for item in self.found.items:
             totals[item.worker] = totals.get(item.worker, 0) + (item.nbytes or 0) + item.gpu
         told = ", ".join(f"{size(nbytes)} on {worker}" for worker, nbytes in totals.items())
         count = len(self.found.items)
-        return f"Let go of {count} {'reference' if count == 1 else 'references'}: {told}."
+        return f"Dropped {count} {'reference' if count == 1 else 'references'}: {told}."
 
     def _rows(self) -> list[list[str]]:
         rows = [row for row in rows_of(self.found) if row.kind == "reference"]
@@ -175,16 +181,18 @@ class FreedTable:
 
 _FREED = ("worker", "what", "bytes", "held by")
 _NOTABLE = 1_000_000
-"""Bytes that are worth a line."""
+"""The number of bytes from which counted memory that is not a worker's own is mentioned."""
 
 
 def _names(workers: Sequence[str]) -> str:
+    """Return names of workers as text; numbered ones shortly, such as ``worker0-3``."""
     numbered = [name for name in workers if name[-1:].isdigit()]
     others = [name for name in workers if not name[-1:].isdigit()]
     return ", ".join([*([say_names(numbered)] if numbered else []), *others])
 
 
 def _silent(found: Holdings) -> list[str]:
+    """Return a line that names the workers without an answer, or nothing."""
     return [f"{', '.join(found.silent)} did not answer"] if found.silent else []
 
 
@@ -193,15 +201,18 @@ def _bytes(nbytes: int | None) -> str:
 
 
 def _signed(grown: int) -> str:
+    """Return a change of bytes with its sign; nothing for no change."""
     return f"{'+' if grown > 0 else '-'}{size(abs(grown))}" if grown else ""
 
 
 def _rest(memory: WorkerMemory, rest: int | None) -> str:
+    """Return the bytes not accounted for, and in brackets the worker's bytes when it had started."""
     start = f" ({size(memory.started_with)} at start)" if memory.started_with is not None else ""
     return f"{size(rest)}{start}" if rest is not None else ""
 
 
 def _gpu(memory: WorkerMemory, counted: int) -> str:
+    """Return the bytes counted on the GPU, and the bytes that torch has reserved there if they are known, as text."""
     return f"{size(counted)} of {size(memory.gpu_taken)}" if memory.gpu_taken is not None else _bytes(counted)
 
 
@@ -219,6 +230,7 @@ def _growth(row: Row) -> str:
 
 
 def _held(row: Row) -> str:
+    """Return the names that hold a row's objects: a variable's own names, or the names on each worker."""
     if row.kind == "variable":
         return ", ".join(name for _, names in row.held for name in names)
     own = row.workers[0] if len(row.workers) == 1 else "each"

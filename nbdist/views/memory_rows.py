@@ -1,4 +1,4 @@
-"""Turns what workers say of their memory into rows: pure, numbers in, rows out.
+"""Turns the memory reports of workers into rows of a table. Pure: numbers in, rows out.
 
 ::
 
@@ -20,52 +20,59 @@ from nbdist.views.amounts import size
 __all__ = ["Look", "Row", "Split", "compare", "fold", "rows_of", "split"]
 
 KINDS = {"references": "reference", "contexts": "context", "variables": "variable"}
-"""What is counted apart, and what one of it is called."""
+"""The kinds of objects that are counted, in the order in which `split` serves them, with the word for one object."""
 
 _LARGEST = 8
-"""Rows of one kind that a worker has before the others are put together."""
+"""The number of rows that each worker has for the largest objects of one kind; smaller ones are put together."""
 _SMALL = 100_000
-"""Bytes below which variables are put together in any case."""
+"""The number of bytes below which variables are put together in any case."""
 _GROUPS = 3
-"""Rows, by type, into which the others are put, and one more for all other types."""
+"""The number of types with a row of their own among the rows put together; all other types share one row."""
 _TOLD = 6
-"""Names that a row tells of one worker."""
+"""The number of names on one worker that a row shows as holders."""
 _SHOWN = 80
+"""The number of letters that are shown of a value."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Something that takes memory, or several such things put together."""
+    """An object that takes memory, or several objects put together."""
 
     workers: tuple[str, ...]
+    """The workers whose memory it takes; several if each has an equal object."""
     kind: str
     """``reference``, ``context`` or ``variable``."""
     what: str
+    """The text that describes the object."""
     type: str
-    """By which rows are put together."""
+    """The name of the object's type; small rows of one type are put together."""
     nbytes: int | None
+    """Bytes of host memory, of each worker; None if not known."""
     held: tuple[tuple[str, tuple[str, ...]], ...]
-    """Who holds it: names by worker; the worker that has it is ""."""
+    """The names that hold the object, by worker; "" stands for the row's own worker."""
     gpu: int = 0
+    """Bytes on GPUs."""
     is_partial: bool = False
-    """Whether there may be more than was counted."""
+    """True if the object may take more bytes than were counted."""
     idle: bool = False
-    """Whether `%dist_free` would let go of it."""
+    """True if `%dist_free` would drop the object."""
     key: tuple[object, ...] = ()
-    """By which the next look knows it again; it begins with the incarnation of its worker."""
+    """The object's identity in the next look; it begins with the incarnation of the worker."""
     grown: int = 0
+    """Bytes more than in the last look."""
     new: int = 0
-    """How many of the things put together the last look did not have."""
+    """The number of objects in this row that the last look did not have."""
     count: int = 1
+    """The number of objects put together in this row, on one worker."""
 
     @property
     def amount(self) -> int:
-        """All its bytes."""
+        """The bytes of host and GPU memory together."""
         return (self.nbytes or 0) + self.gpu
 
 
 def rows_of(found: Holdings, workers: Iterable[str] | None = None) -> list[Row]:
-    """Return a row for each thing, by worker and kind, the largest first; of all workers, or of these."""
+    """Return a row for each object, by worker and kind, the largest first; for the named ``workers``, or all."""
     rows = []
     for memory in found.workers:
         if workers is None or memory.name in workers:
@@ -77,6 +84,7 @@ def rows_of(found: Holdings, workers: Iterable[str] | None = None) -> list[Row]:
 
 
 def _row_of_item(item: Holding, memory: WorkerMemory) -> Row:
+    """Return the row of a value behind references, or, if the item has no id, of an autograd context."""
     held = tuple((name if name != item.worker else "", _few(list(map(str, pins)))) for name, pins in item.pins)
     told = cards.value(item.state).partition("\n")[0][:_SHOWN] if item.id is not None else "graph and gradients"
     kind, own = ("reference", item.id) if item.id is not None else ("context", item.context)
@@ -100,6 +108,7 @@ def _row_of_variable(variable: Variable, memory: WorkerMemory) -> Row:
 
 
 def _few(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the first `_TOLD` names, and an ellipsis if there are more."""
     return (*names[:_TOLD], "…") if len(names) > _TOLD else tuple(names)
 
 
@@ -108,36 +117,37 @@ def _few(names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Split:
-    """What a worker's memory is used for. `total` is the sum of all parts but `absent`."""
+    """The uses of a worker's memory, in bytes. `total` is the sum of `parts`, `shared` and `rest`."""
 
     parts: Mapping[str, int]
     """Bytes by the names of `KINDS`."""
     shared: int | None
-    """Of shared memory that is mapped, and in which nothing lies that was counted here: blocks whose values are other
-    workers', and blocks that are kept for the next message."""
+    """Bytes of mapped shared memory that hold no counted object: blocks with values of other workers, and blocks that
+    are kept for the next message."""
     rest: int | None
-    """The interpreter, torch, what allocators keep, and whatever else was not counted."""
+    """Bytes that were not counted: the interpreter, torch, memory that allocators keep, and all else."""
     absent: int
-    """Counted, but not in the worker's own memory: never written to, swapped out, or pages of the process that this
-    one was forked from."""
+    """Bytes that were counted but are not in the worker's own memory: never written to, swapped out, or in pages that
+    belong to the process from which this one was forked."""
     gpu: int
+    """Bytes counted on GPUs, which are not in `total`."""
 
     @property
     def total(self) -> int | None:
-        """All that the worker uses; None where the system does not say."""
+        """All bytes of host memory that the worker uses; None if the system does not say."""
         if self.shared is None or self.rest is None:
             return None
         return sum(self.parts.values()) + self.shared + self.rest
 
 
 def split(memory: WorkerMemory) -> Split:
-    """Cut a worker's memory into parts. No part is negative, and no byte is in two of them.
+    """Return a worker's memory divided into parts. No part is negative, and no byte is in two parts.
 
-    What was counted may be more than the process has: a buffer that lies in pages which another process has too is no
-    memory of its own. So each kind gets at most what the kinds before it have left.
+    The counted bytes may be more than the process has, because a buffer in pages that another process has too is not
+    the worker's own memory. So each kind gets at most the bytes that the kinds before it have left over.
     """
     private, shared = (memory.usage.private, memory.usage.shared) if memory.usage is not None else (None, None)
-    if shared is not None:  # the system counts what was read here, not what came and was not looked at yet
+    if shared is not None:  # the system counts pages only once they were read here; objects are counted at once
         shared = max(shared, sum(amount.shared for amount in memory.amounts.values()))
     parts, absent, gpu = {}, 0, 0
     for kind in KINDS:
@@ -160,7 +170,7 @@ def split(memory: WorkerMemory) -> Split:
 
 @dataclass(frozen=True)
 class Look:
-    """What one look saw: amounts only, nothing that lives."""
+    """The amounts that one look saw, for a comparison with the next. It keeps no objects alive."""
 
     totals: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     """The worker's name and its bytes, by incarnation."""
@@ -169,7 +179,7 @@ class Look:
 
     @classmethod
     def at(cls, found: Holdings, before: Look | None) -> Look:
-        """Remember what was found; of workers that did not answer, what the look before saw."""
+        """Return the look of a report; for workers that did not answer, it keeps the amounts of the look ``before``."""
         totals = {memory.incarnation: (memory.name, split(memory).total or 0) for memory in found.workers}
         amounts = {hash(row.key): row.amount for row in rows_of(found)}
         if before is not None and found.silent:
@@ -179,17 +189,20 @@ class Look:
         return cls(totals, amounts)
 
     def growth(self, memory: WorkerMemory, total: int | None) -> int | None:
-        """Return how many bytes a worker has more than then; None if there is nothing to compare it with."""
+        """Return by how many bytes a worker has grown since this look; None if that is not known."""
         known = self.totals.get(memory.incarnation)
         return total - known[1] if known is not None and total is not None else None
 
     def is_restarted(self, memory: WorkerMemory) -> bool:
-        """Return whether a worker was seen then in an earlier life."""
+        """Return whether a worker was restarted since this look: its name is known, its incarnation is not."""
         return memory.incarnation not in self.totals and memory.name in {name for name, _ in self.totals.values()}
 
 
 def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
-    """Say of each row by how much it has grown since a look, or that it is new."""
+    """Return the rows with their growth since the last look; rows that it did not have are new.
+
+    Workers that the last look did not have, and a look that is None, leave their rows as they are.
+    """
     if last is None:
         return list(rows)
     compared = []
@@ -205,7 +218,7 @@ def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Put small things of one worker together, then equal rows of several workers."""
+    """Return fewer rows: small objects of one worker are put together, then equal rows of several workers."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.workers[0], row.kind), []).append(row)
@@ -213,7 +226,7 @@ def fold(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fold_small(rows: list[Row]) -> list[Row]:
-    """Put together what is equal, and what is small, among the rows of one kind, of one worker."""
+    """Put equal rows together, and small ones, and those beyond the largest; all rows are of one worker and kind."""
     rows = sorted(_fold_equal(rows), key=lambda row: -row.amount)
     large = [row for row in rows if not _is_small(row)]
     small = [row for row in rows if _is_small(row)]
@@ -221,11 +234,12 @@ def _fold_small(rows: list[Row]) -> list[Row]:
 
 
 def _is_small(row: Row) -> bool:
+    """Return whether a row is a variable of so few bytes that it is put together with others."""
     return row.kind == "variable" and row.amount < _SMALL and not row.is_partial
 
 
 def _fold_equal(rows: list[Row]) -> list[Row]:
-    """Put rows together that differ by nothing that they say."""
+    """Put rows together whose visible columns are the same, apart from their growth, which is added up."""
     equal: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         equal.setdefault((row.what, row.nbytes, row.gpu, row.held, row.is_partial, row.idle), []).append(row)
@@ -233,7 +247,10 @@ def _fold_equal(rows: list[Row]) -> list[Row]:
 
 
 def _by_type(rows: list[Row], word: str) -> list[Row]:
-    """Put rows of one type together, and all that have no other of their type."""
+    """Put rows of one type together, for the `_GROUPS` largest types, and all others in one row.
+
+    ``word`` describes them in the text: "12 small Tensors".
+    """
     types: dict[str, list[Row]] = {}
     for row in rows:
         types.setdefault(row.type, []).append(row)
@@ -252,6 +269,7 @@ def _count(rows: list[Row]) -> int:
 
 
 def _put_together(rows: list[Row], what: str) -> Row:
+    """Return one row with the sums of several, described by ``what``; a single row is returned unchanged."""
     if len(rows) == 1:
         return rows[0]
     held: dict[str, dict[str, None]] = {}
@@ -273,7 +291,7 @@ def _put_together(rows: list[Row], what: str) -> Row:
 
 
 def fold_workers(rows: Sequence[Row]) -> list[Row]:
-    """Put rows together that say the same of several workers, in amounts as people read them."""
+    """Put rows of several workers together whose texts are the same; amounts count as shown, rounded."""
     found: dict[tuple[object, ...], Row] = {}
     for row in rows:
         nbytes = size(row.nbytes) if row.nbytes is not None else None

@@ -1,7 +1,12 @@
-"""How often one of many steps is looked at: so seldom that looking takes a small part of the time.
+"""Decides which steps of a training loop are watched, so that watching takes a small part of the time. Pure.
 
-To look at a backward pass costs what it costs: notes of lines, hooks on each node, norms, a drawing. That is known once
-it has been done, from how much longer the step took, and the one after it, than those at which nobody looked. Pure.
+Watching a backward pass takes time: for notes of lines, hooks on each node, norms, and a drawing. The cost is measured
+by how much longer the watched step and the step after it took than the steps that were not watched::
+
+    step       1  2  3  4  5  6  7  8  9  …
+    watched    x              x
+    pays       x  x           x  x             `_PAYS` steps: the watched one, and the one during which it is drawn
+    others           x  x  x        x  x  x    their median is a step's time without watching
 """
 
 from __future__ import annotations
@@ -12,17 +17,19 @@ from collections import deque
 __all__ = ["Pace"]
 
 _LEAST = 1.0
-"""Seconds between two looks, at least."""
+"""The number of seconds that lie between two watched steps at least."""
 _SHARE = 0.03
+"""The part of the time that watching may take."""
 _KEPT = 16
+"""The number of unwatched steps whose times are kept for the median."""
 _KNOWN = 3
-"""So many steps at which nobody looks must be known to say what a look has cost."""
+"""The number of unwatched steps whose times must be known before another step is watched."""
 _PAYS = 2
-"""So many steps pay for a look: the one that is looked at, and that during which it is drawn."""
+"""The number of steps that watching makes slower: the watched step, and the step during which it is drawn."""
 
 
 class Pace:
-    """Decides for each step whether it is looked at."""
+    """Decides for each step whether it is watched. The caller passes the times, and holds a lock."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -30,17 +37,21 @@ class Pace:
         self._paying = 0
         self._paid = 0.0
         self._costs: deque[float] = deque(maxlen=2)
-        """Of the last two looks; the smaller is believed: the first may have warmed up, another met with a pause."""
+        """The seconds of the steps that paid for the last two watched steps.
+
+        The smaller counts, because the first may have included a warm-up, and another one a pause.
+        """
         self._others: deque[float] = deque(maxlen=_KEPT)
         self._looks = 0
 
     def begins(self, now: float) -> None:
-        """A step begins; so the one before is over."""
+        """Note that a step begins at the time ``now``, and that the step before it ends."""
         began, self._began = self._began, now
         if began is not None:
             self._took(now - began)
 
     def _took(self, seconds: float) -> None:
+        """Note the length of a step, as one that pays for watching or as another one."""
         if not self._paying:
             self._others.append(seconds)
             return
@@ -50,7 +61,7 @@ class Pace:
             self._costs.append(self._paid)
 
     def is_due(self, now: float) -> bool:
-        """Whether the step that begins is to be looked at."""
+        """Return whether to watch the step that begins now; True for the first step. After True, call `looks`."""
         if not self._looks:
             return True
         if self._paying or len(self._others) < _KNOWN:
@@ -61,10 +72,10 @@ class Pace:
         return now - self._looked >= max(_LEAST, extra / _SHARE)
 
     def looks(self, now: float) -> None:
-        """It is."""
+        """Note that the step that begins now is watched."""
         self._looks += 1
         self._looked, self._paying, self._paid = now, _PAYS, 0.0
 
     def disturbed(self) -> None:
-        """Somebody holds it up, or lets it go on: how long it takes says nothing."""
+        """Ignore the time of the step under way, and the cost of watching it: the user pauses, steps or resumes it."""
         self._began, self._paying = None, 0

@@ -1,7 +1,7 @@
-"""The cluster at a glance, again and again: what each worker is and does, and how that went in the last minute.
+"""Samples a cluster for `%dist_panel`: the state of each worker, and its course in the last minute.
 
-It asks as `%dist_status` does, without waiting for any worker that is busy, once a second, and only while somebody
-looks. What it keeps is bounded.
+A sample asks the workers as `%dist_status` does, without waiting for a busy worker. The live view
+(`nbdist.views.widgets.panel`) samples once a second while somebody looks. The last `_KEPT` samples are kept.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from nbdist.views.status import StatusTable
 __all__ = ["Panel"]
 
 _KEPT = 60
-"""Samples of each worker: of a minute."""
+"""The number of samples kept for each worker: those of a minute."""
 _WAYS = 8
+"""The number of chains of waiting workers that are shown at most."""
 _QUIET = 10_000
-"""Bytes in a second that are not worth a word: to look at workers, and to know that they live, takes some."""
+"""Bytes a second below which traffic is not shown: samples and signs of life take some of their own."""
 
 
 class Panel:
-    """The workers of one cluster, sampled."""
+    """The workers of one cluster, as last sampled; the first sample is taken at once. Any thread may use it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -43,7 +44,7 @@ class Panel:
         self.sample()
 
     def sample(self) -> None:
-        """Look once."""
+        """Take one sample of all workers; a second thread waits for its turn."""
         with self._sampling:
             rows = collect(self.cluster)
             now = time.monotonic()
@@ -52,7 +53,7 @@ class Panel:
             sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.sent()}
             with self._lock:
                 self.rows, self._awaited = rows, awaited
-                # Of those that have answered: what a worker sent that is gone or silent is not what it sends.
+                # Only of workers that have answered: the last rates of a worker that is gone are not its rates now.
                 self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] in sent}
                 for name, counts in sent.items():
                     self._note_rates(name, counts, now)
@@ -65,6 +66,7 @@ class Panel:
                     course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
 
     def _note_rates(self, name: str, counts: Mapping[str, int], now: float) -> None:
+        """Compute the bytes a second that a worker sends to each other worker, from its totals now and last time."""
         known, at = self._sent.get(name, ({}, now))
         self._sent[name] = counts, now
         for other, count in counts.items():
@@ -72,22 +74,26 @@ class Panel:
                 self._rates[name, other] = max(0, count - known.get(other, 0)) / (now - at)
 
     def talk(self) -> list[tuple[str, str, int, float]]:
-        """Who talks to whom: the calls that wait for an answer, and the bytes in a second."""
+        """Return the pairs of workers where the first waits for the second, or sends it data.
+
+        Each is (first, second, calls of the first that wait for an answer, bytes a second).
+        """
         waits = {(row.name, other): count for row in self.rows for other, count in row.waits.items()}
         pairs = [*waits, *(pair for pair, rate in self._rates.items() if rate >= _QUIET and pair not in waits)]
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:
-        """For whom others wait who waits for nobody: a line each, with the way to it and where it is."""
+        """Return lines about the workers that hold up others: see the function `blamed`."""
         return blamed(self._waits(), {row.name: row.where for row in self.rows})
 
     def _waits(self) -> dict[str, list[str]]:
+        """Return for each worker, and for the notebook, the other workers for whose answers it waits."""
         agent = self.cluster.agent
         waits = {agent.me.name: self._awaited, **{row.name: list(row.waits) for row in self.rows}}
         return {name: [other for other in others if other != name] for name, others in waits.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """What a page draws."""
+        """Return the last sample, with the course of the last minute, as JSON for a page."""
         with self._lock:
             return {
                 "running": self.cluster.running,
@@ -123,12 +129,16 @@ class Panel:
 
 
 def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> list[str]:
-    """Who holds others up: the ends of the ways along which they wait, and circles. Pure."""
+    """Return a line for each chain of workers that wait for one another, `_WAYS` at most. Pure.
+
+    ``waits`` has the workers for which each worker waits, ``places`` the code that each runs. A chain ends at a worker
+    that waits for nobody, which holds up the others, or it is a circle.
+    """
     awaited = {other for others in waits.values() for other in others}
     starts = [name for name in waits if waits[name] and name not in awaited]
     seen: set[str] = set()
     found = [line for name in starts for line in _ways([name], waits, places, seen)]
-    for name in waits:  # those who wait for each other only
+    for name in waits:  # circles that no other worker waits for
         if waits[name] and name not in seen:
             found += _ways([name], waits, places, seen)
     return found[:_WAYS]
@@ -137,36 +147,40 @@ def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> lis
 def _ways(
     way: list[str], waits: Mapping[str, Sequence[str]], places: Mapping[str, str], seen: set[str]
 ) -> Iterator[str]:
+    """Yield a line for each way on from the last worker of ``way``; workers in ``seen`` are not followed again."""
     last = way[-1]
     if last in way[:-1]:
         yield f"{' → '.join(way)}: they wait for each other"
     elif not waits.get(last):
         place = places.get(last, "")
         yield " → ".join(way) + (f", which is at {place}" if place else "")
-    elif last not in seen:  # else it has been told from there on
+    elif last not in seen:  # otherwise other lines have the ways on from here
         seen.add(last)
         for other in waits[last]:
             yield from _ways([*way, other], waits, places, seen)
 
 
 class Course:
-    """How it went with one worker in the last minute."""
+    """The samples of one worker in the last minute, by name of the quantity, the oldest first."""
 
     def __init__(self) -> None:
         self._kept: dict[str, deque[float]] = {}
         self._spent: tuple[int, float, float] | None = None
 
     def add(self, name: str, value: float) -> None:
-        """The newest value of that name."""
+        """Append the newest value of a quantity; the oldest one is dropped after `_KEPT` values."""
         self._kept.setdefault(name, deque(maxlen=_KEPT)).append(value)
 
     @property
     def values(self) -> dict[str, list[float]]:
-        """All of them, by name."""
+        """All values by name."""
         return {name: list(kept) for name, kept in self._kept.items()}
 
     def share(self, pid: int | None, now: float) -> float:
-        """How much of a core the process has used since it was asked last."""
+        """Return how many CPU cores a process has used on average since the last call.
+
+        0 in the first call, after a restart, and for a process that cannot be read.
+        """
         spent, known = _seconds_of(pid), self._spent
         if spent is None or pid is None:
             return 0.0
@@ -177,7 +191,7 @@ class Course:
 
 
 def _seconds_of(pid: int | None) -> float | None:
-    """The time that a process has computed."""
+    """Return the seconds of CPU time that a process of this host has used; None if it cannot be read."""
     if pid is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What `%dist_log` shows: what workers have printed, also what a cell left out, or printed while no page was open."""
+"""Shows the result of `%dist_log`: lines that workers have printed, also those that a cell's output left out."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ from nbdist.cluster.print_log import Printed
 __all__ = ["Span", "save", "say"]
 
 _MOST = 2 * KEPT
-"""Lines that are shown at once, of all workers together: as many as a cell keeps of one worker."""
+"""The number of lines to show at most, of all workers together: as many as a cell shows of one worker."""
 
 
 class Span(NamedTuple):
-    """Which lines to show, counted from 1 and from the first that was ever printed; both ends are included."""
+    """The lines to show, numbered from 1, the first line ever printed; both ends are included."""
 
     first: int | None
-    """None for the last lines, as many as ``last`` says."""
+    """The first line. With None, the last ``last`` lines are shown."""
     last: int | None
-    """None for the end."""
+    """The last line; None for the end."""
 
 
 class _Shown(NamedTuple):
-    """The lines of a worker that are shown; equal ones of several workers are shown once."""
+    """The part of a worker's lines that is shown. If several workers' parts are equal, they are shown once."""
 
     lines: tuple[tuple[int, str], ...]
-    """With the numbers of their cells."""
+    """The lines, each with the number of its cell."""
     first: int
+    """The number of the first of them."""
     total: int
+    """The number of all lines that the worker has printed."""
     dropped: int
+    """The number of oldest lines that are not kept any more."""
     broken: str
+    """The reason why later lines could not be kept; empty if they were."""
 
 
 def say(printed: Sequence[Printed], span: Span | None) -> str:
-    """Return the lines of a span as text, below one line that says which they are if they are not all.
+    """Return the lines of a span as text; if they are not all lines, a line before them says which they are.
 
-    Without a span these are all lines; of too many in one cell, those that the cell has left out; of too many in all
-    cells, the last.
+    Without a span, all lines are shown. If there are too many of one cell, the lines are shown that the cell's output
+    left out, from the first of them on; if there are too many of all cells, the last lines.
     """
     most = max(1, _MOST // max(1, len(printed)))
     groups: dict[_Shown, list[Printed]] = {}
@@ -56,6 +60,7 @@ def say(printed: Sequence[Printed], span: Span | None) -> str:
 
 
 def _look(printed: Printed, span: Span | None, most: int) -> _Shown:
+    """Choose the lines of one worker to show, ``most`` at most."""
     total = printed.dropped + sum(1 for _ in printed.lines())
     oldest = printed.dropped + 1
     first, last = span if span is not None else (None, None)
@@ -70,6 +75,7 @@ def _look(printed: Printed, span: Span | None, most: int) -> _Shown:
 
 
 def _say(shown: _Shown, cell: int | None) -> list[str]:
+    """Return the chosen lines, with lines before them that say what is missing, and a line before each cell's."""
     where = "" if cell is None else f" in cell {cell}"
     said = []
     if not shown.total:
@@ -90,7 +96,10 @@ def _say(shown: _Shown, cell: int | None) -> list[str]:
 
 
 def save(printed: Sequence[Printed], file: str) -> int:
-    """Write all lines that are kept to a file; return how many. An OSError if it cannot be written."""
+    """Write all lines that are kept to a file, and return their number. Raises OSError if the file cannot be written.
+
+    With several workers, each line begins with its worker's label.
+    """
     count = 0
     with Path(file).expanduser().open("w", errors="backslashreplace") as out:
         for each in printed:

@@ -1,4 +1,4 @@
-"""How far each worker is while a cluster starts."""
+"""Shows the progress of each worker while a cluster starts; also progress bars and texts for other views."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from nbdist.cluster.workers import STEPS
 __all__ = ["LiveText", "StartProgress", "bar", "draw"]
 
 _WIDTH = 12
+"""The width of a worker's bar in characters."""
 
 
 def bar(done: int, total: int, width: int) -> str:
-    """Return a bar of ``width`` characters, full as far as ``done`` of ``total`` steps are; empty if there are none."""
+    """Return a bar of ``width`` characters, filled in the proportion of ``done`` to ``total``; empty if both are 0."""
     full = round(width * done / max(1, total))
     return "█" * full + "░" * (width - full)
 
 
 def draw(names: Sequence[str], steps: dict[str, str]) -> str:
-    """Return a line for each worker: its name, a bar, and the step that it has reached."""
+    """Return a line for each worker: its name, a bar, and the step that it has reached ("starting" if none)."""
     longest = max(map(len, names), default=0)
     lines = []
     for name in names:
@@ -32,9 +33,9 @@ def draw(names: Sequence[str], steps: dict[str, str]) -> str:
 
 
 class LiveText:
-    """Shows a text below a cell, and later texts in its place.
+    """Shows a text below a cell, and replaces it by later texts.
 
-    Where nobody watches, and on a terminal, which cannot replace what it shows, only the last text is shown.
+    If no user can be watching, or on a terminal, which cannot replace its text, only the last text is shown.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -44,7 +45,7 @@ class LiveText:
         self._live = sink.interactive and not isinstance(sink, PlainSink)
 
     def draw(self, text: str, *, last: bool = False) -> None:
-        """Show a text instead of the one before; ``last`` says that none comes after it."""
+        """Show a text in place of the one before. ``last`` says that no other text follows."""
         if self._live or last:
             content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
             self._sink.publish(self._kind, content)
@@ -52,7 +53,7 @@ class LiveText:
 
 
 class StartProgress:
-    """Shows how far each worker is, drawn anew with each step; called in any thread."""
+    """Draws the progress of a cluster's start, again whenever a worker reaches a step. Any thread may call it."""
 
     def __init__(self, names: Sequence[str], sink: Sink) -> None:
         self._names = names
@@ -62,7 +63,7 @@ class StartProgress:
         self._text.draw(draw(names, {}))
 
     def __call__(self, worker: str, step: str) -> None:
-        """Note that a worker has reached a step."""
+        """Note that a worker has reached a step, and draw that; the drawing is the last when all are ready."""
         with self._lock:
             if self._steps.get(worker) != step:
                 self._steps[worker] = step

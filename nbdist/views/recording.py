@@ -1,8 +1,10 @@
-"""What a process did, and when, noted for a timeline: this is what runs on the workers.
+"""Records on a worker when it did what, for a `Timeline` of the notebook.
 
-It listens to `nbdist.trace` while somebody records, and only then. An event with a ``start`` is something that took
-from then to now; a call is told of by two, when its function begins and when it has ended. What is noted has a name
-that its user knows: `nbdist.views.wording`.
+A recording subscribes to `nbdist.trace`, and only while somebody records. An event with a ``start`` stands for work
+that began then and ends now. A call has two events, at the start and at the end of its function. `nbdist.views.wording`
+names the calls in words that users know.
+
+`begin`, `end` and `forget` are called on the worker by the timeline's process, in this order.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from nbdist.views.wording import name_call
 __all__ = ["MOST", "Noted", "begin", "end", "forget"]
 
 MOST = 100_000
-"""So many are kept; what comes after is counted."""
+"""The number of events that a recording keeps; later ones are only counted."""
 
 
 class Noted(NamedTuple):
-    """Something that took time on a worker, by its own clock."""
+    """A piece of work of an agent, with its times in seconds by the worker's own monotonic clock."""
 
     agent: str
     kind: str
@@ -34,10 +36,11 @@ class Noted(NamedTuple):
     end: float
     thread: int
     text: str = ""
-    """What stands in its bar, if not the end of its name."""
+    """The text in the bar; if empty, the last part of the name."""
 
 
 def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the kind, name and text of a pipeline's operation, from the fields of its event."""
     kind = "forward" if fields["kind"] == "F" else "backward"
     return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])
 
@@ -47,11 +50,11 @@ _NAMES: dict[str, Callable[[dict[str, Any]], tuple[str, str, str]]] = {
     "segment.ran": lambda _: ("segment", "segment of a backward pass", "backward"),
     "optimizer.stepped": lambda fields: ("step", f"{fields['optimizer']}.step", fields["optimizer"]),
 }
-"""The kind, name and text of what an event tells of."""
+"""For each event with a ``start``: a function that returns the kind, name and text of its bar."""
 
 
 class _Recording:
-    """One that is under way in this process."""
+    """A recording under way in this process, from its creation until `stop` is called. Any thread may emit events."""
 
     def __init__(self) -> None:
         self.noted: list[Noted] = []
@@ -60,6 +63,7 @@ class _Recording:
         self.stop = trace.subscribe(self._take)
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
+        """Note an event of `nbdist.trace`; called by the thread that emits it."""
         now = time.monotonic()
         thread = threading.get_ident()
         if event == "call.run":
@@ -86,21 +90,24 @@ _recordings: dict[str, _Recording] = {}
 
 
 def begin(key: str) -> None:
-    """Note from now on."""
+    """Begin to record under a key, the timeline's; does nothing if a recording of that key is under way."""
     if key not in _recordings:
         _recordings[key] = _Recording()
 
 
 def end(key: str, agent: str) -> tuple[list[Noted], int]:
-    """What has been noted of an agent, and how much more there was; a recording goes on that is asked for again."""
+    """Return what a recording has noted of an agent, and the number of events that it did not keep.
+
+    The recording continues until `forget`: if a process has several agents, each of them is asked.
+    """
     recording = _recordings.get(key)
     if recording is None:
-        raise UsageError("nothing is recorded here: the worker has come later than the recording")
+        raise UsageError("nothing is recorded on this worker: it started after the timeline. Record a new timeline")
     return [noted for noted in recording.noted if noted.agent == agent], recording.lost
 
 
 def forget(key: str) -> None:
-    """Note nothing more."""
+    """End a recording and drop it; does nothing if there is none."""
     recording = _recordings.pop(key, None)
     if recording is not None:
         recording.stop()

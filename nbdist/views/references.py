@@ -1,4 +1,4 @@
-"""What can be known of a remote reference without asking, and how it is shown where it is the value of a cell."""
+"""Collects what this process knows of a remote reference, without asking its owner, and shows it as a cell's value."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 OVER = frozenset({"failed", "dead", "released", "ended"})
-"""The standings after which there is no news."""
+"""The standings that never change again."""
 
 
 def facts_of(rref: RRef[Any]) -> Facts:
-    """Return what is known of a reference now; nobody is asked."""
+    """Return what this process knows of a reference now; its owner is not asked."""
     state, standing = rref.state, rref._standing()
     forks = rref.forks_out()
     if standing == "here" and state is None:
@@ -39,7 +39,7 @@ def facts_of(rref: RRef[Any]) -> Facts:
 
 
 def _why(rref: RRef[Any], standing: str, state: State | None) -> str:
-    """Return what went wrong, in one line; nothing if nothing did."""
+    """Return the error of a reference in one line; an empty text if it has none."""
     if state is not None and state.error is not None:
         return error_line(state.qualname, state.error)
     if standing not in ("failed", "dead"):
@@ -55,29 +55,35 @@ def _why(rref: RRef[Any], standing: str, state: State | None) -> str:
 
 
 def over(facts: Facts, standing: str = "released") -> Facts:
-    """Return the facts of a reference that has been collected, or of whose cluster nothing is left ("ended")."""
+    """Return facts with a final standing: "released" for a reference that was garbage-collected, or "ended".
+
+    "ended" means that its cluster has ended. Facts whose standing is final already stay as they are.
+    """
     return facts if facts.standing in OVER else dataclasses.replace(facts, standing=standing)
 
 
 def bundle(rref: RRef[Any]) -> Bundle:
-    """Return a reference as text and HTML, the same however far it has come."""
+    """Return a reference as text and HTML for a saved notebook; the text does not change with the confirmation."""
     facts = facts_of(rref)
     return {"text/plain": cards.text(facts), "text/html": cards.card(facts, lasting=True)}
 
 
 Many = list[RRef[Any]] | tuple[RRef[Any], ...] | dict[Any, RRef[Any]]
-"""References that are shown together."""
+"""Several references that are shown in one table."""
 
 
 def are_references(value: Any) -> bool:
-    """Return whether this is a list, tuple or dict of references, and nothing else."""
+    """Return whether a value is a list, tuple or dict that is not empty and has only references as items.
+
+    Subclasses of these types do not count.
+    """
     if type(value) not in (list, tuple, dict) or not value:
         return False
     return all(isinstance(item, RRef) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def rows_of(value: Many) -> Rows[RRef[Any]]:
-    """Return the rows of a table of references: the first `cards.MOST`, each with what it is called."""
+    """Return the first `cards.MOST` references, each with its key or number as the name of its row."""
     if isinstance(value, dict):
         first = itertools.islice(value.items(), cards.MOST)
         return Rows(type(value), [(repr(key), rref) for key, rref in first], len(value))
@@ -85,10 +91,10 @@ def rows_of(value: Many) -> Rows[RRef[Any]]:
 
 
 def bundle_of_many(value: Many) -> Bundle:
-    """Return a list, tuple or dict of references as one table, and as the text that the shell would print."""
+    """Return a list, tuple or dict of references as HTML, a table, and as text, as IPython would print it."""
     return bundle_of_rows(rows_of(value).each(facts_of))
 
 
 def bundle_of_rows(rows: Rows[Facts]) -> Bundle:
-    """Return the same of what is known of them."""
+    """Return rows of facts as HTML and text, as `bundle_of_many` does it for references."""
     return {"text/plain": cards.text_of_many(rows), "text/html": cards.table(rows)}

@@ -1,7 +1,7 @@
-"""What stands out in a backward pass, as sentences whose parts name nodes.
+"""Says what stands out in a backward pass, in sentences whose parts may refer to nodes. Pure: a pass in, data out.
 
-Pure: a pass in, data out. `nbdist.views.report` makes text and HTML of the sentences, and the page of the live view
-makes a link to the node of each part that has one::
+`nbdist.views.report` makes text and HTML of the sentences. The page of the live view makes links of the parts that
+refer to nodes::
 
     critical path, 3 nodes: Sum@notebook → receive@notebook → Exp@worker1
                             ------------   ----------------   -----------
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Remark", "remarks", "text_of"]
 
 _SHOWN = 12
-"""So many nodes of a path are named: its ends, and those that took the longest."""
+"""The number of nodes of a path that are named: its two ends, and the nodes that took the longest."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a sentence; with a node, the piece names that node."""
+    """A piece of a sentence; if it has a node, the piece is the node's name, and becomes a link."""
 
     text: str
     node: Key | None = None
@@ -40,7 +40,7 @@ Remark = tuple[Part, ...]
 
 
 def text_of(remark: Remark) -> str:
-    """Return a remark as text.
+    """Return a remark as plain text.
 
     >>> text_of((Part("the largest norm was given to "), Part("Exp@worker1", ("worker1", 3))))
     'the largest norm was given to Exp@worker1'
@@ -49,10 +49,13 @@ def text_of(remark: Remark) -> str:
 
 
 def remarks(found: Backward) -> list[Remark]:
-    """Return what can be said of a pass as far as it has come: one sentence each."""
+    """Return the remarks on a pass, finished or not: critical path, most time, first NaN or Inf, largest norm.
+
+    The last remark counts the messages without gradients. Remarks for which nothing is known are left out.
+    """
     made = [_critical_path(found), _slowest(found), _first_bad(found), _largest(found)]
     if found.plan.unused:
-        made.append((Part(f"{len(found.plan.unused)} messages take no part"),))
+        made.append((Part(f"{len(found.plan.unused)} messages carry no gradients: no root depends on their tensors"),))
     return [remark for remark in made if remark]
 
 
@@ -100,7 +103,7 @@ def _first_bad(found: Backward) -> Remark:
 
 
 def _linked(sentence: str, names: Sequence[Part]) -> Remark:
-    """Return a sentence in which these names, which come in this order, are parts of their own."""
+    """Split a sentence into parts, so that each name is a part. The names occur in the sentence in this order."""
     parts = []
     for name in names:
         before, _, sentence = sentence.partition(name.text)
@@ -116,11 +119,12 @@ def _largest(found: Backward) -> Remark:
 
 
 def _named(found: Backward, key: Key) -> Part:
+    """Return a node's name and worker as a part that refers to it: ``Exp@worker1``."""
     return Part(f"{name_of(found.nodes[key])}@{key[0]}", key)
 
 
 def _where(found: Backward, key: Key) -> Remark:
-    """Return a node's name and number, and who made it."""
+    """Return a node's name and number, and the module and the line of code that made it, if known."""
     node = found.nodes[key]
     made = [part for part in (node.module, node.line) if part]
     return (_named(found, key), Part(f" (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")))

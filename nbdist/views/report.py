@@ -1,4 +1,4 @@
-"""What is said of a backward pass when it is over, or as far as it has come: as text, and as HTML with its picture."""
+"""Reports on a backward pass, finished or not, as text, and as HTML with a picture of its graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["as_html", "as_text", "marks_of"]
 
 
 def as_text(found: Backward) -> list[str]:
-    """Lines: a worker each, and what stands out."""
+    """Return a line for each worker, then a line for each remark."""
     lines = []
     for share in found.shares():
         line = f"  {share.worker}: {share.done} of {share.nodes} nodes"
@@ -28,7 +28,10 @@ def as_text(found: Backward) -> list[str]:
 
 
 def as_html(found: Backward, told: str) -> str:
-    """The picture and the table, which stay in a saved notebook."""
+    """Return the picture, the table of workers and the remarks as HTML that needs no script, for a saved notebook.
+
+    ``told`` is the line above the picture.
+    """
     rows = [
         (
             share.worker,
@@ -46,7 +49,7 @@ def as_html(found: Backward, told: str) -> str:
 
 
 def marks_of(found: Backward) -> Marks:
-    """Return what the picture tells of a pass beside the graph: the counts, and how far it has come."""
+    """Return the marks that the picture adds to the graph: counts of gradients, states, the critical path, a NaN."""
     plan = found.plan
     states = {key: found.state_of(key) for key in plan.waits_for}
     over = all(state == "done" for state in states.values())

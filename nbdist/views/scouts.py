@@ -1,18 +1,18 @@
-"""Tells a `Watcher` in the notebook of the contexts that other workers open, so that it can watch their passes too.
+"""Tells a `Watcher` in the notebook about the contexts that other workers open, so that it can watch their passes too.
 
 ::
 
     notebook                                  worker1
-    send_out   ---- how, from now on ------>  `Scout`: decides by its own `Pace` which contexts are worth a look
-               <--- `_ask`, in the context -  a context is opened: is it to be watched? The call takes the notebook
-                                              into the context, as any call would
-               ---- by which watch --------->  goes on; without an answer, or with None, nobody looks
-               <--- `_show_plan` -----------  a pass begins: what it consists of, while its graph is still there
-    hold       ---- from now on ----------->  whether every pass is to be held before its first node
-    call_back  ---- never mind ------------>
+    Scouts     ---- `_send_out` ----------->  makes a `Scout`, whose `Pace` decides which contexts are worth watching
+               <--- `_ask` -----------------  the worker has opened such a context: watch it? The call is made in the
+                                              context, so the notebook enters the context too
+               ---- a Watching, or None --->  the context is watched; it is not if the answer is None, or late
+               <--- `_show_plan` -----------  a pass is about to begin: its plan, while its graph still exists
+    hold       ---- `_hold` --------------->  pause every pass before its first node, or stop that
+    call_back  ---- `_call_back` ---------->  drops the `Scout`
 
-A worker waits for these answers, because a pass is to be seen and held from its first node on. That costs a context
-that is looked at two calls and a drawing, and all others nothing but a comparison of times.
+A worker waits for the answers, because the watcher must see and pause a pass from its first node on. So a
+watched context costs two calls and a plan; every other context costs a comparison of times.
 """
 
 from __future__ import annotations
@@ -41,31 +41,34 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Home(Protocol):
-        """What scouts need of a `Watcher`."""
+        """The methods of a `Watcher` that scouts need."""
 
         def look_at(self, context: Context, opened: int) -> Watching | None:
-            """Watch a context that another worker has opened, its ``opened``-th; return how, or None if not."""
+            """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
+
+            ``opened`` is the number of contexts that the worker has opened so far.
+            """
 
         def plan(self, context_id: int, root: int, plan: Plan) -> None:
-            """Take what a pass consists of that is about to begin on the worker ``root``."""
+            """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
 
 
 __all__ = ["Scouts"]
 
 _PATIENCE = 2.0
-"""Seconds for an answer; a worker or a notebook that holds the GIL for longer is left out."""
+"""Seconds to wait for an answer. A worker or a context for which none arrives in time is not watched."""
 
 _log = logging.getLogger("nbdist.views")
 _numbers = itertools.count(1)
 _homes: WeakValueDictionary[int, Home] = WeakValueDictionary()
-"""The watchers that have scouts, by their numbers."""
+"""The watchers of this process that have scouts, by their numbers."""
 
 
 class Scouts:
-    """The scouts of one `Watcher`, one on each other worker that there is when they are sent out."""
+    """The scouts of one `Watcher`: one on each other worker that is a member when this object is made."""
 
     def __init__(self, home: Home, *, held: bool) -> None:
-        """Send scouts out, and wait until they look. If ``held``, they are to hold every pass."""
+        """Make a scout on every other worker, and wait until they exist. If ``held``, they pause every pass."""
         self._agent = current_agent()
         self._contexts = api.recorder().contexts
         self._number = next(_numbers)
@@ -75,25 +78,26 @@ class Scouts:
         self._version = itertools.count(1)
         _homes[self._number] = home
         for sent in self._tell(_send_out, self._agent.me.id, held):
-            with contextlib.suppress(NbdistError, RuntimeError):  # gone, or busy: its passes are not seen
+            with contextlib.suppress(NbdistError, RuntimeError):  # the worker is gone or busy: its passes are not seen
                 sent.wait()
 
     def hold(self, held: bool) -> None:
-        """Have all scouts hold every pass from now on, or none; they hear of it soon."""
+        """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them."""
         if held != self._held:
             self._held = held
             self._tell(_hold, next(self._version), held)
 
     def call_back(self) -> None:
-        """Have no scout look any more; they hear of it soon."""
+        """Tell all scouts to end. Does not wait for them; a second call does nothing."""
         if _homes.pop(self._number, None) is not None:
             self._tell(_call_back)
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> list[Future[Any]]:
+        """Call a function on each worker that is still a member, outside of any context; return the futures."""
         told = []
         with self._contexts.outside():
             for record in self._workers:
-                with contextlib.suppress(NbdistError):  # it is gone, or all are
+                with contextlib.suppress(NbdistError):  # the worker is gone, or the world has ended
                     if self._agent.member(record.incarnation) is not None:
                         args = (self._key, *arguments)
                         told.append(self._agent.call(record.id, function, *args, timeout=_PATIENCE))
@@ -104,7 +108,7 @@ class Scouts:
 
 
 def _ask(number: int, opened: int) -> Watching | None:
-    """Answer a scout, in the context about which it asks."""
+    """Answer a scout that asks about the current context: a record of the watch, or None not to watch it."""
     home, context = _homes.get(number), api.recorder().contexts.current
     return home.look_at(context, opened) if home is not None and context is not None else None
 
@@ -118,11 +122,14 @@ def _show_plan(number: int, context_id: int, root: int, plan: Plan) -> None:
 # -- on the other workers -------------------------------------------------------------------------
 
 Key = tuple[int, int]
-"""Which watcher it is: the incarnation of its worker, and its number there."""
+"""The identity of a watcher: the incarnation of its worker, and its number there."""
 
 
 class Scout:
-    """Looks, on one worker, for contexts that are opened, on behalf of a `Watcher` on another one."""
+    """Reports the contexts that are opened on this worker to a `Watcher` on another worker, until `end`.
+
+    A scout also ends when the watcher's worker is lost.
+    """
 
     def __init__(self, key: Key, home: int, held: bool) -> None:
         self.held = held
@@ -134,18 +141,18 @@ class Scout:
         self._pace = Pace()
         self._opened = 0
         self._due = set[int]()
-        """The threads that open a context which is to be looked at."""
+        """The threads that are opening a context that will be watched."""
         self._lock = threading.Lock()
         self._forget = self._recorder.when_opened(self._on_context, self._decide)
         self._heard = self._agent.on_lost(lambda record, why: self.end() if record.incarnation == key[0] else None)
 
     def end(self) -> None:
-        """Look no more."""
+        """Report no more contexts; doing this twice is harmless."""
         self._forget()
         self._heard()
 
     def _decide(self) -> bool:
-        """Return whether the context that the calling thread is about to open is to be looked at."""
+        """Return whether to watch the context that the calling thread is about to open."""
         now = time.monotonic()
         with self._lock:
             self._opened += 1
@@ -157,11 +164,12 @@ class Scout:
         return due
 
     def _on_context(self, context: Context) -> None:
+        """Ask the notebook to watch a context that the calling thread has just opened, if `_decide` said so."""
         with self._lock:
             if threading.get_ident() not in self._due:
                 return
             self._due.discard(threading.get_ident())
-        watching = self._call(_ask, self._number, self._opened)  # in the context, which so comes to the notebook
+        watching = self._call(_ask, self._number, self._opened)  # in the context, so that the notebook enters it
         if watching is None:
             return
         observing = self._recorder.passes.observing
@@ -171,12 +179,12 @@ class Scout:
         context.before_step = partial(self._show, context.id)
 
     def _plan(self, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Tell the notebook of what a pass consists that is about to begin."""
+        """Send the notebook the plan of a pass that is about to begin on this worker."""
         with self._recorder.contexts.outside():
             try:
                 plan = plan_from(self._recorder.contexts.get(context_id), roots, mode)
-            except Exception:  # the pass is not to fail for that
-                _log.exception("a backward pass could not be drawn")
+            except Exception:  # the pass must not fail because of its drawing
+                _log.exception("a backward pass cannot be drawn in the notebook: its plan could not be made")
             else:
                 self._show(context_id, plan)
 
@@ -185,19 +193,20 @@ class Scout:
             self._call(_show_plan, self._number, context_id, self._recorder.me, plan)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the notebook; return None if it does not answer."""
+        """Call a function on the notebook, and return its result; None if no answer comes in time."""
         try:
             return self._agent.call(self._home, function, *arguments, timeout=_PATIENCE).wait()
         except (NbdistError, RuntimeError) as error:
-            _log.info("a backward pass is not watched: %s", error)
+            _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
             return None
 
 
 _scouts: dict[tuple[int, Key], Scout] = {}
-"""By the incarnations of their workers, of which there are several in one process of `nbdist.testing.World`."""
+"""The scouts, by the incarnation of their agent and by key. `nbdist.testing.World` has several agents in a process."""
 
 
 def _mine(key: Key) -> tuple[int, Key]:
+    """Return the key in `_scouts` of the calling agent's scout for a watcher."""
     return current_agent().me.incarnation, key
 
 
@@ -207,7 +216,7 @@ def _send_out(key: Key, home: int, held: bool) -> None:
 
 def _hold(key: Key, version: int, held: bool) -> None:
     scout = _scouts.get(_mine(key))
-    if scout is not None and version > scout.version:  # else it has been overtaken
+    if scout is not None and version > scout.version:  # otherwise a later call has overtaken this one
         scout.version, scout.held = version, held
 
 

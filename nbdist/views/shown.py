@@ -1,13 +1,13 @@
-"""Shows a view twice: live, and as a picture, which a saved notebook keeps.
+"""Shows a view as two outputs: the live widget, and a picture that stays in the saved notebook.
 
-JupyterLab and Notebook prefer the widget of an output to everything else in it, and say "model not found" where no
-kernel has the widget any more. A notebook is saved while its views live (autosave, a closed tab, a killed kernel), so
-the two are outputs of their own. A style in the picture's HTML chooses which of them the page shows::
+If one output had both, JupyterLab and Notebook would prefer the widget, and show "model not found" once no kernel has
+the widget any more. Notebooks are saved while their views are live (autosave, a closed tab, a killed kernel), so the
+widget and the picture are two outputs. A style in the picture's HTML chooses the one that the page shows::
 
-    the live view is there, and connected      the live view
-    else                                       the picture; the other output is hidden, with what stands in it
+    the widget is in the page, and connected      the widget; the picture is hidden
+    otherwise                                     the picture; the widget's output is hidden
 
-A notebook that is not trusted has neither styles nor widgets: there the picture is all.
+A notebook that is not trusted has neither styles nor widgets, and shows the picture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nbdist.cluster.sinks import Sink
 __all__ = ["Bundle", "Shown"]
 
 Bundle = dict[str, Any]
-"""What is shown, by its MIME type."""
+"""The content of an output, by MIME type."""
 
 _RULES = """
 body:has(.{mark}:not(.jupyter-widgets-disconnected)) .{mark}-picture,
@@ -30,16 +30,20 @@ body:has(.{mark}:not(.jupyter-widgets-disconnected)) .jp-OutputArea-child:has(> 
 .jp-OutputArea:has(.{mark}-picture) .jp-OutputArea-output.lm-Panel:not(:has(*))
 {{ display: none !important; }}
 """
-"""The last of the four is an output in which JupyterLab was to put a widget, and has put only a text."""
+"""Hides the picture, and the output around it, while the widget is connected; hides a disconnected widget.
+
+The last selector matches an output in which JupyterLab should have put a widget, and has put only a text.
+"""
 
 
 class Shown:
-    """One place where a view is shown."""
+    """One place where a view is shown: two outputs below a cell."""
 
     def __init__(self, sink: Sink, mark: str, picture: Callable[[], Bundle]) -> None:
-        """Make it for a cell, and a view whose element in the page has the class ``mark``.
+        """Prepare the outputs for a cell and a view; `show` publishes them.
 
-        ``picture()`` returns the view as it is now, as text and HTML; any thread calls it.
+        ``mark`` is the CSS class of the view's element in the page. ``picture()`` returns the view as text and HTML as
+        it is now; any thread may call it.
         """
         self._sink = sink
         self._mark = mark
@@ -48,24 +52,25 @@ class Shown:
         self._saved: Bundle = {}
 
     def show(self, live: Bundle) -> None:
-        """Show the live view, whose bundle has nothing but the widget, and behind it the picture."""
+        """Publish both outputs: ``live``, the widget's bundle without any text, and the picture."""
         self._publish("display_data", self._live_id, live)
         self._saved = self._drawn()
         self._publish("display_data", self._picture_id, self._saved)
 
     def update(self) -> None:
-        """Have the page, and so the notebook's file, hold the picture as it is now."""
+        """Publish the picture again if it has changed, so that the notebook's file gets the new one."""
         drawn = self._drawn()
         if drawn != self._saved:
             self._saved = drawn
             self._publish("update_display_data", self._picture_id, drawn)
 
     def end(self) -> None:
-        """Leave the picture only."""
+        """Publish the picture for the last time if it has changed, and empty the live output."""
         self.update()
         self._publish("update_display_data", self._live_id, {})
 
     def _drawn(self) -> Bundle:
+        """Return the picture, with the style that hides it or the widget."""
         drawn = self._picture()
         rules = " ".join(_RULES.format(mark=self._mark).split())
         html = f'<style>{rules}</style><div class="{self._mark}-picture">{drawn["text/html"]}</div>'

@@ -1,4 +1,4 @@
-"""The table of `%dist_status`."""
+"""Shows the result of `%dist_status`: a table of the workers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _COLUMNS = ("worker", "rank", "pid", "device", "state", "runs", "memory", "calls
 
 
 class StatusTable:
-    """What each worker is and does: text, and HTML where it can be shown."""
+    """A table with a row for each worker: its rank, process, device, state, memory and calls; as text and HTML."""
 
     def __init__(self, rows: Sequence[WorkerStatus]) -> None:
         self.rows = rows
 
     def _columns(self) -> tuple[str, ...]:
-        """Where they are is told if some run."""
+        """Return the names of the columns; the last one, the line of code, only if it is known of some worker."""
         return (*_COLUMNS, "at") if any(row.where for row in self.rows) else _COLUMNS
 
     def _cells(self) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Rows of texts, as lines and as HTML."""
+"""Formats tables as lines of text and as HTML."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["Html", "as_html", "as_lines"]
 
 
 _WHOLE = 12
-"""Up to so many letters stay on one line, such as "4.0 KB", however narrow the page is."""
+"""The number of letters up to which a cell, such as "4.0 KB", is not broken into lines in a narrow page."""
 
 
 class Html(str):
-    """A cell that is HTML already."""
+    """The content of a cell that is HTML already, and is not escaped."""
 
 
 def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns that stand under their names."""
+    """Return a table as lines of text, the columns aligned under their names."""
     table = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{text:<{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in table]
 
 
 def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collection[int] = ()) -> str:
-    """Return rows as a table in the page's font, which scrolls in a narrow page; rows of ``faint`` numbers are faint.
+    """Return a table as HTML in the page's font. Rows whose numbers are in ``faint`` are drawn faintly.
 
-    What the table looks like otherwise, its margins and stripes, is the page's business.
+    A table that is too wide for the page scrolls. Margins and stripes are left to the page's own styles.
     """
     lines = []
     for number, row in enumerate(rows):

@@ -1,11 +1,12 @@
-"""What all workers did, on one clock: as a picture in the notebook, and as a file for Perfetto.
+"""Records what each worker does and when; shows it as a picture in the notebook, or as a file for Perfetto.
 
-    with cluster.timeline() as told:
+    with cluster.timeline() as timeline:
         …
-    told                      # lanes by worker
-    told.save("step.json")    # for ui.perfetto.dev
+    timeline                      # a picture with lanes by worker
+    timeline.save("step.json")    # for ui.perfetto.dev
 
-Workers of one host have one clock; those of others are compared by round trips, of which the fastest tells best.
+All times are those of this process's clock. Workers of this host have the same clock; the clocks of other hosts are
+compared by round trips (`nbdist.rpc.clocks`). `nbdist.views.recording` is the part that runs on the workers.
 """
 
 from __future__ import annotations
@@ -31,17 +32,25 @@ from nbdist.views.recording import Noted
 __all__ = ["Timeline"]
 
 _DRAWN = 1500
-"""So many bars a picture has at most: the longest ones."""
+"""The number of bars that a picture has at most; the shortest are left out."""
 
 
 class Timeline:
-    """A recording of what an agent, and all whom it knows, do until it is stopped."""
+    """A recording of the work of an agent and of all members of its world, until `stop` or the end of a ``with`` block.
+
+    Recording begins when the object is made. Workers that join later are not recorded. If a worker dies, what it has
+    noted is lost, and `lost` counts that.
+
+    Attributes:
+        noted: after `stop`, all pieces of work, sorted by start, with times in seconds since the recording began.
+        workers: after `stop`, the names of the agents that were recorded.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self.noted: list[Noted] = []
         self.workers: list[str] = []
         self.lost = 0
-        """How many things were not kept, because there were too many, or because their worker has died."""
+        """The number of events that were not kept because there were too many, and of workers that did not answer."""
         self._agent = agent
         self._key = secrets.token_hex(8)
         self._records = sorted(agent.members(), key=lambda record: record.id)
@@ -60,7 +69,7 @@ class Timeline:
     # -- recording ----------------------------------------------------------------------------
 
     def stop(self) -> Timeline:
-        """Record nothing more, and gather what there is."""
+        """End the recording, gather the events from the workers, and return the timeline. Further calls do nothing."""
         if self._running:
             self._running = False
             self._end = time.monotonic()
@@ -81,6 +90,10 @@ class Timeline:
     def _each(
         self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
     ) -> dict[str, Any]:
+        """Call a function of `nbdist.views.recording` on all workers; return the results, or errors, by worker.
+
+        ``more(record)`` returns arguments after the key.
+        """
         begun = {}
         found: dict[str, Any] = {}
         for record in self._records:
@@ -100,7 +113,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """How long was recorded."""
+        """The length of the recording in seconds, until now if it has not been stopped."""
         return (self._end or time.monotonic()) - self._start
 
     def __repr__(self) -> str:
@@ -114,7 +127,7 @@ class Timeline:
                 kinds = ", ".join(counted(kind, count[kind]) for kind in KINDS if count[kind])
                 lines.append(f"{worker}: {kinds}; busy {_busy(own) * 1e3:.1f} ms")
         if self.lost:
-            lines.append(f"{self.lost} things are missing")
+            lines.append(f"{self.lost} events or workers are missing")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -127,12 +140,12 @@ class Timeline:
             for number, lane in enumerate(lanes):
                 rows.append((worker if not number else "", [_bar(one) for one in lane]))
         left = f"; the {_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _DRAWN else ""
-        lost = f"; {self.lost} things are missing" if self.lost else ""
+        lost = f"; {self.lost} events or workers are missing" if self.lost else ""
         title = f"{self.seconds * 1e3:.1f} ms{left}{lost}"
         return with_legend([gantt(title, rows, self.seconds)], {one.kind for one in shown})
 
     def to_perfetto(self) -> dict[str, Any]:
-        """The events, as Perfetto and Chrome's tracing read them."""
+        """Return the events in the JSON format that Perfetto and Chrome's tracing read, with times in microseconds."""
         events: list[dict[str, Any]] = []
         for number, worker in enumerate(self.workers):
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": worker}})
@@ -152,12 +165,12 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        """Write a file for Perfetto."""
+        """Write the events to a JSON file, which ui.perfetto.dev opens. Raises OSError if it cannot be written."""
         Path(path).write_text(json.dumps(self.to_perfetto()))
 
 
 def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
-    """Lanes in which nothing overlaps; what happens within something longer is below it."""
+    """Return pieces of work in lanes, so that none overlap in a lane. Nested work is in a lane below the outer work."""
     lanes: list[list[Noted]] = []
     for one in sorted(noted, key=lambda one: (one.start, -one.end)):
         for lane in lanes:
@@ -170,13 +183,13 @@ def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
 
 
 def _bar(one: Noted) -> Bar:
-    about = "" if one.kind in ("forward", "backward") else f"{KINDS[one.kind].words}: "  # whose names say it
+    about = "" if one.kind in ("forward", "backward") else f"{KINDS[one.kind].words}: "  # these names say the kind
     tip = f"{about}{one.name}, {(one.end - one.start) * 1e3:.2f} ms"
     return Bar(one.start, one.end, one.text or one.name.rpartition(".")[2], one.kind, tip)
 
 
 def _busy(noted: Sequence[Noted]) -> float:
-    """The time in which at least one thing went on."""
+    """Return the seconds in which at least one piece of work was under way."""
     total, until = 0.0, float("-inf")
     for one in sorted(noted, key=lambda one: one.start):
         total += max(0.0, one.end - max(one.start, until))

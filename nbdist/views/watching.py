@@ -1,14 +1,21 @@
-"""Watches the backward passes that a cell begins: what `%%watch` gives.
+"""Watches the backward passes that a cell begins: `%%watch` makes a `Watcher`.
 
     %%watch --paused -a
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [loss])
 
-It is a handle on the pass that is under way, or was last: it pauses, steps and runs it, and is what a view draws. It
-watches the contexts that any thread opens while the cell runs, and those that other workers open, as a training loop in
-`%%remote` does (`nbdist.views.scouts`). Of many contexts one after the other it watches one now and then
-(`nbdist.views.pace`), so that such a loop is not held up by being looked at; if passes are to be paused, all of them.
-Of several passes at a time the handle is on one, and on the next when that is over.
+A `Watcher` is a handle on one pass: the pass under way, or the last one. It pauses, steps and runs the pass, and views
+draw it. It watches the contexts that threads of this process open while the cell runs, and those that other workers
+open, as a training loop in `%%remote` does (`nbdist.views.scouts`). Of many contexts in a row it watches one now and
+then (`nbdist.views.pace`), so that a training loop is not slowed down; if passes are to be paused, it watches all. If
+several passes run at the same time, the handle stays on one, and turns to another when that is over.
+
+The state of a watcher, as `Watcher.state` returns it::
+
+    waiting for a backward pass ──> running <──> paused      the state of the present pass
+                                       └─────────┴──> over, or failed ──> running, with the next pass
+    ended      the cell or the context has ended before the pass was over, or before any pass
+    failed     also: the cell runs in the background and raised an error
 """
 
 from __future__ import annotations
@@ -41,48 +48,58 @@ __all__ = ["Watcher"]
 T = TypeVar("T")
 
 _ON_ITS_WAY = 0.5
-"""Seconds for what other workers have seen of a pass to come when the cell has ended."""
+"""Seconds to wait at the end of a cell for the last reports of other workers about a pass."""
 
 _cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()
-"""Whose cell a thread runs."""
+"""The watcher whose cell a thread runs, by the thread's ident."""
 
 
 class Watcher:
-    """Watches the passes of contexts that are opened on any worker while a cell runs."""
+    """Watches the passes of contexts that are opened on any worker while a cell runs; pauses, steps and runs them.
+
+    As a context manager it surrounds the cell, or `begin` runs the cell on a thread. Any thread may call its methods.
+    The notebook ``03_watch_backward.ipynb`` shows it.
+    """
 
     def __init__(self, *, paused: bool = False, norms: bool = True, given: Watch | None = None) -> None:
-        """Watch from now on until `close`; or what ``given`` does, the user's own."""
+        """Watch contexts from now on until `close`.
+
+        With ``paused``, every pass halts before its first node. With ``norms``, workers measure the gradients, which
+        takes time. ``given`` is for `of`: then only that watch of the user's is followed.
+        """
         self.changed: Callable[[], None] = lambda: None
-        """Called by whatever thread has news; it must not block."""
+        """Called after any news, by any thread; it must not block."""
         self.shown = False
-        """Whether there is a view of it already,"""
+        """True once the cell shows a view or picture of this watcher."""
         self.view: Any = None
-        """and which, if it is a live one."""
+        """The live view, if there is one."""
         self.error: BaseException | None = None
-        """How the cell failed, if it runs in the background and has."""
+        """The error of a cell that runs in the background, if it has failed."""
         self._paused = paused
         self._norms = norms
         self._pace = Pace()
         self._watches: list[Watch] = []
         self._plans: dict[Watch, tuple[int, Backward]] = {}
-        """What the next pass consists of, and the worker on which it begins."""
+        """For each watch, the worker on which its next pass begins (its incarnation), and the plan of that pass."""
         self._opened: dict[int, int] = {}
-        """How many contexts each worker has opened, as far as is known."""
+        """The number of contexts that each worker has opened, by its incarnation, as far as is known."""
         self._watch: Watch | None = None
+        """The watch of the present pass, which is the pass `_id` with the plan `_pass`."""
         self._id: PassId | None = None
         self._pass: Backward | None = None
         self._outline: tuple[Plan, dict[str, Any]] | None = None
+        """The outline for a page that was made last, and its plan."""
         self._waiting = 0
-        """So many wait for a pass, to do something with it."""
+        """The number of threads that wait for a pass, to step or run it."""
         self._due = set[int]()
-        """The threads that are opening a context which is to be looked at."""
+        """The threads that are opening a context that will be watched."""
         self._ended = False
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._own = threading.get_ident() if given is None else 0
-        """The thread that runs the cell; it must not wait for a pass of its own."""
+        """The thread that runs the cell; it must not wait for a pass that it would have to begin itself."""
         self._given = given
-        """The one watch that this is about, if that is the user's."""
+        """The user's own watch, if this watcher was made for one."""
         self._recorder = api.recorder()
         self._forget: Callable[[], None] = lambda: None
         self._scouts: Scouts | None = None
@@ -92,28 +109,28 @@ class Watcher:
 
     @classmethod
     def of(cls, watch: Watch) -> Watcher:
-        """Return a handle on what the user watches already, and goes on watching."""
+        """Return a watcher that draws and steers a `Watch` that the user has made; the watch stays the user's."""
         self = cls(paused=watch.paused, given=watch)
         self._follow(watch)
-        self._on_news(watch)  # also where it has ended
+        self._on_news(watch)  # needed for a watch that has ended, which will have no more news
         return self
 
     def __enter__(self) -> Watcher:
-        _cells.setdefault(self._own, self)  # of several in one thread, the first
+        _cells.setdefault(self._own, self)  # of several watchers in one thread, the outermost counts
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Close; if the cell has succeeded, when all has come that workers have seen of the last pass."""
+        """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass."""
         with blocking_wait(), self._changed:
             if error is None and self._watch is not None:
                 self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _ON_ITS_WAY)
         self.close()
 
     def close(self) -> None:
-        """Watch no more; what was seen stays."""
+        """Stop watching, and resume paused passes. What was seen stays. Doing this twice is harmless."""
         with self._changed:
             if self._ended:
                 return
@@ -133,7 +150,10 @@ class Watcher:
     # -- in the background --------------------------------------------------------------------
 
     def begin(self, cell: Callable[[], Any], then: Callable[[], None] = lambda: None) -> None:
-        """Run a cell on a thread of its own, until whose end it is watched, and ``then`` something more."""
+        """Run a cell on a thread of its own and watch it until its end; then the thread calls ``then()``.
+
+        An error of the cell is kept in `error`, and `wait` raises it.
+        """
 
         def run() -> None:
             self._own = threading.get_ident()
@@ -151,13 +171,22 @@ class Watcher:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end of a cell that runs in the background; its error is raised."""
+        """Wait for the end of a cell that runs in the background, ``timeout`` seconds at most; raise its error.
+
+        Raises:
+            UsageError: the cell does not run in the background.
+            TimeoutError: the cell has not ended in time.
+        """
         if self._thread is None:
-            raise UsageError("this cell does not run in the background: %%watch -a does that")
+            raise UsageError(
+                "this cell does not run in the background, so there is nothing to wait for: run it with %%watch -a"
+            )
         with blocking_wait():
             self._thread.join(timeout)
         if self._thread.is_alive():
-            raise TimeoutError("the watched cell has not ended" + (": it is paused" if self.paused else ""))
+            raise TimeoutError(
+                "the watched cell has not ended in time" + (": it is paused, call run()" if self.paused else "")
+            )
         if self.error is not None:
             raise self.error
 
@@ -165,44 +194,65 @@ class Watcher:
 
     @property
     def paused(self) -> bool:
-        """Whether passes are to halt."""
+        """True if the present pass is paused; if none is open, True if the next pass will be."""
         watch = self._open()
         return watch.paused if watch is not None else self._held()
 
     @property
     def count(self) -> int:
-        """How many contexts were opened until now, as far as is known."""
+        """The number of contexts that were opened on all workers since the watcher was made, as far as is known."""
         return sum(self._opened.values())
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is watched any more."""
+        """True once the watcher is closed, or the user's own watch has ended."""
         return self._ended
 
     @property
     def under_way(self) -> bool:
-        """Whether there is a pass that has begun, and is not over."""
+        """True if the present pass has begun and is not over."""
         seen = self.last
         return self._open() is not None and seen is not None and not seen.over
 
     def pause(self) -> None:
-        """Halt the pass before its next node on every worker; or the next pass, if none is under way."""
+        """Halt the present pass before its next node on every worker, and every later pass before its first node.
+
+        Returns at once, before the workers have halted.
+        """
         self._steer(True)
 
     def run(self, until: Until = None) -> Event | None:
-        """Go on: to the end, or as `nbdist.autograd.watching.Watch.run` has it ``until``."""
+        """Let the present pass run to its end, or ``until`` a place where it halts again.
+
+        Without ``until`` this returns None at once, and later passes are no longer paused. Otherwise it waits for a
+        pass, if none is under way, and until the pass halts or ends; later passes are paused or not as before. See
+        `nbdist.autograd.watching.Watch.run` for the places and the result.
+
+        Raises:
+            UsageError: ``until`` is no such place; or with ``until``, in the thread of the cell itself, while no pass
+                is under way.
+        """
         if until is None:
             self._steer(False)
             return None
         return self._with_pass(lambda watch: watch.run(until))
 
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
-        """Let that many nodes run, wherever the pass is halted, or on one worker; what ran."""
+        """Let ``count`` halted nodes run one by one, on any worker or on one; return the events of those that ran.
+
+        Later passes are paused. If no pass is under way, this waits for the next one; if the cell ends without one, it
+        returns an empty list.
+
+        Raises:
+            UsageError: in the thread of the cell itself, while no pass is under way.
+        """
         self._paused = True
         return self._with_pass(lambda watch: watch.step(count, worker)) or []
 
     def trace(self) -> Trace:
-        """Return what the context of the pass has recorded on all workers, or the operations of a pipeline's step.
+        """Return the graph that the context of the present pass has recorded on all workers.
+
+        For a step of a pipeline, these are its operations. If the context has ended, the graph is the plan's.
 
         Raises:
             UsageError: there has been no pass yet.
@@ -214,19 +264,20 @@ class Watcher:
             with contextlib.suppress(UsageError):  # the context has just ended
                 return trace(watch.context_id)
         if found is None:
-            raise UsageError("there has been no backward pass to trace")
+            raise UsageError("there has been no backward pass to trace: call this after one has begun in the cell")
         return found.plan.trace
 
     def _with_pass(self, act: Callable[[Watch], T]) -> T | None:
-        """Do something with the pass that is under way, or with the next one, from its first node on.
+        """Call ``act`` with the watch of the pass under way, or wait for the next pass; None if the cell ends without.
 
-        If that begins on another worker, in a context that is open already, from where it is when that hears of it.
+        A pass that this waits for is paused before its first node, so that ``act`` finds it there. Only a pass that
+        begins on another worker, in a context that is open already, may run some nodes before that worker hears of it.
         """
         self._pace.disturbed()
         with self._changed:
             self._waiting += 1
             if not self.under_way:
-                self._hold()  # a context that is open already: its pass may begin before this thread hears of it
+                self._hold()  # pause open contexts too: their pass may begin before this thread hears of it
         acted = None
         try:
             while (watch := self._await_pass()) is not None:
@@ -234,7 +285,7 @@ class Watcher:
                     acted = watch
                     return act(watch)
                 except UsageError:
-                    if not watch.closed:  # else its context has ended just now
+                    if not watch.closed:  # if it is closed, its context has just ended: wait for the next pass
                         raise
             return None
         finally:
@@ -245,8 +296,11 @@ class Watcher:
             self._news()
 
     def _hold(self, but: Watch | None = None) -> None:
-        """Have what is watched halt or not, as what comes next is to."""
-        with self._changed:  # to the end: somebody else may want the opposite
+        """Pause or resume every open watch and all scouts, to match what the next pass should do.
+
+        The watch ``but`` is left as it is.
+        """
+        with self._changed:  # held to the end: another thread may want the opposite
             held = self._held()
             self._tell_scouts()
             for watch in self._watches:
@@ -254,6 +308,7 @@ class Watcher:
                     self._have(watch, held)
 
     def _steer(self, paused: bool) -> None:
+        """Pause or resume every open watch, and all passes that begin later."""
         self._pace.disturbed()
         with self._changed:
             self._paused = paused
@@ -263,11 +318,13 @@ class Watcher:
         self._news()
 
     def _tell_scouts(self) -> None:
+        """Tell the scouts on other workers to pause passes, or not, as `_held` says."""
         if self._scouts is not None and not self._ended:
             self._scouts.hold(self._held())
 
     @staticmethod
     def _have(watch: Watch, paused: bool) -> None:
+        """Pause or resume a watch, unless it is closed."""
         try:
             watch.pause() if paused else watch.run()
         except UsageError:
@@ -275,18 +332,25 @@ class Watcher:
                 raise
 
     def _open(self) -> Watch | None:
+        """Return the watch of the present pass, unless it is closed."""
         watch = self._watch
         return watch if watch is not None and not watch.closed else None
 
     def _await_pass(self) -> Watch | None:
-        """The watch of the pass that is under way, or of the next one; None where the cell ends without."""
+        """Wait for a pass to be under way, and return its watch; None if the cell ends without one.
+
+        Raises UsageError in the thread of the cell, which would wait for itself.
+        """
         with blocking_wait(), self._changed:
             while not self._ended:
                 watch = self._open()
                 if watch is not None and self.under_way:
                     return watch
                 if threading.get_ident() == self._own:
-                    raise UsageError("no backward pass is under way")
+                    raise UsageError(
+                        "no backward pass is under way, and the cell that asks would have to begin it: run the cell "
+                        "with %%watch -a, and step or run the pass from another cell"
+                    )
                 self._changed.wait()
         return None
 
@@ -294,13 +358,13 @@ class Watcher:
 
     @property
     def last(self) -> Pass | None:
-        """The pass that was looked at last."""
+        """The present pass as its watch records it, or None: the pass under way, or else the last one."""
         watch, id = self._watch, self._id
         return watch.seen(id)[0] if watch is not None and id is not None else None
 
     @property
     def backward(self) -> Backward | None:
-        """What is known of it now."""
+        """The plan of the present pass with all events seen so far; None if there is no pass, or no plan yet."""
         with self._changed:
             watch, id, found = self._watch, self._id, self._pass
         if watch is None or id is None:
@@ -310,7 +374,7 @@ class Watcher:
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The state of the watcher in a few words: see the table at the top of this module."""
         if self.error is not None:
             return "failed"
         seen = self.last
@@ -325,9 +389,9 @@ class Watcher:
         return "paused" if self.paused else "running"
 
     def drawn(self) -> tuple[dict[str, Any], dict[str, Any], Backward | None]:
-        """What a page draws: of what the pass consists, how far that is, and the pass.
+        """Return the data of a page: the outline of the present pass, its progress, and the pass itself or None.
 
-        The first is the same object as long as it is the same pass.
+        The outline is the same object as long as the pass is the same.
         """
         found = self.backward
         outline: dict[str, Any] = {}
@@ -349,7 +413,7 @@ class Watcher:
         }
 
     def told(self) -> str:
-        """A line about how far it is."""
+        """Return a line about the present pass: its kind, the nodes that have run, the state, an error."""
         return self._told(self.backward)
 
     def _told(self, found: Backward | None) -> str:
@@ -371,10 +435,10 @@ class Watcher:
             return f"<{'a watched cell' if self._given is None else 'a watch'}, {self._told(None)}>"
         return "\n".join([self._told(found), *report.as_text(found)])
 
-    # -- what comes ---------------------------------------------------------------------------
+    # -- contexts and news ----------------------------------------------------------------------
 
     def _decide(self) -> bool:
-        """Return whether the context that the calling thread is about to open is to be looked at."""
+        """Return whether to watch the context that the calling thread is about to open."""
         now = time.monotonic()
         with self._changed:
             if self._is_anothers():
@@ -393,11 +457,12 @@ class Watcher:
         return owner is not None and owner is not self
 
     def _held(self) -> bool:
-        """Whether the next pass is to be held before its first node."""
+        """Return whether the next pass must halt before its first node: passes are paused, or a thread waits for it."""
         with self._changed:
             return self._paused or self._waiting > 0
 
     def _on_context(self, context: Context) -> None:
+        """Watch a context that the calling thread has just opened, if `_decide` said so."""
         with self._changed:
             if threading.get_ident() not in self._due:
                 return
@@ -406,9 +471,10 @@ class Watcher:
             self._follow(self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms))
 
     def look_at(self, context: Context, opened: int) -> Watching | None:
-        """Watch a context that another worker has opened, its ``opened``-th; return how, or None if not.
+        """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
 
-        A scout calls it, and waits for the answer.
+        ``opened`` is the number of contexts that the worker has opened so far. A scout calls this, and its worker waits
+        for the answer.
         """
         with self._changed:
             self._opened[context.maker] = opened
@@ -419,14 +485,14 @@ class Watcher:
         return watch.watching
 
     def plan(self, context_id: int, root: int, plan: Plan) -> None:
-        """Take what a pass consists of that is about to begin on another worker."""
+        """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
         with self._changed:
             watch = next((watch for watch in self._watches if watch.context_id == context_id), None)
             if watch is not None:
                 self._plans[watch] = root, Backward(plan)
 
     def _follow(self, watch: Watch) -> None:
-        """See what a watch sees."""
+        """Receive the news of a watch, and pause or resume it as `_held` says; close it if this watcher has ended."""
         watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
         watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
         watch.on_news = lambda: self._on_news(watch)
@@ -435,19 +501,23 @@ class Watcher:
             self._watches = [other for other in self._watches if not other.closed]
             if not ended:
                 self._watches.append(watch)
-                if self._given is None and watch.paused != self._held():  # somebody has said otherwise meanwhile
+                if self._given is None and watch.paused != self._held():  # `_held` has changed since the watch began
                     self._have(watch, self._held())
         if ended:
             watch.close()
 
     def _on_begin(self, watch: Watch, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        # By its id: the context is not to be kept by who looks at it.
+        """Make and store the plan of a pass that the calling thread is about to begin on this worker."""
+        # The context is looked up by its id, so that the callback does not keep the context alive.
         found = Backward(plan_from(self._recorder.contexts.get(watch.context_id), roots, mode))
         with self._changed:
             self._plans[watch] = self._recorder.me, found
 
     def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
-        """A pass has begun unseen, or on another worker, which alone knows its roots; but no gradient comes to them."""
+        """Reconstruct the plan of a pass that has begun without one, on this or another worker.
+
+        The roots are not known here. So the nodes of the root worker to which no gradients come are taken for roots.
+        """
         seen = watch.seen(id)[0]
         if seen is None or watch.closed:
             return
@@ -464,6 +534,7 @@ class Watcher:
         self._news()
 
     def _on_news(self, watch: Watch) -> None:
+        """Take in the news of a watch; called by any thread."""
         with self._changed:
             if not self._ended:
                 self._turn_to(watch)
@@ -472,9 +543,9 @@ class Watcher:
         self._news()
 
     def _turn_to(self, watch: Watch) -> None:
-        """Be the handle on this watch's last pass, or on another one that is under way; with the lock held.
+        """Make the last pass of ``watch`` the present one, or another pass that is under way; with the lock held.
 
-        Never while the pass is under way that this is the handle on.
+        Does nothing while the present pass is under way. If the pass has no plan, a thread reconstructs it.
         """
         if self.under_way and watch is not self._watch:
             return
@@ -490,11 +561,13 @@ class Watcher:
             self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
 
     def _news(self) -> None:
+        """Wake the threads that wait, and tell the view."""
         with self._changed:
             self._changed.notify_all()
         self.changed()
 
 
 def _is_under_way(watch: Watch) -> bool:
+    """Return whether the latest pass of a watch has begun and is not over."""
     seen = watch.seen(watch.latest)[0] if watch.latest is not None and not watch.closed else None
     return seen is not None and not seen.over

@@ -1,7 +1,7 @@
-"""What a user calls the work of a worker: a timeline names it so, and not by nbdist's own functions.
+"""Names the calls in a timeline, in words that a user knows.
 
-A function of the user's, or of torch's, has its own name. Where nbdist calls a function of its own on a worker, the
-table below says what that does. What only looks (clocks, panels, the recording itself) is no part of the picture.
+A function of the user or of torch keeps its name. For functions of nbdist's own, which users do not know, the table
+`_WORDS` has words. Calls that only look, such as those of panels and of the recording itself, are left out (`_HIDDEN`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ _HIDDEN = (
     "nbdist.cluster.standing",
     "nbdist.cluster.status",
 )
-"""The modules whose calls only look, or stop something."""
+"""The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out."""
 _OTHERS = "nbdist's own work"
+"""The name of all calls of nbdist that have no words in `_WORDS`."""
 
 
 def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] | None:
-    """Return what a call is, a kind of `nbdist.nn.charts.KINDS`, and its name; None for one that is not shown.
+    """Return the kind of a call (of `nbdist.nn.charts.KINDS`) and its name in a timeline; None if it is left out.
 
-    ``label`` is the name under which the caller sent it, ``callee`` the function that runs. Nobody is asked.
+    ``label`` is the name under which the caller sent the call, ``callee`` the function that runs with ``args``. Runs on
+    the worker for every recorded call, so it asks no other worker.
     """
     module = str(getattr(callee, "__module__", None) or type(callee).__module__)
     if not module.startswith("nbdist."):
         owner = getattr(callee, "__self__", None)
         if "." not in label and isinstance(callee, MethodType) and not isinstance(owner, type):
-            label = f"{type(owner).__qualname__}.{label}"  # the caller did not know yet whose method it is
+            label = f"{type(owner).__qualname__}.{label}"  # the caller did not know the class of the value yet
         return "call", label.removesuffix(".__call__")
     if module.startswith(_HIDDEN):
         return None
@@ -50,19 +52,21 @@ def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] |
         return "own", words
     try:
         return words(*args)
-    except Exception:  # it is named by arguments that a later version has otherwise
+    except Exception:  # the arguments do not have the form that the table expects, as after a change of the function
         return "own", _OTHERS
 
 
 def _spaced(method: object) -> str:
+    """Return a method's name with spaces instead of underscores."""
     return str(method).strip("_").replace("_", " ")
 
 
 def _class_of(rref: RRef[Any]) -> str:
-    """The class of the value, as far as it is known."""
+    """Return the name of the class of a reference's value, or "module" if it is not known here."""
     return rref.state.qualname if rref.state is not None else "module"
 
 
+# The words for the methods of `nbdist.swarm.server.Server`; "" is the constructor.
 _OF_SERVER: Mapping[str, str] = {
     "": "start to serve blocks",
     "load": "load blocks",
@@ -79,11 +83,12 @@ _OF_SERVER: Mapping[str, str] = {
 
 
 def _of_server(method: object) -> str:
+    """Return the words for a method of a swarm's server."""
     return _OF_SERVER.get(str(method), "serve blocks")
 
 
 def _task(function: Any, *_: Any) -> tuple[str, str]:
-    """A task of a view: the user's function."""
+    """Return the kind and name of an ipyparallel view's task: those of the user's function."""
     return "call", display_name(function)
 
 
@@ -119,4 +124,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
     "compat.ipyparallel.tasks:run": _task,
 }
-"""By module and function: words, or what makes a kind and a name of the call's arguments."""
+"""For functions of nbdist, by module and name: words, or a function of the call's arguments.
+
+That function returns the kind and the name. Words alone are of the kind "own".
+"""

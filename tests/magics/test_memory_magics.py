@@ -61,7 +61,7 @@ def test_variables_containers_out_and_open_contexts(notebook):
     assert lines[3].startswith("worker1 context graph and gradients 2.0 KB")  # what exp() has saved
     assert "notebook: context " in lines[3]
     assert lines[4].startswith("notebook context graph and gradients 0 B")
-    assert "1 of these, 4.0 KB, only Out, _ and tracebacks hold: %dist_free lets go of them" in lines
+    assert "1 of these, 4.0 KB, are held only by Out, _ and tracebacks: %dist_free drops them" in lines
     used = workers(notebook)
     assert (used["worker0"]["by reference"][:2], used["worker1"]["by reference"]) == ("4.", "1.0 MB")
     assert (used["worker0"]["contexts"], used["worker1"]["contexts"]) == ("0 B", "2.0 KB")
@@ -141,8 +141,8 @@ def test_free_lets_go_of_what_only_the_shell_remembers(notebook):
     assert "notebook: Out[" in told
     freed = memory(notebook, "%dist_free")["text/plain"].splitlines()
     assert freed[0] in (
-        "Let go of 3 references: 400 KB on worker0, 800 KB on worker1.",
-        "Let go of 4 references: 404 KB on worker0, 800 KB on worker1.",  # what an earlier test left in Out
+        "Dropped 3 references: 400 KB on worker0, 800 KB on worker1.",
+        "Dropped 4 references: 404 KB on worker0, 800 KB on worker1.",  # what an earlier test left in Out
     )
     told = rows(notebook)
     assert not [line for line in told if "traceback" in line]
@@ -151,7 +151,7 @@ def test_free_lets_go_of_what_only_the_shell_remembers(notebook):
     assert len(lines) == 2  # x and y
     assert notebook.run("y.to_here().sum().item()").result == "100000.0"
     assert notebook.run("42 in Out.values()").result == "True", unrelated
-    assert memory(notebook, "%dist_free")["text/plain"].startswith("Out, _ and tracebacks hold nothing")
+    assert memory(notebook, "%dist_free")["text/plain"].startswith("Nothing was dropped")
 
 
 def test_looking_leaves_nothing_behind(notebook):
@@ -267,7 +267,7 @@ def test_very_many_objects(notebook):
     notebook.run("many = [{'step': number, 'loss': [float(number)]} for number in range(100_000)]")
     (line,) = [line for line in rows(notebook, "") if line.endswith(" many")]
     assert re.fullmatch(r"notebook variable list of 100,000 at least \d+\.\d MB( new)? many", line)
-    assert "at least: there were more objects than a look meets, or they changed meanwhile" in rows(notebook, "")
+    assert "at least: there were more objects than a look visits, or they changed meanwhile" in rows(notebook, "")
     notebook.run("del many")
 
 

@@ -223,7 +223,7 @@ def test_at_least():
     table = MemoryTable(holdings(memory("worker0", variable("objects", is_partial=True, entries=10**7))))
     assert "Net of 10,000,000" in repr(table)
     assert "at least 1.0 MB" in repr(table)
-    assert "at least: there were more objects than a look meets" in repr(table)
+    assert "at least: there were more objects than a look visits" in repr(table)
 
 
 def test_html_says_the_same_and_is_escaped():

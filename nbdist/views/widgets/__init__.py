@@ -1,1 +1,1 @@
-"""Views that live in a page: the only modules that know of widgets."""
+"""Live views, which change in the page: the only modules that import ipywidgets and anywidget."""

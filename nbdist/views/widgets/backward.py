@@ -1,4 +1,4 @@
-"""The live view of a backward pass: what a `Watcher` sees, and buttons for what it can do."""
+"""The live view of a backward pass: draws what a `Watcher` sees, with buttons that pause, step and run the pass."""
 
 from __future__ import annotations
 
@@ -34,36 +34,39 @@ _SLOW = 0.3
 
 
 class BackwardView(View):
-    """One watched cell."""
+    """The live view of one `Watcher`."""
 
     _anywidget_id = identity("nbdist.backward")
     _esm = script(*_MODULES)
     _css = style("common.css", "backward.css")
     outline = traitlets.Dict().tag(sync=True)
-    """What `snapshot` tells the progress of; it is sent when it changes, which it seldom does."""
+    """`Backward.outline` of the pass, sent to the page only when the pass changes; `snapshot` has the progress."""
     detail = traitlets.Dict().tag(sync=True)
-    """Of the node that was chosen, what is too much to be told of all."""
+    """`Backward.detail` of the node that the user has chosen."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._slow: dict[str, Any] | None = None
-        """The press by which it is in slow motion."""
+        """The press that began the slow motion under way; any press but "look" ends it."""
         self._chosen: Key | None = None
         outline, snapshot, _ = watcher.drawn()
         super().__init__(outline=outline, snapshot=snapshot)
         watcher.changed = self.changed
-        self.changed()  # there may have been news before anybody listened
+        self.changed()  # publish news that came before `watcher.changed` was set
 
     def publish(self) -> None:
-        """Publish what is new."""
+        """Publish the outline, the progress and the chosen node's details as they are now."""
         outline, snapshot, found = self._watcher.drawn()
-        with self.hold_sync():  # in one message, for the one is nothing without the other
+        with self.hold_sync():  # in one message, because the snapshot refers to the outline's nodes
             self.outline = outline
             self.snapshot = snapshot
             self.detail = found.detail(self._chosen) if found is not None and self._chosen is not None else {}
 
     def press(self, message: dict[str, Any]) -> None:
-        """Do what a button says."""
+        """Do what a button says: look (choose a node), slow, pause, run, step, or run until a node or event.
+
+        Slow motion keeps this thread busy with steps until the watcher ends, or a button other than "look" is pressed.
+        """
         watcher, what = self._watcher, message.get("press")
         if what == "look":
             self._chosen = _key(message["node"])
@@ -91,6 +94,6 @@ class BackwardView(View):
 
 
 def _key(node: list[Any]) -> Key:
-    """A node, as a page names it."""
+    """Return the key of a node that a page has named as ``[worker, number]``."""
     worker, number = node
     return str(worker), int(number)

@@ -1,8 +1,8 @@
-"""The card of a remote reference.
+"""The live card of a remote reference, with buttons that peek at the value and release the reference.
 
-It is made at the first display of a reference, never before, and there is one for each, however often that is shown.
-It holds what is known, not the reference, which it must not keep alive; and it asks for nothing: it changes when news
-of the reference has come anyway.
+A card is made when its reference is first displayed, and later displays show the same card. It holds facts and a weak
+reference, so it does not keep the reference alive. Apart from its buttons, it asks the owner for nothing: it changes
+when news of the reference arrives for other reasons.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from nbdist.views.widgets.view import View, identity, script, style
 __all__ = ["LIVE", "MOST", "RRefCard", "card_of", "looks"]
 
 MOST = 64
-"""So many are live; one that was shown before these is a picture from then on."""
+"""The number of cards that are live; the one shown longest ago becomes a picture."""
 
 
 class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has no annotations
-    """What is known of one reference, and buttons to ask for more, or to let go of it."""
+    """The live card of one reference."""
 
     _anywidget_id = identity("nbdist.card")
     _esm = script("buttons.js", "card.js")
@@ -47,16 +47,16 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         self._end = rref.when_changed(self.changed)
         self._gone = weakref.finalize(rref, _news, weakref.ref(self))
         self._gone.atexit = False
-        if references.facts_of(rref) != self._facts:  # there was news before anybody listened
+        if references.facts_of(rref) != self._facts:  # news came before `when_changed` was set up
             self.changed()
 
     def picture(self) -> Bundle:
-        """Return what the card shows, as text and HTML."""
+        """Return the card's content as text and HTML."""
         return {"text/plain": cards.text(self._facts), "text/html": cards.card(self._facts) + self.peeked}
 
     def publish(self) -> None:
-        """Show what is known now; if the reference is no more, for the last time."""
-        if not self.live:  # its news came late
+        """Show the facts as they are now; if they can never change again, become a picture."""
+        if not self.live:  # late news of a card that is a picture already
             return
         rref = self._known()
         self._tell(references.facts_of(rref) if rref is not None else references.over(self._facts))
@@ -68,10 +68,13 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         self.value = cards.card(facts)
 
     def press(self, message: dict[str, Any]) -> None:
-        """Peek, or release."""
+        """Peek at the value and show the result, or release the reference.
+
+        Raises LookupError if the reference is gone, and otherwise what `RRef.peek` and `RRef.release` raise.
+        """
         rref = self._known()
         if rref is None:
-            raise LookupError("the reference is gone")
+            raise LookupError("the reference is gone: no variable holds it any more")
         if message.get("press") == "peek":
             before = self.peeked
             self.peeked = themed(f"{escape(rref.owner_name())} is asked what the value looks like …")
@@ -85,7 +88,7 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
             self.changed()
 
     def freeze(self) -> None:
-        """Be a picture from now on."""
+        """Become a picture: unsubscribe from news, and close the widget."""
         self._end()
         self._gone.detach()
         LIVE.drop(self)
@@ -93,27 +96,28 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         self.close()
 
     def leave(self) -> None:
-        """Be a picture from now on, of a reference whose cluster has ended."""
+        """Become a picture that says that the reference's cluster has ended."""
         rref = self._known()
         self._tell(references.over(references.facts_of(rref) if rref is not None else self._facts, "ended"))
         self.freeze()
 
 
 def _news(known: weakref.ref[RRefCard]) -> None:
-    """In a finaliser, which must do no more than this."""
+    """Queue the card for publishing. Runs in a finaliser, so it must not take locks or publish by itself."""
     card = known()
     if card is not None:
         card.changed()
 
 
 LIVE = Live(MOST)
+"""The cards that are live."""
 _lock = threading.RLock()
 _by_rref: weakref.WeakKeyDictionary[RRef[Any], weakref.ref[RRefCard]] = weakref.WeakKeyDictionary()
 _looks: list[ipywidgets.Widget] = []
 
 
 def card_of(rref: RRef[Any]) -> RRefCard:
-    """Return the card of a reference; a new one where it has none that is live."""
+    """Return the live card of a reference; make one if there is none, or if the last has become a picture."""
     with _lock:
         known = _by_rref.get(rref)
         found = known() if known is not None else None
@@ -125,7 +129,7 @@ def card_of(rref: RRef[Any]) -> RRefCard:
 
 
 def looks() -> list[ipywidgets.Widget]:
-    """Return the layout and style that all cards and tables of references have in common."""
+    """Return the layout and style that all cards and tables of references share; new ones if those are closed."""
     if not _looks or any(look.comm is None for look in _looks):
         _looks[:] = ipywidgets.Layout(), HTMLStyle()
     return _looks

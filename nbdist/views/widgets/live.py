@@ -1,4 +1,4 @@
-"""The views of one kind that are live: at most so many, of which the one shown longest ago becomes a picture."""
+"""Limits how many views of one kind are live: the one shown longest ago becomes a picture."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Live"]
 
 
 class _Shows(Protocol):
-    """A view of what belongs to an agent."""
+    """A view of references that belong to an agent."""
 
     home: int
     """The agent's incarnation."""
 
     def freeze(self) -> None:
-        """Be a picture from now on, of what is known now."""
+        """Become a picture of the facts as they are known now."""
 
     def leave(self) -> None:
-        """Be a picture from now on, which says that the cluster has ended."""
+        """Become a picture that says that the cluster has ended."""
 
 
 class Live:
-    """Keeps live views; any thread may call."""
+    """Keeps the live views of one kind, ``most`` at most, in the order in which they were last shown. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -34,7 +34,7 @@ class Live:
         return len(self._views)
 
     def keep(self, view: _Shows) -> None:
-        """Keep a view, as the one that was shown last."""
+        """Keep a view as the one shown last; freeze the oldest views if there are too many."""
         with self._lock:
             self._views[id(view)] = view
             self._views.move_to_end(id(view))
@@ -43,12 +43,12 @@ class Live:
             old.freeze()
 
     def drop(self, view: _Shows) -> None:
-        """Keep a view no longer; it may have been dropped before."""
+        """Forget a view; does nothing if it is not kept."""
         with self._lock:
             self._views.pop(id(view), None)
 
     def leave(self, home: int) -> None:
-        """Have all views of an agent, by its incarnation, say that its cluster has ended."""
+        """Turn all views of one agent, given by its incarnation, into pictures that say that its cluster has ended."""
         with self._lock:
             own = [view for view in self._views.values() if view.home == home]
         for view in own:

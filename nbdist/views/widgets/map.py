@@ -1,8 +1,8 @@
-"""The live map of a swarm: follows it while somebody looks; a button for each worker that kills it.
+"""The live map of a swarm: follows the swarm while somebody looks; a button for each worker kills the worker.
 
-It does not hold the swarm: a swarm that nobody refers to any more goes, though it is shown, and the workers' memory
-with it. When the swarm is over (it is gone, it was closed, or its cluster is shut down) the view leaves a picture of
-how the swarm was, which has no buttons, and says that it is over.
+The view has only a weak reference to the swarm: a swarm that is shown, but that no variable refers to, is collected and
+frees the workers' memory. When the swarm is over (collected, closed, or its cluster is shut down), the view leaves a
+picture of the swarm's last state, without buttons, which says that the swarm is over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["MapView"]
 
 
 class MapView(View):
-    """One map."""
+    """The live map of one swarm."""
 
     _anywidget_id = identity("nbdist.map")
     _esm = script("amounts.js", "blocks.js", "buttons.js", "looking.js", "map.js")
@@ -34,47 +34,53 @@ class MapView(View):
         super().__init__(snapshot=snapshot_of(swarm))
 
     def close(self) -> None:
-        """Follow the swarm no longer."""
+        """Stop following the swarm, and leave a picture."""
         if (listener := self._listener()) is not None:
             listener.forget()
         super().close()
 
     def leave(self) -> None:
-        """Leave a picture of a swarm whose cluster is to end."""
+        """Leave a picture that says that the swarm is over, because its cluster is about to end."""
         self.snapshot = {**self.look(), "over": True}
         self.close()
 
     def look(self) -> dict[str, Any]:
-        """Return the swarm as it is known here; or as it was last, when it is over."""
+        """Return the swarm's snapshot; if the swarm is over, the last one, marked as over."""
         swarm = self._swarm()
         if swarm is None or self.snapshot["over"]:
             return {**self.snapshot, "over": True}
         return snapshot_of(swarm)
 
     def publish(self) -> None:
-        """Show the swarm as it is now; one that is over for the last time."""
-        if self.comm is None:  # its news came late
+        """Publish the swarm's snapshot; if the swarm is over, close the view."""
+        if self.comm is None:  # late news of a view that is closed
             return
         super().publish()
         if self.snapshot["over"]:
             self.close()
 
     def changed(self) -> None:
-        """There is news: it is published when somebody looks, who may come later; the end of all is at once."""
+        """Queue the view for publishing if somebody looks, or if the swarm is over.
+
+        News that nobody looks at is published when the page says that somebody looks again.
+        """
         swarm = self._swarm()
         if self.looking or swarm is None or swarm.ended:
             super().changed()
 
     def press(self, message: dict[str, Any]) -> None:
-        """Look on, or kill."""
+        """Note that somebody looks, or kill a worker.
+
+        Raises UsageError for an unknown worker or button, or if the swarm is over.
+        """
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
             self.looked()
-            self.changed()  # what was not published meanwhile; and a rate may have changed by itself
+            self.changed()  # publish what changed while nobody looked, and rates that fall by themselves
             return
         swarm = self._swarm()
         if swarm is None or swarm.ended:
-            raise UsageError("this swarm is over: it has no workers any more")
+            raise UsageError("this swarm is over: it has no workers that could be killed")
         if what != "kill":
             raise UsageError(f"there is no button {what!r}")
         if not any(server["name"] == worker for server in swarm.snapshot()["servers"]):
@@ -84,7 +90,11 @@ class MapView(View):
 
 
 class _Listener:
-    """Tells a view of news. The swarm has it: so what ends that, which may refer to the swarm, is not the view's."""
+    """The callback that the swarm holds; tells the view of news.
+
+    ``forget``, which may refer to the swarm, is kept here and not in the view, so the view does not keep the swarm
+    alive.
+    """
 
     def __init__(self, view: MapView) -> None:
         self._view = weakref.ref(view)
@@ -99,7 +109,7 @@ def _nothing() -> None:
 
 
 def _news(known: weakref.ref[MapView], _: object = None) -> None:
-    """Called by threads of the swarm's, and by the garbage collector: it only enqueues."""
+    """Queue a view for publishing. Threads of the swarm and the garbage collector call this, so it must not block."""
     view = known()
     if view is not None:
         view.changed()

@@ -1,4 +1,4 @@
-"""The live panel of a cluster: samples while somebody looks; buttons that interrupt and restart."""
+"""The live panel of a cluster: samples it while somebody looks, with buttons that interrupt and restart workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from nbdist.views.widgets.view import View, identity, script, style
 __all__ = ["PanelView"]
 
 _EVERY = 1.0
+"""Seconds between two samples."""
 
 
 class PanelView(View):
-    """One panel."""
+    """The live view of one `Panel`."""
 
     _anywidget_id = identity("nbdist.panel")
     _esm = script("amounts.js", "buttons.js", "looking.js", "sparkline.js", "panel.js")
@@ -29,11 +30,15 @@ class PanelView(View):
         super().__init__(snapshot=panel.snapshot())
 
     def look(self) -> dict[str, Any]:
-        """The cluster as it was sampled last."""
+        """Return the last sample."""
         return self._panel.snapshot()
 
     def press(self, message: dict[str, Any]) -> None:
-        """Look on, interrupt, or restart."""
+        """Note that somebody looks, or interrupt or restart a worker.
+
+        The thread of the first "looking" message takes samples as long as somebody looks; later ones return at once.
+        Raises UsageError for an unknown worker or button.
+        """
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
             self.looked()
@@ -57,16 +62,17 @@ class PanelView(View):
 
     @property
     def looking(self) -> bool:
-        """Whether somebody looks, and there is something to see."""
+        """True if somebody looks, and the cluster is running."""
         return super().looking and self._panel.cluster.running
 
     def sample(self) -> None:
-        """Look once."""
+        """Take a sample, and publish it soon."""
         self._panel.sample()
         self.changed()
 
 
 def _sample(known: weakref.ref[PanelView]) -> None:
+    """Sample once a second as long as the view exists and somebody looks; a weak reference does not keep it alive."""
     while (view := known()) is not None and view.looking:
         view.sample()
         del view

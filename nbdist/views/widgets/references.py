@@ -1,6 +1,6 @@
-"""The live table of a list, tuple or dict of references: a row changes when news of its reference has come anyway.
+"""The live table of a list, tuple or dict of references: a row changes when news of its reference arrives.
 
-It holds what is known, not the references, which it must not keep alive; and it asks for nothing.
+The table holds facts and weak references, so it keeps no reference alive. It asks the owners for nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from nbdist.views.widgets.view import View, identity, script, style
 __all__ = ["LIVE", "MOST", "RRefTable"]
 
 MOST = 16
-"""So many tables are live; one that was shown before these is a picture from then on."""
+"""The number of tables that are live; the one shown longest ago becomes a picture."""
 LIVE = Live(MOST)
+"""The tables that are live."""
 
 
 class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has no annotations
-    """What is known of several references."""
+    """The live table of several references."""
 
     _anywidget_id = identity("nbdist.references")
     _esm = script("buttons.js", "table.js")
@@ -44,23 +45,26 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         layout, look = looks()
         super().__init__(value=cards.table(self._facts), layout=layout, style=look)
         self._ends = [rref.when_changed(self.changed) for _, rref in rows.items]
-        if rows.each(references.facts_of) != self._facts:  # there was news before anybody listened
+        if rows.each(references.facts_of) != self._facts:  # news came before `when_changed` was set up
             self.changed()
 
     def picture(self) -> Bundle:
-        """Return what the table shows, as text and HTML."""
+        """Return the table's content as text and HTML."""
         return references.bundle_of_rows(self._facts)
 
     def publish(self) -> None:
-        """Show what is known now; when nothing can change any more, for the last time."""
-        if not self.live:  # its news came late
+        """Show the facts as they are now; if none can ever change again, become a picture."""
+        if not self.live:  # late news of a table that is a picture already
             return
         self._tell("released")
         if all(facts.standing in references.OVER for _, facts in self._facts.items):
             self.freeze()
 
     def _tell(self, standing: str, *, ended: bool = False) -> None:
-        """Look at all references; one that was collected has this ``standing``, or all have that are not over."""
+        """Update the facts of all references, and the table.
+
+        References that were garbage-collected get this ``standing``; with ``ended``, all whose standing is not final.
+        """
         items = []
         for (name, known), (_, before) in zip(self._known.items, self._facts.items, strict=True):
             rref = known()
@@ -70,7 +74,7 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         self.value = cards.table(self._facts)
 
     def freeze(self) -> None:
-        """Be a picture from now on."""
+        """Become a picture: unsubscribe from news, and close the widget."""
         for end in self._ends:
             end()
         LIVE.drop(self)
@@ -78,13 +82,13 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         self.close()
 
     def leave(self) -> None:
-        """Be a picture from now on, of references whose cluster has ended."""
+        """Become a picture that says that the references' cluster has ended."""
         self._tell("ended", ended=True)
         self.freeze()
 
 
 def _news(known: weakref.ref[RRefTable], _: object) -> None:
-    """In a finaliser, which must do no more than this."""
+    """Queue the table for publishing. Runs in a finaliser, so it must not take locks or publish by itself."""
     table = known()
     if table is not None:
         table.changed()

@@ -1,9 +1,14 @@
-"""What all live views share: a snapshot that is published, and buttons that act though a cell is busy.
+"""The base class of all live views: publishes a snapshot to the page, and lets buttons act while a cell runs.
 
-A view is data and a drawing. The data, one JSON value, is made anew when something has changed, by a thread of its own
-and ten times a second at most; the drawing is a module in `static`, which the page runs. A press of a button comes as a
-message, and whoever receives it leaves it to a thread of its own: so a view can neither hold up the kernel nor be held
-up by it, nor by an earlier press that still waits for something.
+::
+
+    any thread ── changed() ──> queue ──> _Painter's thread ── publish(): snapshot ──> the page, which draws it
+                                                            └─ save(): pictures, every `_SAVE_EVERY` seconds
+    the page ── a button ──> receive() ──> a thread for each press ── press()
+
+A view is data and a drawing. The data, one JSON value, is made again when something has changed, about ten times a
+second at most. The drawing is a JavaScript module in `static`, which the page runs. As every press has a thread of its
+own, a view neither blocks the kernel, nor waits for it or for an earlier press.
 """
 
 from __future__ import annotations
@@ -30,14 +35,18 @@ from nbdist.views.shown import Bundle, Shown
 __all__ = ["View", "identity", "script", "style"]
 
 _STEADY, _BURST = 8, 2
-"""So many snapshots a second, and so many more at once after a while without: ten a second at most, the first soon."""
+"""A token bucket for snapshots: `_STEADY` a second, and after a pause `_BURST` at once.
+
+So there are ten a second at most, and the first one comes without delay.
+"""
 _GAP = 0.02
+"""Seconds between two rounds of the painter, so that changes in quick succession are published together."""
 _SAVE_EVERY = 5.0
-"""Seconds between two pictures of a view that changes: a notebook is saved with the last of them."""
+"""Seconds between two pictures of a view that changes; a saved notebook has the last of them."""
 _PICTURES = 16
-"""So many places of one view have a picture that keeps up with it; those before keep the one that they have."""
+"""The number of places of one view whose pictures are kept up to date; older places keep the picture they have."""
 _LOOKING = 10.0
-"""Seconds after which nobody looks any more, unless the page has said so again."""
+"""Seconds after which a view counts as not looked at, unless the page reports again that somebody looks."""
 
 STATIC = Path(__file__).parent.parent / "static"
 _IMPORT = re.compile(r'^import .* from "\./.*";\n', re.MULTILINE)
@@ -47,18 +56,21 @@ _log = logging.getLogger("nbdist.views")
 
 
 def script(*names: str) -> Any:
-    """Modules of `static` as one, each after those that it imports: a page has no place to import them from."""
+    """Return a trait with modules of `static` joined into one, because a page cannot import them from anywhere.
+
+    The order matters: a module comes after the modules that it imports.
+    """
     text = "\n".join(_IMPORT.sub("", _BUNDLED.sub(_bundled, _read(name))) for name in names)
     return traitlets.Unicode(text).tag(sync=True)
 
 
 def identity(name: str) -> Any:
-    """By which a page tells the styles of one kind of view from those of another."""
+    """Return a trait with the name by which a page keeps the styles of different kinds of views apart."""
     return traitlets.Unicode(name).tag(sync=True)
 
 
 def _bundled(found: re.Match[str]) -> str:
-    """A module of others, whose names are not to meet ours: it stays one of its own."""
+    """Return code that imports a third party's module from its own URL, so that its names do not clash with ours."""
     source = json.dumps(_read(f"{found[2]}.js"))
     return (
         f'const {found[1]} = await import(URL.createObjectURL(new Blob([{source}], {{ type: "text/javascript" }})));\n'
@@ -70,21 +82,24 @@ def _read(name: str) -> str:
 
 
 def style(*names: str) -> Any:
-    """The styles of a view."""
+    """Return a trait with style sheets of `static` joined into one."""
     return traitlets.Unicode("\n".join(map(_read, names))).tag(sync=True)
 
 
 class View(anywidget.AnyWidget):
-    """A widget of one snapshot."""
+    """A live view: a widget whose page draws one snapshot. Subclasses define `look` and `press`."""
 
     snapshot = traitlets.Dict().tag(sync=True)
+    """The JSON value that the page draws."""
     notice = traitlets.Unicode("").tag(sync=True)
-    """What went wrong when a button was pressed last."""
+    """The error of the button that was pressed last; empty if there was none."""
     mark = traitlets.Unicode().tag(sync=True)
-    """A class of the view's element in the page, by which a page finds it: see `Shown`."""
+    """A CSS class that only this view's element in the page has: see `Shown`."""
 
     _until = 0.0
+    """The time (of `time.monotonic`) until which the view counts as looked at."""
     _saved_at = 0.0
+    """The time (of `time.monotonic`) at which the pictures were last drawn."""
 
     def __init__(self, **traits: Any) -> None:
         _painter.start()
@@ -93,79 +108,85 @@ class View(anywidget.AnyWidget):
         self.on_msg(_receive)
 
     def add_traits(self, **traits: Any) -> None:
-        """Those that the class lacks: anywidget adds some to each widget, which makes a class for each."""
+        """Add only the traits that the class lacks.
+
+        anywidget adds its traits to each widget, and every addition makes a new class; our classes have them already.
+        """
         missing = {name: trait for name, trait in traits.items() if not self.has_trait(name)}
         if missing:
             super().add_traits(**missing)
 
     def open(self) -> None:
-        """Open the comm; what comes over it is for the thread to which the page sends it, busy or not."""
+        """Open the comm, and make its messages go to the thread to which the page has sent them."""
         super().open()
-        # ipykernel from 7.4 on hands a message to the thread that published last, which may be the one that is busy.
+        # From 7.4 on, ipykernel hands a message to the thread that published last, which may be busy with a cell.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = _where_it_was_sent
 
     # -- the picture --------------------------------------------------------------------------
 
     def show(self, sink: Sink, picture: Callable[[], Bundle]) -> None:
-        """Show the view below a cell, and the picture that stays there when the view is gone."""
+        """Show the view below a cell, and behind it the picture, which stays there when the view is closed.
+
+        ``picture()`` returns the view as text and HTML; the painter's thread calls it again for each new picture.
+        """
         found = self._repr_mimebundle_()
         place = Shown(sink, self.mark, picture)
         place.show({kind: data for kind, data in found[0].items() if kind == _WIDGET} if found is not None else {})
         self._places.append(place)
 
     def save(self) -> None:
-        """Have all pictures show what is known now."""
+        """Draw the pictures of all places again."""
         self._saved_at = time.monotonic()
         for place in list(self._places):
             place.update()
 
     @property
     def save_due(self) -> float:
-        """The time from which on the pictures may be drawn anew (of `time.monotonic`)."""
+        """The time (of `time.monotonic`) from which the pictures may be drawn again."""
         return self._saved_at + _SAVE_EVERY
 
     def close(self) -> None:
-        """Leave the pictures, as they are now, and be gone from the page."""
+        """Draw the pictures for the last time, and remove the widget from the page."""
         places, self._places = self._places, deque()
         for place in places:
             place.end()
         super().close()
 
     def leave(self) -> None:
-        """Close: the cluster that the view is about is to end."""
+        """Close the view, because its cluster is about to end."""
         self.close()
 
     # -- the snapshot -------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """What is to be drawn now."""
+        """Return the snapshot as it is now. Called by the painter's thread."""
         raise NotImplementedError
 
     def changed(self) -> None:
-        """There is news: have it published soon. To be called by any thread."""
+        """Queue the view for publishing. Any thread and any finaliser may call this; it does not block."""
         _painter.add(self)
 
     @property
     def looking(self) -> bool:
-        """Whether somebody looks, in a page that says so."""
+        """True if the page has reported in the last `_LOOKING` seconds that somebody looks."""
         return self.comm is not None and time.monotonic() < self._until
 
     def looked(self) -> None:
-        """The page has said so."""
+        """Note that the page has reported that somebody looks."""
         self._until = time.monotonic() + _LOOKING
 
     def publish(self) -> None:
-        """Publish the snapshot."""
+        """Send the present snapshot to the page. Called by the painter's thread."""
         self.snapshot = self.look()
 
     # -- buttons ------------------------------------------------------------------------------
 
     def press(self, message: dict[str, Any]) -> None:
-        """A button was pressed; called by a thread of the view's own."""
+        """Do what a button says; its error becomes the `notice`. Called by a thread of its own for each press."""
 
     def receive(self, message: dict[str, Any]) -> None:
-        """A message of the page's: say that it has come, and leave it to another thread."""
+        """Confirm a message of the page, and let a new thread call `press` with it."""
         if "number" in message:
             self.send({"received": message["number"]})
         threading.Thread(target=_act, args=(self, message), name="pressed", daemon=True).start()
@@ -177,8 +198,9 @@ def _receive(view: View, message: Any, _: Any) -> None:
 
 
 def _act(view: View, message: dict[str, Any]) -> None:
+    """Call `press`, and show its error in the view's notice."""
     try:
-        if "number" in message:  # else nobody has pressed a button
+        if "number" in message:  # a message without a number, such as "looking", is no press of a button
             view.notice = ""
         view.press(message)
     except Exception as error:
@@ -186,11 +208,12 @@ def _act(view: View, message: dict[str, Any]) -> None:
 
 
 def _where_it_was_sent(_: Any, default: Any) -> Any:
+    """Return ipykernel's default thread for a message: the one to which the page has sent the message."""
     return default
 
 
 class _Painter:
-    """The thread that publishes what has changed. What is told to it is only queued, so that a finaliser may do it."""
+    """The thread that publishes all views that have changed. Views are only queued, so that finalisers may add them."""
 
     def __init__(self) -> None:
         self._changed: queue.SimpleQueue[weakref.ref[View]] = queue.SimpleQueue()
@@ -198,22 +221,23 @@ class _Painter:
         self._started = False
 
     def start(self) -> None:
-        """Be there; for each view that is made."""
+        """Start the thread, if it is not running; every new view calls this."""
         with self._lock:
             if not self._started:
                 self._started = True
                 threading.Thread(target=self._run, name="views", daemon=True).start()
 
     def add(self, view: View) -> None:
-        """Publish this one."""
+        """Queue a view for publishing; does not keep it alive."""
         known = weakref.ref(view)
-        hash(known)  # now: it has none when the view is gone, unless it was asked for before
+        hash(known)  # now, because a weak reference can compute its hash only as long as the view is alive
         self._changed.put(known)
 
     def _run(self) -> None:
+        """Publish changed views as the token bucket allows, and draw their pictures when due; never returns."""
         left, at = float(_BURST), time.monotonic()
         stale: dict[weakref.ref[View], float] = {}
-        """The views whose pictures are older than they are, and when each may be drawn."""
+        """The views that have changed since their pictures were drawn, and the time from which each may be drawn."""
         while True:
             try:
                 due = min(stale.values(), default=None)
