@@ -87,9 +87,14 @@ def _of_server(method: object) -> str:
     return _OF_SERVER.get(str(method), "serve blocks")
 
 
-def _task(function: Any, *_: Any) -> tuple[str, str]:
-    """Return the kind and name of an ipyparallel view's task: those of the user's function."""
-    return "call", display_name(function)
+def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
+    """Return the kind and name of an executor's task: those of the user's function.
+
+    The views of `nbdist.compat.ipyparallel` pass the user's function to a function of their own.
+    """
+    if getattr(function, "__module__", "") == "nbdist.compat.ipyparallel.tasks":
+        function = args[0]
+    return "call", getattr(function, "expression", None) or display_name(function)
 
 
 _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
@@ -122,7 +127,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "compat.gathering:broadcast_to_followers": "hand gathered objects out",
     "swarm.neighbours:_here": lambda _, method, *more: ("own", _of_server(method)),
     "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
-    "compat.ipyparallel.tasks:run": _task,
+    "cluster.worker_tasks:run": _task,
 }
 """For functions of nbdist, by module and name: words, or a function of the call's arguments.
 

@@ -366,9 +366,9 @@ class TensorPacker:
         if device is None:
             raise EncodeError(
                 f"cannot be sent: a tensor is on {plain.device}, and no device map says where it goes on "
-                f"{self._receiver or 'the other worker'}. Give this worker's options "
-                f"set_device_map({self._receiver!r}, {{{str(plain.device)!r}: 'cuda:0'}}) before init_rpc, "
-                f"or send tensor.cpu()"
+                f"{self._receiver or 'the other worker'}. Send tensor.cpu(); or before init_rpc give the options of the "
+                f"worker that makes the call set_device_map(NAME OF THE WORKER CALLED, {{DEVICE HERE: DEVICE THERE}}), "
+                f"which also holds for results, the other way"
             )
         return plain.cpu(), device
 

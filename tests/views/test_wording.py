@@ -85,5 +85,17 @@ def test_the_functions_that_have_words_exist():
     with World(1):
         for place in wording._WORDS:
             module, _, name = place.partition(":")
-            found = importlib.import_module(f"nbdist.{module}") if not module.startswith("compat.ipy") else None
-            assert found is None or callable(getattr(found, name)), place
+            assert callable(getattr(importlib.import_module(f"nbdist.{module}"), name)), place
+
+
+def test_a_task_of_an_executor_has_the_name_of_its_function():
+    from nbdist.cluster import worker_tasks
+    from nbdist.compat.ipyparallel import tasks
+
+    for function, args, told in [
+        (users, (1,), "users"),
+        (tasks.call, (users, (1,), {}), "users"),
+        (tasks.call_each, (users, [(1,)]), "users"),
+        (tasks.call, (tasks.Reference("here.f"), (1,), {}), "here.f"),
+    ]:
+        assert name_call("run", worker_tasks.run, (function, args, {})) == ("call", told)
