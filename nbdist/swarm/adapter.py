@@ -1,8 +1,9 @@
-"""The one place that knows transformers: what a model is made of, how it is loaded in parts, how its caches are used.
+"""The one module that depends on transformers: what a model consists of, how parts of it are loaded, how caches work.
 
-No family of models is known by name. Whatever prepares the call of a layer (masks, positions, rotations) is the model's
-own code, which runs with the client; what a layer is given is sent to whoever has the layer, and called there as it
-would have been here. So all that is known is that there is a list of layers, and that a cache has one entry for each.
+No family of models is known by name. The model's own code prepares the call of each layer (masks, positions,
+rotations) and runs on the client; the arguments of a layer are sent to the server that has the layer, and the layer is
+called there with the same arguments. This module relies on two facts only: a model has a list of layers, and a cache
+has one entry for each layer.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ try:
     import transformers
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers import PreTrainedModel  # whose module takes a second or two to import: here, not at the first use
+    from transformers import PreTrainedModel  # takes a second or two to import: do it now, not at the first use
     from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-except ImportError as error:  # an extra of this package
+except ImportError as error:  # transformers comes with the extra "swarm" of this package
     raise ImportError('nbdist.swarm needs transformers: pip install "nbdist[swarm]"') from error
 
 __all__ = [
@@ -59,11 +60,11 @@ __all__ = [
 
 _WEIGHTS = "model.safetensors"
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
-"""What generation does to a cache between two steps; a cache elsewhere has to have the same done to it."""
+"""The methods by which generation changes a cache between two steps; the servers' caches have to follow."""
 
 
 class Place(Enum):
-    """What stands for something that each has of his own."""
+    """Placeholders in the arguments of a layer, for objects that the server puts in itself."""
 
     CACHE = "cache"
 
@@ -72,7 +73,7 @@ CACHE = Place.CACHE
 
 
 class LayerCall(NamedTuple):
-    """How a layer is called, but for the hidden states; `CACHE` stands where its cache goes."""
+    """The arguments of a layer besides the hidden states, with `CACHE` in the place of the cache."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -86,7 +87,11 @@ _building = threading.Lock()
 
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
-    """Modules that this thread makes have parameters of no memory; their buffers, which no file may have, are real."""
+    """Within the block, create parameters of new modules on the meta device, without memory; buffers stay real.
+
+    Buffers may be in no file, so they could not be loaded later. This concerns modules of the calling thread only;
+    other threads that build a model wait.
+    """
     with _building:
         register = nn.Module.register_parameter
         me = threading.get_ident()
@@ -104,7 +109,11 @@ def _without_weights() -> Iterator[None]:
 
 
 def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) -> Any:
-    """A model of this configuration, with a head of that kind, whose parameters have no memory yet."""
+    """Build a model from its configuration, in eval mode; its parameters have no memory yet.
+
+    ``kind`` completes the name of transformers' class AutoModelFor...: "CausalLM", "SequenceClassification". "Model"
+    builds a model without a head.
+    """
     config = copy.deepcopy(config)
     if num_labels is not None:
         config.num_labels = num_labels
@@ -115,12 +124,15 @@ def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) ->
 
 
 def complete(model: Any, kind: str) -> None:
-    """Give a head that the file has not got weights to begin with; there is none that could write."""
+    """Initialise at random what a classifier lacks in the checkpoint, normally its head, which is to be trained.
+
+    For other kinds of models a missing weight is a UsageError: a random head could not write text.
+    """
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
         if kind != "SequenceClassification":
-            raise UsageError(f"the model came without {name}: Swarm.model() wants no head")
+            raise UsageError(f"the model came without {name}: use Swarm.model(), which needs no head")
         owner, _, own = name.rpartition(".")
         made = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
         nn.init.normal_(made, std=getattr(model.config, "initializer_range", 0.02))
@@ -128,7 +140,10 @@ def complete(model: Any, kind: str) -> None:
 
 
 def find_layers(model: Any) -> str:
-    """The path of the list of layers in a model."""
+    """Return the path of a model's list of layers, such as "model.layers".
+
+    Of several lists with the right length, the one with the most parameters counts. Raises UsageError if there is none.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found: list[tuple[int, str]] = [
         (sum(parameter.numel() for parameter in module.parameters()), name)
@@ -136,27 +151,35 @@ def find_layers(model: Any) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not found:
-        raise UsageError(f"{type(model).__name__} has no list of {count} layers")
+        raise UsageError(f"a swarm cannot serve {type(model).__name__}: it has no nn.ModuleList of its {count} layers")
     return max(found)[1]
 
 
 class Checkpoint:
-    """A folder with a configuration and one file of weights, under the names that the model itself has for them."""
+    """A folder with a configuration and one file of weights, with the same names as in the model's state dict."""
 
     def __init__(self, folder: str | Path) -> None:
+        # The header of the file says where each weight is, so that sizes are known without reading weights.
         self.folder = Path(folder)
         self.config = transformers.AutoConfig.from_pretrained(self.folder)
         with open(self.folder / _WEIGHTS, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
         self._sizes: dict[str, int] = {name: end - begin for name, (begin, end) in spans.items()}
+        """Bytes of each weight."""
         self.names: frozenset[str] = frozenset(self._sizes)
+        """The names of all weights in the file."""
         family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
         self._base: str = family.base_model_prefix
+        """The name of the base model in models with a head, such as "model": the prefix of its weights' names."""
 
     @classmethod
     def opened(cls, folder: str | Path, scratch: Path) -> Checkpoint:
-        """A folder as others write it; where its weights have other names, or lie in several files, a copy."""
+        """Open a folder with a model as transformers or others have written it.
+
+        If its weights have other names, or are in several files, the model is loaded once and written to ``scratch``,
+        which is opened instead.
+        """
         if (Path(folder) / _WEIGHTS).exists():
             found = cls(folder)
             model = build(found.config)
@@ -170,18 +193,21 @@ class Checkpoint:
         return cls(scratch)
 
     def tokenizer(self) -> Any:
-        """What makes numbers of text, if it is there."""
+        """Load and return the tokenizer; raises transformers' error if the folder has none."""
         return transformers.AutoTokenizer.from_pretrained(self.folder)
 
     @property
     def generation(self) -> Any:
-        """How the model is to generate, if the folder says so."""
+        """The model's GenerationConfig, or None if the folder has none."""
         if not (self.folder / "generation_config.json").exists():
             return None
         return transformers.GenerationConfig.from_pretrained(self.folder)
 
     def fill(self, module: nn.Module, prefix: str = "") -> None:
-        """Give a module its weights; they stay in the file, of which all processes of a host share the memory."""
+        """Map a module's weights from the file, so that all processes of a host share their memory; freeze them.
+
+        ``prefix`` is the path of the module in the model. Weights that the file does not have stay as they are.
+        """
         state = {}
         with safe_open(self.folder / _WEIGHTS, "pt") as file:
             for name in module.state_dict():
@@ -192,29 +218,39 @@ class Checkpoint:
         module.requires_grad_(False)
 
     def _named(self, name: str) -> str:
-        """How the file calls what a model calls so: with a head, or without, it has one name more, or less."""
+        """Return the file's name for a weight of a model.
+
+        A model with a head calls its weights "model.layers.0...", a base model calls the same weights "layers.0...".
+        The file has the names of the model that was written, which may be of the other kind.
+        """
         if name in self.names:
             return name
         base = f"{self._base}."
         return name.removeprefix(base) if name.startswith(base) else base + name
 
     def nbytes(self, prefix: str) -> int:
-        """Of all weights whose names begin so."""
+        """Return the bytes of all weights whose names in the model begin with ``prefix``."""
         prefixes = (prefix, prefix.removeprefix(f"{self._base}."))
         return sum(size for name, size in self._sizes.items() if name.startswith(prefixes))
 
 
 def write_checkpoint(model: Any, folder: Path) -> None:
-    """Write a model so that `Checkpoint` reads it."""
+    """Write a model into a folder that `Checkpoint` can read.
+
+    Tied weights are written once; `remote_model` ties them again. Raises UsageError if ``model`` is no transformers
+    model.
+    """
     if not isinstance(model, PreTrainedModel):
-        raise UsageError(f"a transformers model, a folder with one, or a name, not a {type(model).__name__}")
+        raise UsageError(
+            f"a swarm serves a transformers model, a folder with one, or a name, not a {type(model).__name__}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, torch.Tensor] = {}
     known: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in model.state_dict().items():
         place = (tensor.data_ptr(), tuple(tensor.shape))
         if tensor.numel() and place in known:
-            continue  # it is tied to one that is there
+            continue  # tied to a weight that is written already
         known[place] = name
         state[name] = tensor.detach().contiguous()
     save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
@@ -224,7 +260,10 @@ def write_checkpoint(model: Any, folder: Path) -> None:
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Write a model of llama.cpp's format so that `Checkpoint` reads it, with its tokenizer."""
+    """Write a model from a file in llama.cpp's format into a folder that `Checkpoint` can read, with its tokenizer.
+
+    The weights become float32. Needs the packages gguf and accelerate.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     write_checkpoint(model, folder)
     transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
@@ -234,12 +273,15 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def new_cache(config: Any) -> Any:
-    """An empty one."""
+    """Make an empty cache for a model with this configuration."""
     return DynamicCache(config=config)
 
 
 def is_same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Whether two layers are given the same objects."""
+    """Return whether two layers are called with the same objects as (args, kwargs); compares identity, not values.
+
+    Called for each layer and token, so it is written as a loop that stops early.
+    """
     (args, kwargs), (others, named) = one, other
     if len(args) != len(others) or len(kwargs) != len(named):
         return False
@@ -250,38 +292,46 @@ def is_same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any,
 
 
 def find_cache(values: Sequence[Any]) -> Any:
-    """The cache among the arguments of a layer; None where there is none."""
+    """Return the cache among the arguments of a layer; None if there is none."""
     return next((each for each in values if isinstance(each, Cache)), None)
 
 
 class RecordedCache:
-    """What a client knows of a cache that is elsewhere: how much is in it, and what is done to it.
+    """The client's side of a cache whose entries are on the servers: counts tokens, and reports operations.
 
-    It is the model's own cache with entries of one byte. So all that generation asks of it is answered as it would be,
-    and each operation is told to ``tell`` besides. Whoever has the entries begins with ``empty``.
+    The given cache stays the model's own, with entries of one byte for each token, so that generation gets right
+    answers from it, such as its length. Each operation of `OPERATIONS` on it is also reported as ``tell(name, args)``.
+    Servers begin with copies of ``empty``. The cache holds this object, not the other way round.
     """
 
     def __init__(self, cache: Any, count: int) -> None:
         if type(cache) is not DynamicCache:
-            raise UsageError(f"a swarm keeps caches of its own, which grow: not a {type(cache).__name__}")
+            raise UsageError(
+                f"a swarm keeps its caches on the workers, where they grow, so it needs a DynamicCache or none, not a "
+                f"{type(cache).__name__}"
+            )
         self.empty = copy.deepcopy(cache)
         self._count = count
         self.tell: Callable[[str, tuple[Any, ...]], None] = lambda name, args: None
-        self._cache = weakref.ref(cache)  # which has this one
+        self._cache = weakref.ref(cache)  # the cache itself holds this object, as `cache.nbdist`
         for name in OPERATIONS:
             own = getattr(type(cache), name, None)
             if own is not None:
                 setattr(cache, name, self._recording(name, own))
 
     def _recording(self, name: str, own: Callable[..., Any]) -> Any:
+        """Return the function that replaces a method of the cache: it calls the method, then reports the call.
+
+        It refers to the cache weakly.
+        """
         known = self._cache
 
         def record(*args: Any, **kwargs: Any) -> Any:
             cache: Any = known()
             before = cache.get_seq_length() if name == "crop" else 0
-            found = own(cache, *args, **kwargs)  # first: it may be refused
+            found = own(cache, *args, **kwargs)  # first, since it may raise: then there is nothing to report
             told = (*args, *kwargs.values())
-            if name == "crop":  # by how much, whatever this version is told
+            if name == "crop":  # report the change in length, because transformers' versions differ in crop's argument
                 told = (cache.get_seq_length() - before,)
             self.tell(name, told)
             return found
@@ -289,10 +339,17 @@ class RecordedCache:
         return record
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedCache:
-        raise UsageError("a cache whose entries are elsewhere cannot be copied: take the text through the model again")
+        raise UsageError(
+            "a cache whose entries are on the workers of a swarm cannot be copied: call the model with the whole text "
+            "and a new cache"
+        )
 
     def grow(self, batch: int, tokens: int) -> None:
-        """So many tokens have come to all layers' caches."""
+        """Note that ``tokens`` more tokens of ``batch`` sequences are in the caches of all layers.
+
+        The real entries are on the servers. The cache gets entries of one byte, by its own `update`, so that lengths,
+        crops and sliding windows come out as they would with real ones. Does nothing if the cache is gone.
+        """
         cache = self._cache()
         if cache is None:
             return
@@ -300,7 +357,7 @@ class RecordedCache:
         known: dict[tuple[Any, ...], dict[str, Any]] = {}
         for number in range(self._count):
             layer = cache.layers[number] if number < len(cache.layers) else None
-            # Nearly all are alike; what one has become, the others are, too.
+            # Nearly all layers are alike: update one of each kind, and copy its attributes to the others.
             key = (type(layer), getattr(layer, "sliding_window", None), getattr(layer, "record_past", None))
             if layer is None or key not in known:
                 cache.update(little, little, number)
@@ -310,7 +367,11 @@ class RecordedCache:
 
 
 def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) -> None:
-    """Do to the entries of some layers what was done to all of the client's."""
+    """Do an operation of `OPERATIONS`, as `RecordedCache` reported it, to the entries of the layers of one span.
+
+    Layers without entries are skipped: they have nothing to change. Only `activate_past_recording` has to come before
+    the first entries.
+    """
     for layer in cache.layers[begin:end]:
         method = getattr(layer, name, None)
         if method is not None and (layer.is_initialized or name == "activate_past_recording"):
@@ -318,12 +379,12 @@ def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) ->
 
 
 def length(cache: Any, span: tuple[int, int]) -> int:
-    """How many tokens are in the caches of some layers."""
+    """Return the number of tokens in the cache entries of the layers of a span (begin, end)."""
     return int(cache.layers[span[0]].get_seq_length()) if span[0] < len(cache.layers) else 0
 
 
 def nbytes(cache: Any, span: tuple[int, int]) -> int:
-    """Of the caches of some layers."""
+    """Return the bytes of the cache entries of the layers of a span (begin, end)."""
     return sum(
         tensor.nbytes
         for layer in cache.layers[slice(*span)]
@@ -333,7 +394,10 @@ def nbytes(cache: Any, span: tuple[int, int]) -> int:
 
 
 def part(cache: Any, begin: int, end: int) -> Any:
-    """A cache with the entries of these layers only."""
+    """Return a copy of a cache that shares the entries of these layers; those of all other layers are empty.
+
+    The entries keep their numbers, so a server that has only some blocks can use the copy with the same numbers.
+    """
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     for number, layer in enumerate(found.layers):
@@ -343,24 +407,24 @@ def part(cache: Any, begin: int, end: int) -> Any:
 
 
 def forgets(cache: Any) -> bool:
-    """Whether a cache that was cropped is as if what was cropped had never been there."""
+    """Return whether a cropped cache is as if the cropped tokens had never been in it: not with sliding windows."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def windows(cache: Any) -> list[int | None]:
-    """How many tokens each layer looks back at; None for all."""
+    """Return, for each layer, the size of its sliding window in tokens; None for a layer without one."""
     return [getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in cache.layers]
 
 
 def empty(module: nn.Module) -> None:
-    """Take a module's weights from it. Its buffers stay: not all of them are in the file."""
+    """Free a module's weights: move them to the meta device. Its buffers stay, because some are in no file."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             setattr(part, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
 
 
 def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
-    """The arguments of a layer for somebody who has a cache of his own."""
+    """Return the arguments of a layer with `CACHE` in place of the cache, to be sent to a server."""
     if cache is None:
         return LayerCall(tuple(args), kwargs)
     return LayerCall(
@@ -370,7 +434,7 @@ def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
 
 
 def call(layer: nn.Module, hidden: torch.Tensor, told: LayerCall, cache: Any) -> torch.Tensor:
-    """Call a layer as its model would; its hidden states."""
+    """Call a layer with the arguments that were recorded for it and with this cache; return its hidden states."""
     args = [cache if each is CACHE else each for each in told.args]
     kwargs = {name: cache if each is CACHE else each for name, each in told.kwargs.items()}
     result = layer(hidden, *args, **kwargs)

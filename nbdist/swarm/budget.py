@@ -1,7 +1,14 @@
-"""Who may have how much memory for caches: in the order of asking, with deadlines. Pure: the time is given.
+"""Grants cache memory to sessions in the order of asking, with deadlines. Pure: callers pass the time.
 
-A session that has some already comes before one that has none: else the first would wait for room that the second
-waits for, too, and neither could end.
+The states of a ticket, and the methods of `Budget` that change them::
+
+    ask ──► "waiting" ──memory is free──► "granted" ──cancel, release──► "over"
+                │
+                ├──cancel, release──► "over"
+                └──expire──► "expired"
+
+A session that holds memory already comes before one that holds none. Otherwise the first could wait for memory that the
+second waits for, too, and neither would end.
 """
 
 from __future__ import annotations
@@ -17,11 +24,14 @@ State = Literal["waiting", "granted", "expired", "over"]
 
 
 class CacheFull(NbdistError):
-    """There is no room for a session's caches: never, or not in time."""
+    """A server has no memory for a session's caches: they are larger than its limit, or none became free in time.
+
+    The limit is ``cache_bytes`` of `nbdist.swarm.serve`. The session cannot continue; the swarm and other sessions can.
+    """
 
 
 class Ticket:
-    """Some bytes, or the wish for them."""
+    """A request for some bytes by an owner, until the time ``deadline``; it holds them while it is granted."""
 
     def __init__(self, owner: Hashable, nbytes: int, deadline: float) -> None:
         self.owner = owner
@@ -34,36 +44,45 @@ class Ticket:
 
 
 class Budget:
-    """So many bytes, or without limit if that is None."""
+    """Up to ``limit`` bytes that owners share; None for no limit. Not thread-safe: `Room` has the lock."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.used = 0
+        """Bytes that are granted to all owners."""
         self._granted: dict[Hashable, list[Ticket]] = {}
+        """The granted tickets, by owner."""
         self._waiting: list[Ticket] = []
+        """The tickets that wait, in the order of asking."""
 
     def ask(self, owner: Hashable, nbytes: int, deadline: float) -> Ticket:
-        """Want some more; what comes back is granted, or waits. `CacheFull` where it can never fit."""
+        """Ask for more bytes for an owner; return a ticket that is granted at once, or waits for its turn.
+
+        Raises `CacheFull` if the owner would then have more than the limit, so that waiting would not help.
+        """
         has = self.of(owner)
         if self.limit is not None and has + nbytes > self.limit:
             more = f", besides {has} that it has," if has else ""
-            raise CacheFull(f"{nbytes} bytes of caches{more} do not fit into {self.limit}, ever")
+            raise CacheFull(
+                f"{nbytes} bytes of caches{more} do not fit into {self.limit}, ever: "
+                "use shorter or fewer sequences, or call serve with more cache_bytes"
+            )
         ticket = Ticket(owner, nbytes, deadline)
         self._waiting.append(ticket)
         self._grant()
         return ticket
 
     def of(self, owner: Hashable) -> int:
-        """What somebody has."""
+        """Return the bytes that are granted to an owner."""
         return sum(ticket.nbytes for ticket in self._granted.get(owner, ()))
 
     @property
     def waiting(self) -> list[Ticket]:
-        """Who is next comes first."""
+        """The tickets that wait, in the order in which they will be granted."""
         return sorted(self._waiting, key=lambda ticket: ticket.owner not in self._granted)
 
     def release(self, owner: Hashable) -> list[Ticket]:
-        """Somebody wants nothing any more; who is granted something because of that."""
+        """Take back all bytes and end all tickets of an owner; return the tickets that are granted because of that."""
         for ticket in self._granted.pop(owner, []):
             self.used -= ticket.nbytes
             ticket.state = "over"
@@ -73,7 +92,7 @@ class Budget:
         return self._grant()
 
     def cancel(self, ticket: Ticket) -> list[Ticket]:
-        """What was asked for is not wanted any more; who is granted something because of that."""
+        """End one ticket and take back its bytes; return the tickets that are granted because of that."""
         if ticket.state == "waiting":
             self._waiting.remove(ticket)
         elif ticket.state == "granted":
@@ -85,7 +104,7 @@ class Budget:
         return self._grant()
 
     def expire(self, now: float) -> list[Ticket]:
-        """Whose time has come waits no longer; these, and those who are granted something because of that."""
+        """End the waiting tickets whose deadline has come; return them and those that are granted because of that."""
         expired = [ticket for ticket in self._waiting if ticket.deadline <= now]
         for ticket in expired:
             self._waiting.remove(ticket)
@@ -93,7 +112,7 @@ class Budget:
         return expired + self._grant()
 
     def _grant(self) -> list[Ticket]:
-        """Nobody overtakes: as long as the first does not fit, the others wait."""
+        """Grant waiting tickets in order, up to the first that does not fit: no smaller ticket overtakes it."""
         found = []
         for ticket in self.waiting:
             if self.limit is not None and self.used + ticket.nbytes > self.limit:

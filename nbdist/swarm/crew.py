@@ -1,7 +1,19 @@
-"""The servers of a swarm: who has which blocks, ways through them, and how they are called.
+"""The client's side of all servers: loads blocks on them, finds routes, calls them, and notices when one is lost.
 
-A server that is lost, or does not answer, is noticed by whoever calls it; so is a block that nobody has any more, which
-somebody with room is given then. All that asks comes here with blocks, and goes with servers.
+The states of a server (`Member.state`), and the methods of `Crew` that change them::
+
+    start, join            load is done           relieve              dismiss
+    ──────────► "joining" ──────────────► "online" ───────► "draining" ─────────► "offline"
+                    │                      │    ▲               │                     ▲
+                    │                _ban  ▼    │ time, answer  │                     │ close
+                    │                    (banned)               │                     │ (from any state but "gone")
+                    └───────── lose ──────────┴────── lose ─────┴─► "gone"
+
+A banned server stays "online", but gets no work for some seconds. `join` makes a new server on a worker whose
+server is "gone" or "offline".
+
+A call that fails tells the crew that its server is lost (`lose`) or does not answer (`_ban`), and raises `Gone`, upon
+which the caller asks for a new route. `Crew.way` lets a server load blocks that nobody serves any more (`_mend`).
 """
 
 from __future__ import annotations
@@ -39,23 +51,26 @@ __all__ = ["Crew", "Forgotten", "Gone"]
 
 _numbers = itertools.count()
 _LOADING = 300.0
-"""Seconds that it may take to load blocks, besides: the first time, transformers is imported."""
+"""Seconds that loading blocks may take beyond the time of a step: at first, the worker imports transformers."""
 _THERE = 15.0
-"""Seconds within which, at least, a worker that is new has to answer: while it imports, others have to wait."""
+"""Seconds, at least, for a new worker to answer: its other threads have to wait while it imports transformers."""
 _BAN = 5.0
-"""Seconds for which a server is left alone that did not answer."""
+"""Seconds for which a server is not called after it did not answer; `Member.ban` doubles them for each failure."""
 
 
 class Gone(NbdistError):
-    """A server is gone, or does not answer, and the swarm knows."""
+    """A server died or did not answer, and the crew has noted that: the caller should ask for another route."""
 
 
 class Forgotten(Gone):
-    """A server has no such session, or block, any more."""
+    """A server answers, but does not have the session or block any more."""
 
 
 class Crew:
-    """All servers, those that are gone included."""
+    """All servers of a swarm, including those that are gone.
+
+    Any thread may use it. Methods that call servers have to be called within `working`.
+    """
 
     def __init__(
         self,
@@ -73,70 +88,78 @@ class Crew:
         self.step_timeout = step_timeout
         self.points = spend
         self.ban_seconds = _BAN
+        """Seconds of the first ban of a server."""
         self._folder = folder
         self._sizes = sizes
         self._journal = journal
         self._room = room
         self._route_timeout = route_timeout
         self._members: dict[str, Member] = {}
+        """By name of the worker, in the order in which they came."""
         self._choose = random.Random(0)
         self._changed = threading.Condition(threading.RLock())
-        """Held for what is known of servers; notified when somebody has come."""
+        """Guards the list of members and their states; notified when a worker has loaded its blocks."""
         self._arranging = threading.RLock()
-        """Held by who gives blocks to servers; never while a session's lock is waited for."""
+        """Held by a thread that gives blocks to servers. A session's lock comes before it, `_changed` after it."""
         self.closed = False
         self._agent = api.current_agent()
         self.incarnation = self._agent.me.incarnation
+        """The incarnation of this client's agent. When servers lose the agent, they drop this client's sessions."""
         weakref.finalize(self, self._agent.on_lost(_Listener(self))).atexit = False
 
     # -- who there is -------------------------------------------------------------------------
 
     @property
     def members(self) -> list[Member]:
-        """All that have ever served, each worker's last."""
+        """All members, including those that are gone; of several on one worker, the last."""
         with self._changed:
             return list(self._members.values())
 
     @property
     def there(self) -> list[Member]:
-        """Those that can be asked."""
+        """The members that can be called: online, banned or draining."""
         return [member for member in self.members if member.there]
 
     def member(self, worker: int | str) -> Member:
-        """What serves on a worker."""
+        """Return the member on a worker, given by name or id; UsageError if the worker does not serve."""
         name = self._name_of(worker)
         with self._changed:
             found = self._members.get(name)
         if found is None or found.state in ("gone", "offline"):
-            raise UsageError(f"{name} serves nothing")
+            raise UsageError(f"{name} serves no blocks: it never joined this swarm, has left it, or is gone")
         return found
 
     def _name_of(self, worker: int | str) -> str:
+        """Return the name of a worker that is given by name or id."""
         if isinstance(worker, str):
             return worker
         known = self._agent.members()
         return next((record.name for record in known if record.id == worker), str(worker))
 
     def lose(self, incarnation: int, why: object) -> None:
-        """A worker is gone."""
+        """Note that the worker with this incarnation is gone; a second call does nothing.
+
+        Called by a thread whose call failed, and by the agent when it loses a member.
+        """
         with self._changed:
             member = next((each for each in self._members.values() if each.incarnation == incarnation), None)
             if member is None or member.state in ("gone", "offline"):
                 return
-            if self._agent.member(incarnation) is None:  # the same, whoever notices first
+            # The agent's reason is the same, whoever notices the death first.
+            if self._agent.member(incarnation) is None:
                 why = self._agent.why_gone(member.name) or why
             blocks = member.blocks
             member.rest("gone", str(why).splitlines()[0] if str(why) else "")
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
 
     def kill(self, member: Member) -> None:
-        """Kill its worker's process, as an accident would."""
+        """Kill the process of a member's worker with SIGKILL; a worker on another host does it itself."""
         record = self._agent.member(member.incarnation)
         if record is None:
-            raise UsageError(f"{member.name} is gone")
+            raise UsageError(f"{member.name} is gone already")
         here = record.host == self._agent.me.host
         if here and record.pid == os.getpid():
-            raise UsageError(f"{member.name} is this process: leave({member.name!r}) relieves it")
+            raise UsageError(f"{member.name} is this process: call leave({member.name!r}) to take it out of the swarm")
         self._journal.tell(f"{member.name} is killed")
         if here:
             os.kill(record.pid, signal.SIGKILL)
@@ -144,9 +167,10 @@ class Crew:
             api.rpc_async(member.name, _die)
 
     def _ban(self, member: Member, why: str = "") -> None:
+        """Do not call a server for a while; ``why`` completes its name in the log, by default "did not answer ..."."""
         with self._changed:
             if member.state == "joining" or member.is_banned(time.monotonic()):
-                return  # nobody asks it yet; or that was by another call, for the same
+                return  # a joining server serves nobody yet; a banned one has failed another call at the same time
             seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
         told = why or f"did not answer for {self.step_timeout:g} s"
         self._journal.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
@@ -154,7 +178,10 @@ class Crew:
     # -- who has what -------------------------------------------------------------------------
 
     def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
-        """Have these workers load these blocks, all at the same time; ``tell`` shows how far they are."""
+        """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
+
+        Raises what `_came` raises for the first worker that fails.
+        """
         made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
         asked = [(member, self.send(member, "load", *span, extra=_LOADING)) for member, span in made]
         for number, (member, answer) in enumerate(asked):
@@ -162,7 +189,7 @@ class Crew:
             self._came(member, answer)
 
     def join(self, worker: int | str, begin: int, end: int, tell: Steps) -> None:
-        """Have a worker serve these blocks, besides those that it serves already; ``tell`` shows how far it is."""
+        """Load these blocks on a worker besides those that it serves; ``tell`` shows the progress."""
         with self._changed:
             known = self._members.get(self._name_of(worker))
         member = known if known is not None and known.state == "online" else self._made(worker)
@@ -171,19 +198,25 @@ class Crew:
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
     def _made(self, worker: int | str) -> Member:
+        """Make a new server on a worker, without waiting for it; it replaces an older member of the same name."""
         record = self._agent.find(worker)
         address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
         server: RRef[Server] = api.remote(record.name, Server, (self._folder, self.options, address.key))
         member = Member(record.name, record.incarnation, server, address, self._room)
         with self._changed:
-            before = self._members.pop(member.name, None)  # it is shown as the last that has come
+            before = self._members.pop(member.name, None)  # popped, so that the new member is the last of the list
             if before is not None:
-                before.rest("gone")  # its worker is back, before anybody has noticed
+                before.rest("gone")  # the worker died and was restarted before anybody noticed
             self._members[member.name] = member
         self._journal.news()
         return member
 
     def _came(self, member: Member, asked: Future[list[int]]) -> None:
+        """Wait until a server has loaded its blocks, and let it serve them.
+
+        A new server that fails is gone. Raises WorkerLost if the worker died, UsageError if the swarm was closed
+        meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
+        """
         try:
             blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _THERE))
         except BaseException as error:
@@ -191,9 +224,9 @@ class Crew:
                 self.lose(member.incarnation, error)
                 self._release(member)
             if isinstance(error, Exception):
-                self.check_open()  # else that is why
+                self.check_open()  # if the swarm was closed meanwhile, that is the cause
             if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
-                raise error.__cause__ from None  # Gone is for those who ask another server instead
+                raise error.__cause__ from None  # Gone is for callers that can use another server instead
             raise
         with self._changed:
             if member.state == "joining":
@@ -202,28 +235,31 @@ class Crew:
                 member.blocks = blocks
             self._changed.notify_all()
         if member.state != "online":
-            raise Gone(f"{member.name} is {member.state}")
+            raise Gone(f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died")
         self._journal.tell(f"{member.name} serves {named(blocks)}")
 
     def relieve(self, member: Member) -> None:
-        """Have others take a server's blocks; who goes through it is to go elsewhere then."""
+        """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
+
+        Its sessions still have to move. If nobody can take its blocks (`NoRoute`), it is online again.
+        """
         with self._arranging:
             with self._changed:
                 if not member.there:
-                    raise UsageError(f"{member.name} is {member.state}")
-                member.state = "draining"  # perhaps again, after an interrupt
-            self._journal.tell(f"{member.name} is to leave")
+                    raise UsageError(f"{member.name} is {member.state}, so it cannot leave now")
+                member.state = "draining"  # it may be that already, when an interrupted call is repeated
+            self._journal.tell(f"{member.name} is about to leave")
             try:
                 while not self._mended(0, len(self._sizes)):
                     pass
             except BaseException:
                 with self._changed:
-                    if member.state == "draining":  # not gone meanwhile
+                    if member.state == "draining":  # unless it died meanwhile
                         member.state = "online"
                 raise
 
     def dismiss(self, member: Member) -> None:
-        """A server is not needed any more."""
+        """Let a server that has been relieved go: it becomes "offline", and frees its blocks and caches."""
         with self._changed:
             member.rest("offline")
         self._release(member)
@@ -231,11 +267,15 @@ class Crew:
 
     @staticmethod
     def _release(member: Member) -> None:
-        with contextlib.suppress(NbdistError):  # its worker may be gone
+        """Release the reference to a server, so that its worker frees it."""
+        with contextlib.suppress(NbdistError):  # the worker may be gone
             member.server.release()
 
     def shift(self, begin: int, end: int, member: Member) -> list[Member]:
-        """Have a server take these blocks; those who had them, and have to `unload` them."""
+        """Load these blocks on a server and take them away from all others; return those others.
+
+        The others keep the weights until `unload`, so that steps under way can end and sessions can move.
+        """
         relieved = []
         with self._arranging:
             loaded = self.outwait(member, self.send(member, "load", begin, end, extra=_LOADING))
@@ -250,35 +290,42 @@ class Crew:
         return relieved
 
     def unload(self, members: Sequence[Member]) -> None:
-        """Have servers drop the blocks that are not theirs any more."""
+        """Free the weights of the blocks that these servers do not serve any more."""
         with self._arranging:
             for member in members:
                 with contextlib.suppress(Gone):
                     self.ask(member, "unload", member.blocks)
 
     def close(self) -> None:
-        """Nobody is asked any more."""
+        """Release all servers, so that their workers free blocks and caches.
+
+        Afterwards, `check_open` and `way` raise UsageError. A second call does nothing.
+        """
         self.closed = True
         for member in self.members:
             if member.state not in ("offline", "gone"):
-                self._release(member)  # first: an interrupt may come, and another call
+                self._release(member)  # before the state changes: after an interrupt, a second call does it again
                 with self._changed:
                     member.rest("offline")
 
     @property
     def ended(self) -> bool:
-        """Whether nobody serves any more, nor will: it was closed, or its cluster has ended."""
+        """True once the swarm was closed or the agent has ended."""
         return self.closed or self._agent.closed
 
     def check_open(self) -> None:
-        """Whether it is closed: an error."""
+        """Raise UsageError if the swarm is closed."""
         if self.closed:
-            raise UsageError("this swarm is closed")
+            raise UsageError("this swarm is closed: call nbdist.swarm.serve again")
 
     # -- ways ---------------------------------------------------------------------------------
 
     def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, Member]]:
-        """A way through these blocks: the fastest, or a random one of those that share the work."""
+        """Return a route through these blocks: the fastest one, or a random one that spreads the load (``spread``).
+
+        If nobody serves a block, a server loads it first. If no server can, wait while a worker is joining, and for
+        ``route_timeout`` seconds in any case; then raise `NoRoute`.
+        """
         began = time.monotonic()
         while True:
             self.check_open()
@@ -297,15 +344,16 @@ class Crew:
                 else:
                     spans = routing.route(offers, begin, end)
             except NoRoute:
-                continue  # somebody has just gone
+                continue  # a server has been lost since `_mended`
             return [(span, members[span.server]) for span in spans]
 
     def _serving(self) -> dict[str, Member]:
+        """Return the members that may get new work, by name."""
         now = time.monotonic()
         return {member.name: member for member in self.members if member.serves(now)}
 
     def _may_come(self, since: float) -> bool:
-        """Wait for whoever comes, where nobody is left who could take something; False when that is over."""
+        """Wait a moment for a worker to join; return False if the time for that, counted from ``since``, is over."""
         with self._changed:
             joining = any(member.state == "joining" for member in self._members.values())
             if not joining and time.monotonic() - since >= self._route_timeout:
@@ -315,7 +363,7 @@ class Crew:
         return True
 
     def _mended(self, begin: int, end: int) -> bool:
-        """Have somebody take the blocks that nobody has; False if somebody else has to be found."""
+        """Let servers load the blocks that nobody serves; return False if one failed and this has to be done again."""
         try:
             self._mend(begin, end)
         except Gone:
@@ -323,6 +371,11 @@ class Crew:
         return True
 
     def _mend(self, begin: int, end: int) -> None:
+        """Let servers load those of these blocks that nobody serves; does nothing if there are none.
+
+        Raises `NoRoute`, which says why other servers do not serve, or `Gone` if a server fails: one that dies is
+        lost, one that cannot load, such as for lack of memory, is banned.
+        """
         if not _missing(self._serving(), begin, end):
             return
         with self._arranging:
@@ -333,7 +386,7 @@ class Crew:
                 spans = routing.assign(blocks, begin, end, self._sizes, room)
             except NoRoute as error:
                 raise NoRoute("; ".join([str(error), *self._excused()])) from None
-            for span in spans:  # who hangs is not waited for as long as who loads
+            for span in spans:  # a quick call first: finding that a server hangs must not take as long as loading may
                 self.ask(members[span.server], "info")
             asked = [self.send(members[span.server], "load", span.begin, span.end, extra=_LOADING) for span in spans]
             for span, answer in zip(spans, asked, strict=True):
@@ -342,7 +395,7 @@ class Crew:
                     loaded = self.outwait(member, answer)
                 except Gone:
                     raise
-                except Exception as error:  # it has no memory, say
+                except Exception as error:  # such as MemoryError
                     self._ban(member, f"could not take {wanted}: {type(error).__name__}: {error}")
                     raise Gone(f"{member.name}: {error}") from error
                 with self._changed:
@@ -351,7 +404,7 @@ class Crew:
                 self._journal.tell(f"{member.name} takes {wanted}")
 
     def _excused(self) -> list[str]:
-        """Why others do not serve."""
+        """Return why each server that is not online does not serve, for error messages."""
         told = [member.told(time.monotonic(), self._sizes, None) for member in self.members]
         return [
             f"{each['name']} is {each['state']}{': ' if each['note'] else ''}{each['note']}"
@@ -363,30 +416,51 @@ class Crew:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Calls are ours, by the agent that made this, and none of the user's context."""
+        """Return a context manager to enter around calls of servers.
+
+        Inside, calls are made by the agent with which the crew was made, whatever agent the calling thread has, and a
+        user's distributed autograd context does not record them.
+        """
         with self._agent.activate(), recorder().contexts.outside():
             yield
 
     def send(self, member: Member, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
-        """Call a server; `answer` has the result. It may take so much longer than an answer does."""
+        """Call a method of a server, without waiting; `answer` takes the future that is returned.
+
+        The call times out ``extra`` seconds after the time of a step. A call to a server that is known to be lost
+        returns a failed future.
+        """
         timeout = self.step_timeout + extra
         try:
             found: Future[Any] = getattr(member.server.rpc_async(timeout), method)(*args, **kwargs)
         except (WorkerLost, RRefError) as error:
             found = Future()
-            found.set_exception(error.with_traceback(None))  # whose frames have the future, and the session's cache
+            # Without its traceback, whose frames refer to the future and to the session's cache.
+            found.set_exception(error.with_traceback(None))
         return found
 
     def answer(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
-        """What it says; `Gone` if it is lost, or does not answer in the call's time, or from now on."""
+        """Wait for a call's result and return it; a large result is fetched in pieces.
+
+        Notes what a failure says of the server. Errors of the computation itself are raised as they are.
+
+        Args:
+            member: the server that was called.
+            asked: what `send` returned.
+            within: seconds to wait from now on; by default until the call itself times out.
+
+        Raises:
+            Gone: the server is lost, or has not answered in time and is banned.
+            Forgotten: the server does not have the block or the session, or its input has not arrived.
+        """
         with member.asked():
             try:
                 found = asked.wait(within)
                 if isinstance(found, Reply):
                     found = found._replace(result=fetch(found.result, self.step_timeout))
                 return found
-            # Without its traceback: the call has the error, and its frames have the call, and with it a session's
-            # cache, which would be there until the garbage collector comes.
+            # Errors lose their tracebacks: the call refers to the error, whose frames refer to the call and to a
+            # session's cache, which would stay until the garbage collector runs.
             except (WorkerLost, RRefError) as error:
                 self.lose(member.incarnation, error)
                 raise Gone(member.name) from error.with_traceback(None)
@@ -403,22 +477,28 @@ class Crew:
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
 
     def outwait(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
-        """The same, of what may take long: meanwhile it is seen that the worker answers at all."""
+        """Wait for a call that may take long, like `answer`, as long as its worker answers another call meanwhile.
+
+        The worker is asked every ``within`` seconds, by default the time of a step; no answer raises `Gone`.
+        """
         within = self.step_timeout if within is None else within
         with member.asked():
             while not asked.done():
-                with contextlib.suppress(Exception):  # it is raised below, if it is the call's
+                with contextlib.suppress(Exception):  # an error of the call is raised by `answer` below
                     asked.wait(within)
-                if not asked.done():  # the server itself may be in the making
+                if not asked.done():  # call the worker, not the server, which may not have been made yet
                     self.answer(member, api.rpc_async(member.name, _do_nothing, timeout=within))
         return self.answer(member, asked)
 
     def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a server, and wait."""
+        """Call a method of a server and wait for its result: `send`, then `answer`."""
         return self.answer(member, self.send(member, method, *args, **kwargs))
 
     def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
-        """Have a server compute something; its result."""
+        """Call a server's `forward` or `backward` and return its result; note how fast the server was.
+
+        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through.
+        """
         began = time.perf_counter()
         reply: Reply = self.ask(
             member, method, *map(leave, args), points=self.points(method, tokens), patience=self.step_timeout
@@ -427,7 +507,7 @@ class Crew:
         return reply.result
 
     def abandon(self, session: str, members: Sequence[Member] | None = None, begin: int | None = None) -> None:
-        """Have servers forget a session, without waiting for that: all, or these, or their spans that begin there."""
+        """Tell all servers, or ``members``, to drop a session, or its span at ``begin``; does not wait."""
         with self.working():
             for member in self.there if members is None else members:
                 if member.there:
@@ -435,7 +515,7 @@ class Crew:
 
 
 class _Listener:
-    """Tells a crew of workers that are lost, and does not keep it."""
+    """The agent's listener that tells a crew of lost workers; it holds the crew weakly."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = weakref.ref(crew)
@@ -447,13 +527,15 @@ class _Listener:
 
 
 def _do_nothing() -> None:
-    """Be there."""
+    """Do nothing: an answer to this call shows that a worker lives."""
 
 
 def _die() -> None:
+    """Kill this process: runs on the worker that `Crew.kill` kills."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _missing(members: dict[str, Member], begin: int, end: int) -> bool:
+    """Return whether there is a block in the range that none of these members has."""
     known = {number for member in members.values() for number in member.blocks}
     return any(number not in known for number in range(begin, end))

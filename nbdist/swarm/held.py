@@ -1,6 +1,7 @@
-"""What a server holds of one session: its caches, what is to go in, and who waits for what comes out.
+"""One session on one server: its caches, the steps that clients have asked for, and the inputs that have arrived.
 
-Steps, and what goes into them, come in any order; nothing here waits.
+Calls for steps, and their inputs, arrive in any order. Nothing here waits: `Held.take_up` returns a step whose input is
+complete, and `nbdist.swarm.server` computes it.
 """
 
 from __future__ import annotations
@@ -20,79 +21,100 @@ from nbdist.swarm.neighbours import Address
 __all__ = ["AGAIN", "Asked", "Held", "NoSession", "Reply"]
 
 AGAIN = -1
-"""The number of steps that a session is brought back by."""
+"""The number of all steps that are replayed from a history; those of new steps begin with 1."""
 
 
 class NoSession(NbdistError):
-    """A server does not know a session, any more."""
+    """A server does not have a session: it was closed, dropped, moved away, or never opened there."""
 
 
 class Reply(NamedTuple):
-    """What came out of some blocks, and how the server is."""
+    """The output of some blocks, and some numbers about the server."""
 
     result: Any
+    """A tensor, or a tuple of tensors; a large one is `Left` on the server."""
     seconds: float
-    """That it has computed."""
+    """Seconds spent on computing; 0 for an answer that was known already."""
     cache: int
+    """Bytes reserved for caches on the server."""
     sessions: int
+    """The number of sessions on the server."""
     steps: int
+    """The number of steps that the server has computed."""
 
 
 @dataclass(eq=False)
 class Asked:
-    """Somebody wants the result of a step."""
+    """A call for a step, which waits for its input and for its turn."""
 
     number: int
     tokens: int
     step: Step
     push: bool
     deadline: float
-    """Until when what goes in may come;"""
+    """The time, by time.monotonic, until which the input has to arrive."""
     patience: float
-    """and seconds from then on in which it is to be answered."""
+    """Seconds that the client allows for a step; half of it may pass in waiting for cache memory."""
     points: float
+    """What the client spends on it, for its priority."""
     answer: Future[Reply] | None
 
     def settle(self, reply: Reply | None, error: BaseException | None) -> None:
-        """Tell whoever asked; once, and let go of them: the frames of an error, which they have, have this."""
+        """Complete the caller's future; a second call does nothing.
+
+        The future is dropped here, because the frames of its error refer to this object: they would keep each other.
+        """
         answer, self.answer = self.answer, None
         if answer is not None:
             answer.try_settle(reply, error)
 
 
 class Held:
-    """The caches of one session here, and what is to be done with them."""
+    """One session on a server, at one span: its caches and its queue of steps.
+
+    `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy``, ``exported`` and ``ended``.
+    """
 
     def __init__(self, cache: Any, client: int, expected: int) -> None:
         self.cache = cache
         self.client = client
         self.expected = expected
-        """Tokens that it will have, if that was said."""
+        """Tokens that the session will have in the end, as its client said; 0 if unknown."""
         self.taken = AGAIN
-        """The number of the last step."""
+        """The number of the last step that was computed."""
         self.last: torch.Tensor | None = None
+        """The output of that step, in case a client asks for it again."""
         self.next: tuple[Address, int] | None = None
-        """Where what comes out goes, and which block that begins with."""
+        """The server to which the output is pushed, and the first block of its span; None behind the last span."""
         self.changed = threading.Condition()
         self.asked: list[Asked] = []
         self.given: dict[int, dict[int, torch.Tensor]] = {}
-        """What is to go in, by number of step and by its first token."""
+        """Hidden states that have arrived, by number of the step and by their first token in it."""
         self.busy = False
-        """Whether some thread sees to it."""
+        """Whether a thread is computing steps of the session."""
         self.exported = False
-        """Whether another server goes on with it."""
+        """Whether the session has moved to another server."""
         self.ended = ""
+        """Why the session is over; empty while it is not."""
         self.used = time.monotonic()
+        """When it was last called."""
 
     def give(self, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Some of what is to go in; the same again is no matter."""
+        """Store hidden states of step ``number``, from token ``at`` on. Storing the same part twice is harmless.
+
+        Inputs of steps that were computed already are dropped. The caller holds `changed`.
+        """
         if number > self.taken or number == AGAIN:
             given = self.given.setdefault(number, {})
             if at not in given or given[at].shape[1] < hidden.shape[1]:
                 given[at] = hidden
 
     def take_up(self) -> tuple[Asked, torch.Tensor | None] | None:
-        """What can be done now, by whoever calls: a step, with what goes in; or to answer again, without."""
+        """Take a call that can be answered now out of the queue; return it with its input, or None if there is none.
+
+        The input is None for the last step, whose output is known. Calls for earlier steps fail with UsageError. The
+        caller holds `changed`.
+        """
         for asked in list(self.asked):
             known = asked.number != AGAIN and asked.number <= self.taken
             hidden = None if known else self._given_for(asked)
@@ -101,11 +123,17 @@ class Held:
             self.asked.remove(asked)
             if not known or asked.number == self.taken:
                 return asked, hidden
-            asked.settle(None, UsageError(f"step {asked.number} comes after step {self.taken}"))
+            asked.settle(
+                None,
+                UsageError(
+                    f"the call for step {asked.number} comes after step {self.taken} was computed: "
+                    "the numbers of a session's steps have to go up"
+                ),
+            )
         return None
 
     def _given_for(self, asked: Asked) -> torch.Tensor | None:
-        """What is to go in, if all of it is there."""
+        """Return the whole input of a step; None if a part of it has not arrived."""
         found: list[torch.Tensor] = []
         at, given = 0, self.given.get(asked.number, {})
         while at < asked.tokens:
@@ -116,7 +144,7 @@ class Held:
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def taken_to(self, number: int, result: torch.Tensor) -> None:
-        """A step has been taken."""
+        """Note that step ``number`` was computed, with its output; drop the inputs up to it."""
         with self.changed:
             self.last = result
             self.taken = max(self.taken, number)
@@ -124,7 +152,7 @@ class Held:
                 del self.given[known]
 
     def end(self, why: str) -> None:
-        """Nothing is done any more."""
+        """End the session for the reason ``why``: all waiting calls, and all later ones, fail with `NoSession`."""
         with self.changed:
             self.ended = self.ended or why
             asked, self.asked = self.asked, []
@@ -133,10 +161,12 @@ class Held:
             each.settle(None, NoSession(self.ended))
 
     def expire(self, now: float) -> None:
-        """Whoever waits for what does not come waits no longer."""
+        """Fail the calls whose input has not arrived by their deadline with TimeoutError."""
         with self.changed:
             late = [each for each in self.asked if each.deadline <= now]
             self.asked = [each for each in self.asked if each not in late]
         for each in late:
-            error = TimeoutError(f"what goes into step {each.number} has not come from whoever is before")
+            error = TimeoutError(
+                f"the input of step {each.number} has not arrived, neither from the server before nor from the client"
+            )
             each.settle(None, error)

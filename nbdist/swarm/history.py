@@ -1,7 +1,7 @@
-"""What has gone into a span of blocks in one session: enough to bring another worker to where it was.
+"""The steps of one span of a session, as data: enough to bring the caches of another server to the same state.
 
-It is kept by the client, at the entrance of each span, and is data only. What was cropped away whole is forgotten, so
-that a text of which one tries many ends takes no more than its longest.
+The client keeps a `History` for each span. Steps that are cropped away as a whole are dropped, so that trying many
+endings of a text (as assisted generation does) takes no more memory than the longest of them.
 """
 
 from __future__ import annotations
@@ -15,40 +15,48 @@ __all__ = ["History", "Operation", "Step"]
 
 
 class Operation(NamedTuple):
-    """Something done to a cache between two steps: the name of its method, and what that was given."""
+    """A change of a cache between two steps: the name of its method, and the arguments."""
 
     name: str
     args: tuple[Any, ...]
 
 
 class Step(NamedTuple):
-    """Some tokens that go through: what is done to the cache before, the hidden states, and how layers are called."""
+    """One step of a session on a span of blocks.
+
+    ``before`` are the changes of the cache that come first, ``hidden`` the hidden states of the new tokens.
+    """
 
     before: tuple[Operation, ...]
     hidden: torch.Tensor
     calls: tuple[Any, ...]
-    """For each block of the span."""
+    """For each block of the span, a `LayerCall`: how it is called."""
     prompts: torch.Tensor | None = None
-    """What is added to the first of these tokens at the entrance of each block of the span."""
+    """(blocks, sequences or 1, tokens, width): added to the first of the new tokens before each block."""
 
 
 @dataclass
 class History:
-    """The steps of one span, oldest first, and what came out behind it."""
+    """The steps of one span, oldest first, and the output of each."""
 
     forgets: bool = True
-    """Whether a cache that has been cropped is as if what was cropped had never been: not with sliding windows."""
+    """Whether a cropped cache is as if the cropped tokens had never been in it: not with sliding windows."""
     steps: list[Step] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0
-    """So many are in the cache."""
+    """The number of tokens in the cache now."""
 
     def add(self, step: Step, result: torch.Tensor) -> None:
-        """One more has been taken."""
+        """Append a step and its output.
+
+        If its first operation crops the last steps away as a whole, those are dropped, and their own operations come
+        first instead. An operation "crop" has one argument, the change in length, which is negative.
+        """
         before = list(step.before)
         for operation in step.before:
             if operation.name == "crop":
                 self.tokens += operation.args[0]
+        # A crop by at least the whole last step undoes it: drop the step, and crop the steps before it by the rest.
         while self.forgets and before and before[0].name == "crop" and self.steps:
             last = self.steps[-1]
             left = before[0].args[0] + last.hidden.shape[1]

@@ -1,4 +1,4 @@
-"""What has happened in a swarm, for whoever watches it: lines of text, and the session that writes."""
+"""The log of a swarm and its last session, which a map shows, and the listeners that are called on changes."""
 
 from __future__ import annotations
 
@@ -18,32 +18,37 @@ __all__ = ["Journal"]
 
 _log = logging.getLogger("nbdist.swarm")
 _KEPT = 200
+"""Lines of the log that are kept."""
 _SHOWN = 50
+"""Lines of the log that a map shows."""
 _RATE = 20
-"""Steps over which the rate of a session is told."""
+"""The number of steps over which the tokens per second of a session are measured."""
 _PAUSE = 2.0
-"""Seconds without a step after which a session is idle: between two steps its client computes."""
+"""Seconds without a step until a session is shown as idle: between two steps its client computes for a moment."""
 
 
 class Journal:
-    """Tells its listeners that there is news, and has it for them."""
+    """Keeps the log and the last session of a swarm, and calls listeners when something changes.
+
+    Any thread may call it.
+    """
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=_KEPT)
         self._listeners: list[Callable[[], None]] = []
         self._session: weakref.ref[Session] | None = None
-        """That which has taken a step last."""
+        """The session that has taken the last step."""
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE)
-        """When its last were taken, and of how many tokens."""
+        """The time, and the number of tokens, of each of its last steps."""
         self._lock = threading.Lock()
 
     @property
     def lines(self) -> list[str]:
-        """What has happened."""
+        """The last lines of the log, oldest first."""
         return [text for _, text in list(self._lines)]
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have ``callback()`` called, by whatever thread, when something has changed. Returns what ends that."""
+        """Call ``callback()`` on every change, in the thread that made it; return a function that stops that."""
         self._listeners.append(callback)
 
         def forget() -> None:
@@ -53,20 +58,20 @@ class Journal:
         return forget
 
     def news(self) -> None:
-        """Something has changed."""
+        """Call all listeners; their errors are logged, because the calling thread is not to blame for them."""
         for listener in list(self._listeners):
             try:
                 listener()
-            except Exception:  # who has news is not to blame, and goes on
-                _log.exception("a listener of a swarm failed")
+            except Exception:
+                _log.exception("a listener of a swarm, such as its map, failed")
 
     def tell(self, text: str) -> None:
-        """Something has happened."""
+        """Append a line to the log, and call all listeners."""
         self._lines.append((time.time(), text))
         self.news()
 
     def stepped(self, session: Session, tokens: int) -> None:
-        """A session has taken a step."""
+        """Note that a session has taken a step of so many tokens."""
         with self._lock:
             if self._session is None or self._session() is not session:
                 self._session = weakref.ref(session)
@@ -75,14 +80,17 @@ class Journal:
         self.news()
 
     def told(self) -> dict[str, Any]:
-        """What a map shows of it."""
+        """Return the data for a map: ``route`` and ``session`` of the session with the last step, and the ``log``.
+
+        ``session`` is None without one, else a dict of its id, tokens, rate (tokens per second) and state.
+        """
         lines = [[at, text] for at, text in list(self._lines)[-_SHOWN:]]
         with self._lock:
             session = self._session() if self._session is not None else None
             steps = list(self._steps)
         if session is None:
             return {"route": [], "session": None, "log": lines}
-        elapsed = steps[-1][0] - steps[0][0]
+        elapsed = steps[-1][0] - steps[0][0]  # the tokens of the first step came before it, so they do not count
         rate = sum(tokens for _, tokens in steps[1:]) / elapsed if elapsed else 0.0
         writes = session.state == "idle" and time.monotonic() - steps[-1][0] < _PAUSE
         state = "writing" if writes else session.state

@@ -1,7 +1,7 @@
-"""What is too large for one message: it goes in pieces, so that a slow line does not keep all else from passing.
+"""Sends large hidden states and gradients in pieces, so that other messages can pass them on a slow connection.
 
-That holds for hidden states and their gradients. What is pushed goes in `pieces` of some tokens each. What comes along
-with a request, or with its answer, is left where it is, and whoever is told of it fetches it (`leave`, `fetch`).
+Hidden states that are pushed go in `pieces` of some tokens each. A large tensor in a request or in its answer stays
+with its sender (`leave`), which sends a `Left` instead; the receiver fetches the tensor piece by piece (`fetch`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nbdist.rpc.rref import RRef
 __all__ = ["Left", "fetch", "leave", "pieces"]
 
 _PIECE = 4 << 20
-"""Bytes of a tensor in one message."""
+"""Bytes of a tensor that one message may have."""
 _AHEAD = 2
-"""So many pieces are asked for at a time."""
+"""The number of pieces that are requested at a time."""
 
 
 class Left(NamedTuple):
-    """A tensor that is still where it was made."""
+    """A tensor that has stayed with its sender: its shape and type, and a reference to its values in one dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,25 +32,28 @@ class Left(NamedTuple):
 
 
 def leave(value: Any) -> Any:
-    """What to send for a value: it, or, if it is a large tensor, where that is; of a tuple, for each of it."""
+    """Return what to send for a value: a `Left` for a large tensor, else the value; for a tuple, one by one."""
     if type(value) is tuple:
         return tuple(map(leave, value))
     if not isinstance(value, torch.Tensor):
         return value
-    if min(value.nbytes, value.untyped_storage().nbytes()) <= _PIECE:  # the latter, of one that is expanded
+    if min(value.nbytes, value.untyped_storage().nbytes()) <= _PIECE:  # an expanded tensor has the smaller storage
         return value
     flat: RRef[torch.Tensor] = RRef(value.detach().reshape(-1))
     return Left(tuple(value.shape), value.dtype, flat)
 
 
 def fetch(value: Any, timeout: float) -> Any:
-    """The value, if that was sent; else what has been left, each piece of which must come in time."""
+    """Return the value for which `leave` returned this, fetching a large tensor from its sender in pieces.
+
+    Raises RpcTimeout if a piece takes longer than ``timeout`` seconds, WorkerLost or RRefError if the sender is gone.
+    """
     if type(value) is tuple:
         return tuple(fetch(each, timeout) for each in value)
     if not isinstance(value, Left):
         return value
     found = torch.empty(math.prod(value.shape), dtype=value.dtype)
-    size = max(1, _PIECE // found.element_size())
+    size = max(1, _PIECE // found.element_size())  # elements in one piece
     asked: deque[tuple[torch.Tensor, Future[torch.Tensor]]] = deque()
     for place in found.split(size):
         begin = place.storage_offset()
@@ -63,14 +66,16 @@ def fetch(value: Any, timeout: float) -> Any:
 
 
 def _enter(place: torch.Tensor, piece: Future[torch.Tensor]) -> None:
+    """Wait for a piece and copy it to its place."""
     try:
         place.copy_(piece.wait())
     finally:
-        del piece  # or its error, by its traceback and this frame, would hold itself
+        del piece  # otherwise its error, whose traceback has this frame, would refer to itself
 
 
 def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Hidden states in parts that are small enough for a message each, with the first token of each part."""
+    """Split hidden states by tokens into parts that are small enough for one message; return (first token, part)s."""
     count = hidden.shape[1]
+    # Tokens in one piece. A piece has all sequences of the batch, so one token may exceed the limit: it goes alone.
     size = max(1, _PIECE * count // max(1, hidden.nbytes))
     return [(at, hidden[:, at : at + size]) for at in range(0, count, size)] if count > size else [(0, hidden)]

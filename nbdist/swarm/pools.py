@@ -1,6 +1,6 @@
-"""What a server is asked to compute, in the order in which it does: by priority, then by time. Pure.
+"""The queue of requests that a server has to compute: by priority, then in the order of arrival. Pure.
 
-Requests of one kind that can be computed as one are handed out together, up to a size.
+Requests of one kind that can be computed as one are taken out together, up to a number of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Pools", "Request", "TooLarge", "prioritize"]
 
 
 class TooLarge(NbdistError):
-    """A request is larger than a server takes."""
+    """A request has more tokens than a server accepts (`Options.largest`)."""
 
 
 _numbers = itertools.count()
@@ -24,60 +24,69 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class Request:
-    """Something to compute."""
+    """One request to compute something.
+
+    ``work`` is opaque here: `nbdist.swarm.runtime` puts its job into it.
+    """
 
     kind: str
+    """"step", "forward", "backward" or "unload"."""
     size: int
-    """Tokens."""
+    """The number of tokens, of all sequences."""
     priority: float
+    """The request with the least priority is computed first."""
     work: Any
     together: Hashable = None
-    """What it has in common with those with which it can be computed as one; None if it cannot."""
+    """A key: requests of one kind with equal keys can be computed as one. None if this one cannot."""
     number: int = -1
-    """When it came."""
+    """The position in the order of arrival, set by `Pools.submit`."""
 
     @property
     def order(self) -> tuple[float, int]:
-        """The least is first."""
+        """The key by which requests are sorted: the request with the least is computed first."""
         return self.priority, self.number
 
 
 def prioritize(kind: str, tokens: int, points: float) -> float:
-    """How soon something is computed: the least is first. Text that somebody waits for goes before training; and of
-    each, what more points are spent on."""
+    """Return the priority of a request: steps of sessions come before requests for training.
+
+    Among each of the two, requests with more points come first. The request with the least number is computed first.
+    """
     return (0.0 if kind == "step" else 1.0) - points / (1.0 + abs(points)) / 2
 
 
 class Pools:
-    """What waits."""
+    """The requests that wait. Not thread-safe: `Runtime` has the lock."""
 
     def __init__(self, largest: int | None = None, batch: int = 4096) -> None:
         self.largest = largest
-        """So many tokens may one request have;"""
+        """Tokens that one request may have; None for no limit."""
         self.batch = batch
-        """and so many those that are computed as one."""
+        """Tokens that several requests computed as one may have in all."""
         self._waiting: list[Request] = []
 
     def submit(self, request: Request) -> None:
-        """One more; `TooLarge` if it is."""
+        """Add a request; raise `TooLarge` if it has more than `largest` tokens."""
         if self.largest is not None and request.size > self.largest:
             raise TooLarge(
-                f"a {request.kind} of {request.size} tokens is more than the {self.largest} that a server takes"
+                f"a {request.kind} of {request.size} tokens is more than the {self.largest} that a server accepts: "
+                "send fewer at a time (chunk, micro_batch), or call serve with a larger `largest`"
             )
         request.number = next(_numbers)
         self._waiting.append(request)
 
     def withdraw(self, request: Request) -> bool:
-        """It is not wanted any more; whether it had not been handed out."""
+        """Remove a request that is not wanted any more; return False if it has been taken out already."""
         if request not in self._waiting:
             return False
         self._waiting.remove(request)
         return True
 
     def take(self) -> list[Request]:
-        """What is to be computed next, as one; nothing if there is nothing."""
+        """Take out the first request, and all later ones that can be computed with it; an empty list if none waits."""
         found: list[Request] = []
         size = 0
+        # A request that does not fit into the batch is passed over, and later ones may still fit.
         for request in sorted(self._waiting, key=lambda request: request.order):
             alike = found and request.kind == found[0].kind and request.together == found[0].together
             if not found or (alike and request.together is not None and size + request.size <= self.batch):

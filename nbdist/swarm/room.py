@@ -1,4 +1,4 @@
-"""Room for the caches of a server's sessions: a `Budget`, and the threads that wait for it."""
+"""Cache memory of a server's sessions: a `Budget` with a lock, and threads that wait until it grants their tickets."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from nbdist.swarm.held import Held, NoSession
 __all__ = ["Room"]
 
 _MORE = 1.25
-"""By so much more than it needs a session grows that has more tokens than it has said."""
+"""A session with more tokens than it expected reserves this many times what it needs, so as not to ask at each step."""
 
 Key = tuple[str, int]
-"""A session, and the first block of its span."""
+"""The id of a session, and the first block of its span."""
 
 
 class Room:
-    """Who has how much of it."""
+    """The cache memory of one server: up to ``limit`` bytes, None for no limit. Any thread may call it."""
 
     def __init__(self, limit: int | None) -> None:
         self._budget = Budget(limit)
@@ -27,22 +27,31 @@ class Room:
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """Bytes that are reserved."""
         return self._budget.used
 
     @property
     def wanting(self) -> int:
-        """How many wait."""
+        """The number of tickets that wait for memory."""
         with self._changed:
             return len(self._budget.waiting)
 
     def of(self, key: Key) -> int:
-        """What one session has."""
+        """Return the bytes that a session has reserved for its span."""
         return self._budget.of(key)
 
     def reserve(self, key: Key, session: Held, per_token: float, tokens: int, deadline: float) -> None:
-        """Have room for so many tokens, or for as many as there are going to be; wait for that if need be."""
+        """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; wait for it until ``deadline`` if necessary.
+
+        Reserves for all tokens that the session expects, if so many can ever fit. Does nothing if the session has
+        reserved enough already.
+
+        Raises:
+            CacheFull: the memory can never suffice, or did not become free in time.
+            NoSession: the session ended meanwhile.
+        """
         has = self.of(key)
+        # ``per_token`` is 0 as long as no step has shown what a token takes; then nothing is reserved.
         if per_token * tokens <= has:
             return
         expected = max(session.expected, tokens, int(_MORE * tokens) if has else 0)
@@ -59,30 +68,35 @@ class Room:
         if ticket.state == "expired":
             raise CacheFull(
                 f"{ticket.nbytes} bytes for the caches of session {key[0]} did not become free in time: "
-                f"{self.used} of {self._budget.limit} are in use"
+                f"{self.used} of {self._budget.limit} are in use. Wait until other sessions end, "
+                "or call serve with more cache_bytes or a longer cache_timeout."
             )
         if session.ended:
             raise NoSession(session.ended)
 
     def _await(self, ticket: Ticket, session: Held, deadline: float) -> None:
+        """Wait until a ticket is granted or expired, or the session ends.
+
+        The caller holds the lock; it is released while this waits.
+        """
         try:
             with blocking_wait():
                 while ticket.state == "waiting" and not session.ended:
                     if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                         self._budget.expire(time.monotonic())
         finally:
-            if session.ended or ticket in self._budget.waiting:  # or it is interrupted
+            if session.ended or ticket in self._budget.waiting:  # it still waits only if this thread was interrupted
                 self._budget.cancel(ticket)
             self._changed.notify_all()
 
     def release(self, key: Key) -> None:
-        """A session is over."""
+        """Free the memory of a session's span; threads that wait for memory for it are woken."""
         with self._changed:
             self._budget.release(key)
             self._changed.notify_all()
 
     def expire(self, now: float) -> None:
-        """Whose time has come waits no longer."""
+        """Expire the tickets whose deadline has come, and wake their threads."""
         with self._changed:
             if self._budget.expire(now):
                 self._changed.notify_all()

@@ -1,7 +1,13 @@
-"""Which servers a session goes through, and who takes a span that nobody has any more. Pure.
+"""Chooses routes through the servers, and servers for blocks that nobody has. Pure functions.
 
-A session waits for each of its steps: so it goes where it is there soonest (`route`). Of requests that do not wait for
-each other each goes another way (`spread`), so that all servers have something to do.
+======== ==============================================================================================
+function use
+======== ==============================================================================================
+`cut`    divides the blocks among the workers when a swarm begins
+`route`  the fastest route, for a session: each step waits for the one before
+`spread` a random route, for requests without a cache: they run side by side and should use all servers
+`assign` chooses servers to load the blocks that nobody has any more
+======== ==============================================================================================
 """
 
 from __future__ import annotations
@@ -16,11 +22,14 @@ __all__ = ["NoRoute", "Offer", "Span", "assign", "cut", "named", "route", "runs_
 
 
 class NoRoute(NbdistError):
-    """Some blocks are with nobody."""
+    """No server serves some block, and none can load it; or too many servers failed one after the other.
+
+    `Swarm.join` gives the swarm another worker. `Swarm.log` and `Swarm.states` show what happened to the servers.
+    """
 
 
 class Span(NamedTuple):
-    """Blocks that follow each other, and who has them."""
+    """The consecutive blocks from ``begin`` to before ``end`` on one server, given by its worker's name."""
 
     server: str
     begin: int
@@ -28,7 +37,10 @@ class Span(NamedTuple):
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Where to cut a row of blocks, so that the largest part is as small as can be."""
+    """Divide blocks of these sizes into parts so that the largest part is as small as possible; return (begin, end)s.
+
+    There are at most as many parts as blocks. Finds the size of the largest part by bisection.
+    """
     parts = min(parts, len(sizes))
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -41,11 +53,11 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def _packed(sizes: Sequence[int], most: int, parts: int) -> list[tuple[int, int]]:
-    """Parts of at most this size, from the left; as many blocks stay as there are parts to come."""
+    """Fill parts up to the size ``most`` from the left, leaving at least one block for each further part."""
     found: list[tuple[int, int]] = []
     begin, size = 0, 0
     for number, each in enumerate(sizes):
-        needed = parts - len(found) - 1  # behind this part
+        needed = parts - len(found) - 1  # blocks for the parts after this one
         if number > begin and (size + each > most or len(sizes) - number <= needed):
             found.append((begin, number))
             begin, size = number, 0
@@ -54,24 +66,25 @@ def _packed(sizes: Sequence[int], most: int, parts: int) -> list[tuple[int, int]
 
 
 class Offer(NamedTuple):
-    """What a server has, and how fast it is."""
+    """A server's blocks and speed."""
 
     blocks: Sequence[int]
     hop: float = 1e-3
-    """Seconds that it takes to come to it;"""
+    """Seconds that a call of the server takes besides the computation."""
     pace: float = 1e-3
-    """and that it takes for a token in a block."""
+    """Seconds of computation for one token in one block."""
     load: int = 0
-    """Requests that it has now."""
+    """The number of calls to it whose answers the client is waiting for."""
 
 
 def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
-    """The way through these blocks that takes the least time; of several, one that stays as long as it can.
+    """Return the route through these blocks that takes the least time; of equal ones, one with long spans.
 
-    NoRoute names what nobody has.
+    Dynamic programming from the last block to the first. The time of a route is a `hop` for each of its spans, and a
+    `pace` for each block, times 1 + `load`. `NoRoute` names the first block that is missing.
     """
     held = {server: set(offer.blocks) for server, offer in offers.items()}
-    # From the end: how long it takes from each block on, if it is taken by whom, and who comes then.
+    # By block and by the server that takes it: the time from there to the end, and the server of the next block.
     rest: dict[int, dict[str, tuple[float, str]]] = {}
     for block in range(end - 1, begin - 1, -1):
         behind = rest.get(block + 1, {})
@@ -88,12 +101,13 @@ def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
                 cost += behind[name][0] if stays else over
             found[name] = (cost, then)
         if not found:
-            raise NoRoute(f"nobody has block {_first_missing(held, begin, end)}")
+            raise NoRoute(f"no server has block {_first_missing(held, begin, end)}")
         rest[block] = found
     return _spans(rest, offers, held, begin, end)
 
 
 def _first_missing(held: Mapping[str, set[int]], begin: int, end: int) -> int:
+    """Return the first block of the range that no server has."""
     known = set[int]().union(*held.values())
     return next(block for block in range(begin, end) if block not in known)
 
@@ -105,6 +119,7 @@ def _spans(
     begin: int,
     end: int,
 ) -> list[Span]:
+    """Follow the table of `route` from the best server of the first block; return the spans."""
     if begin == end:
         return []
     costs = {name: cost + offers[name].hop for name, (cost, _) in rest[begin].items()}
@@ -124,14 +139,18 @@ def _spans(
 
 
 def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Random) -> list[Span]:
-    """A way through these blocks for one of many requests: at random, so that each server has what it can bear."""
+    """Return a random route through these blocks, for one of many requests.
+
+    At each point the next server is drawn with a weight that is its speed divided by its load, and takes as many
+    blocks as it can. Raises `NoRoute` if no server has a block.
+    """
     held = {server: set(offer.blocks) for server, offer in offers.items()}
     found: list[Span] = []
     at = begin
     while at < end:
         able = [name for name in offers if at in held[name]]
         if not able:
-            raise NoRoute(f"nobody has block {at}")
+            raise NoRoute(f"no server has block {at}")
         weights = [1.0 / (offers[name].pace * (1 + offers[name].load)) for name in able]
         (name,) = choose.choices(able, weights)
         to = _reach(held[name], at, end)
@@ -141,6 +160,7 @@ def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Ran
 
 
 def _reach(numbers: set[int], begin: int, end: int) -> int:
+    """Return the first number from ``begin`` on that is not in the set, at most ``end``."""
     at = begin
     while at < end and at in numbers:
         at += 1
@@ -154,16 +174,18 @@ def assign(
     sizes: Sequence[int] | None = None,
     room: Mapping[str, int | None] | None = None,
 ) -> list[Span]:
-    """Who is to take which of these blocks that nobody has: always whoever has the least, and has room for it.
+    """Choose servers for those of these blocks that no server has; return what each has to load.
 
-    ``sizes`` are those of all blocks; ``room`` is how much of them each server may have, None for any.
+    Each row of missing blocks goes to the server with the least bytes of blocks that has room for all of it, or is
+    divided. ``blocks`` is what each server has, ``sizes`` the bytes of all blocks, ``room`` the bytes that each server
+    may have, None for no limit. Raises `NoRoute` if no server has room.
     """
     known = {number for numbers in blocks.values() for number in numbers}
     missing = [number for number in range(begin, end) if number not in known]
     if not missing:
         return []
     if not blocks:
-        raise NoRoute(f"nobody is left to take block {missing[0]}")
+        raise NoRoute(f"no server is left to take block {missing[0]}")
     size = sizes if sizes is not None else [1] * end
     has = {server: sum(size[number] for number in numbers) for server, numbers in blocks.items()}
     found: list[Span] = []
@@ -173,7 +195,7 @@ def assign(
 
 
 def runs_of(numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers in rows of such as follow each other."""
+    """Group ascending numbers into runs of consecutive ones."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -184,20 +206,23 @@ def runs_of(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def named(numbers: Sequence[int]) -> str:
-    """Blocks in words, shortly."""
+    """Return block numbers in words, such as "blocks 0-3, 7" or "nothing"."""
     rows = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs_of(numbers)]
     return f"block{'' if len(numbers) == 1 else 's'} {', '.join(rows)}" if rows else "nothing"
 
 
 def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:
-    """Whole, if that fits anywhere; else in parts, each as large as can be."""
+    """Place a run of blocks on one server if it fits, else in parts as large as possible; updates ``has``."""
     found: list[Span] = []
     while run:
-        free = {name: room[name] - has[name] if room.get(name) is not None else None for name in has}  # type: ignore[operator]
+        free = {
+            name: room[name] - has[name] if room.get(name) is not None else None  # type: ignore[operator]
+            for name in has
+        }
         fits = {name: _fitting(run, size, left) for name, left in free.items()}
         most = max(fits.values())
         if not most:
-            raise NoRoute(f"nobody who is left has room for block {run[0]}")
+            raise NoRoute(f"no server that is left has room for block {run[0]}")
         name = min((name for name in fits if fits[name] == most), key=lambda name: has[name])
         taken, run = run[:most], run[most:]
         has[name] += sum(size[number] for number in taken)
@@ -206,6 +231,7 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
 
 
 def _fitting(run: Sequence[int], size: Sequence[int], left: int | None) -> int:
+    """Return how many blocks from the beginning of a run fit into ``left`` bytes, None for no limit."""
     count = 0
     for number in run:
         if left is not None:

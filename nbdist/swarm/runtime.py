@@ -1,4 +1,11 @@
-"""The one thread of a server that computes. All others only bring it work and wait, so that a busy server answers."""
+"""The computing thread of a server: the only thread that runs blocks. All others queue requests and wait.
+
+The first request or session starts the thread. It ends after some seconds without work and sessions; the next request
+or session starts another::
+
+    run(), any thread ─► pools ─► computing thread: take ─► compute ─► outcomes ─► run() returns or raises
+                                        └─ about once a second: look, which drops what has timed out
+"""
 
 from __future__ import annotations
 
@@ -15,12 +22,13 @@ __all__ = ["Runtime"]
 
 _log = logging.getLogger("nbdist.swarm")
 _LOOKS = 1.0
+"""Seconds between two calls of ``look``."""
 _IDLE = 5.0
-"""Seconds after which a thread without work ends; the next request starts another."""
+"""Seconds without work after which the thread ends, if ``look`` finds nothing to look after."""
 
 
 class _Job(NamedTuple):
-    """The work of a request, and where its outcome goes."""
+    """The work of a request, and the place for its outcome: a list, which gets one result or error."""
 
     work: Any
     outcome: list[Any]
@@ -28,24 +36,35 @@ class _Job(NamedTuple):
 
 
 class Runtime:
-    """Computes what its pools hand out."""
+    """Computes the requests of its pools on one thread."""
 
     def __init__(
         self, pools: Pools, compute: Callable[[Sequence[Any]], Sequence[Any]], look: Callable[[], bool]
     ) -> None:
-        """``compute`` has an outcome for each work; ``look`` sees to what is due, and says whether to go on."""
+        """Store how to compute; the first call of `run` or `keep` starts the thread.
+
+        Args:
+            pools: the queue of requests.
+            compute: takes the works of requests that `Pools.take` returned together, and returns a result or an error
+                for each; if it raises, all of them fail with that error.
+            look: called about once a second; returns whether the thread is still needed.
+        """
         self._pools = pools
         self._compute = compute
         self._look = look
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._kept = False
-        """Whether there is something new since it was looked last."""
+        """Whether `keep` was called since the last call of ``look``."""
         self.busy = 0.0
-        """Seconds for which it has computed."""
+        """Seconds spent on computing so far."""
 
     def run(self, request: Request) -> Any:
-        """Have it computed; its result, or its error."""
+        """Let the computing thread compute a request, and wait; return its result or raise its error.
+
+        Raises `TooLarge` at once for a request with too many tokens. If the wait is interrupted, the request is
+        withdrawn, unless it is being computed.
+        """
         job = request.work = _Job(request.work, [], threading.Event())
         with self._changed:
             self._pools.submit(request)
@@ -64,15 +83,15 @@ class Runtime:
                 raise outcome
             return outcome
         finally:
-            del outcome  # or an error, by its traceback and this frame, would hold itself, and with it the server
+            del outcome  # otherwise an error, whose traceback has this frame, would refer to itself and to the server
 
     @property
     def waiting(self) -> int:
-        """How many requests have not been begun."""
+        """The number of requests that wait."""
         return len(self._pools)
 
     def keep(self) -> None:
-        """There is something to do, or to look after."""
+        """Start the thread if there is none, and do not let it end before the next call of ``look``."""
         with self._changed:
             self._kept = True
             if self._thread is None:
@@ -80,14 +99,16 @@ class Runtime:
                 self._thread.start()
 
     def _serve(self) -> None:
+        """Run `_work` as the body of the computing thread."""
         try:
             self._work()
         except BaseException:
             with self._changed:
-                self._thread = None  # the next request has another
+                self._thread = None  # so that the next request starts another
             raise
 
     def _work(self) -> None:
+        """Compute requests and call ``look`` until the thread is not needed any more: its main loop."""
         used = looked = time.monotonic()
         while True:
             with self._changed:
@@ -97,11 +118,12 @@ class Runtime:
             now = time.monotonic()
             if requests:
                 self._run([request.work for request in requests])
-                requests.clear()  # their server is not to be kept by this thread while it waits
+                requests.clear()  # their works refer to the server, which this thread must not keep while it waits
                 used = time.monotonic()
             if now - looked >= _LOOKS:
                 looked = now
                 self._kept = False
+                # `keep` may be called meanwhile; then this thread has to go on, because `keep` starts none.
                 if not self._is_needed() and now - used >= _IDLE:
                     with self._changed:
                         if not self._kept:
@@ -109,13 +131,15 @@ class Runtime:
                             return
 
     def _is_needed(self) -> bool:
+        """Call ``look``; return whether the thread is still needed, which it is after an error."""
         try:
             return self._look()
-        except Exception:  # without this thread, nothing would be computed any more
-            _log.exception("a swarm's server could not be looked after")
+        except Exception:  # an error must not end the thread: nothing would be computed any more
+            _log.exception("a swarm's server failed to drop what has timed out")
             return True
 
     def _run(self, jobs: Sequence[_Job]) -> None:
+        """Compute jobs as one and wake the threads that wait for them, with a result or an error for each."""
         began = time.perf_counter()
         try:
             outcomes: Sequence[Any] = self._compute([job.work for job in jobs])
@@ -125,4 +149,4 @@ class Runtime:
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome.append(outcome)
             job.done.set()
-        del outcomes, outcome, job  # as in `run`
+        del outcomes, outcome, job  # for the reason given in `run`

@@ -1,8 +1,15 @@
-"""A worker's part in a swarm: blocks that it has loaded, and the caches of the sessions that go through them.
+"""A worker's part in a swarm: the blocks that it has loaded, and the caches of the sessions that go through them.
 
-It is a value that lives on the worker; clients call its methods by a reference. Whoever calls only brings work: one
-thread computes (`nbdist.swarm.runtime`), so that a busy server answers. What comes out of a step goes on to the next
-server of the session at once, and to the client besides, who keeps it for the case that somebody dies.
+A `Server` is an object on the worker that clients call through a remote reference, so its methods run on the threads
+of the worker's RPC agent. Those threads only queue work and wait; one thread computes (`nbdist.swarm.runtime`), and a
+server that computes still answers other calls. The output of a step goes to the session's next server at once, and
+also to the client, which keeps it in case a server dies.
+
+How a step of a session proceeds::
+
+    step()  ─► Held.asked ┐  `_go_on`: one thread at a time works for a session (`Held.busy`)
+    push()  ─► Held.given ┴► Held.take_up ─► `_take`: reserve memory ─► computing thread ─┬─► next server: push()
+                                                                                          └─► the step's future
 """
 
 from __future__ import annotations
@@ -40,57 +47,75 @@ __all__ = ["Info", "NotHere", "Options", "Server"]
 
 
 class NotHere(NbdistError):
-    """A server does not have a block, any more."""
+    """A server does not have a block any more: the swarm has moved the block to another server."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a server serves."""
+    """Settings of each server, which `nbdist.swarm.serve` takes as keyword arguments.
+
+    Example:
+        >>> nbdist.swarm.Options(cache_bytes=10**9).session_timeout
+        3600.0
+    """
 
     cache_bytes: int | None = None
-    """Room for caches; None for as much as there is."""
+    """Bytes of caches that a server may hold; None for no limit. A session waits for memory, or gets `CacheFull`."""
     largest: int | None = None
-    """Tokens that one request may have."""
+    """Tokens of all sequences that one request may have; None for no limit. A larger one fails with `TooLarge`."""
     stack: bool = False
-    """Whether several clients' requests without caches may be computed as one: faster, and equal within rounding."""
+    """Whether requests without caches of several clients may be computed as one: faster, and equal within rounding."""
     session_timeout: float = 3600.0
-    """Seconds after which a session that nobody has used is over."""
+    """Seconds without a call after which a server drops a session."""
     prioritize: Callable[[str, int, float], float] = prioritize
-    """How soon something is computed, of its kind ("step", "forward", "backward"), its tokens, and the points that the
-    client spends on it; the least is first."""
+    """Returns the priority of a request: the queue computes the request with the least number first.
+
+    Arguments: the kind ("step", "forward", "backward"), the number of tokens, and the points that the client spends on
+    it. The function is sent to the servers. See `nbdist.swarm.pools.prioritize`, the default.
+    """
 
 
 class Info(NamedTuple):
-    """How a server is."""
+    """The state of a server, as `Swarm.info` returns it."""
 
     pid: int
+    """The process id of the worker."""
     blocks: list[int]
+    """The numbers of the blocks that are loaded."""
     sessions: int
+    """The number of sessions with caches here."""
     steps: int
-    """So many steps it has taken, of all sessions."""
+    """The number of steps computed so far, of all sessions."""
     cache: int
-    """Bytes of caches."""
+    """Bytes that are reserved for caches."""
     wanting: int
-    """Sessions that wait for room."""
+    """The number of requests for cache memory that wait."""
     waiting: int
-    """Requests that have not been begun."""
+    """The number of queued requests."""
     busy: float
-    """Seconds for which it has computed."""
+    """Seconds spent on computing so far."""
 
 
 class Server:
-    """Serves blocks of one model."""
+    """Loads and computes blocks of one model on a worker; clients call it through a remote reference.
+
+    ``folder`` is that of a `Checkpoint`; other servers find this one by ``key``. All methods may be called at the
+    same time by several threads.
+    """
 
     def __init__(self, folder: str, options: Options | None = None, key: str = "") -> None:
         self._options = options or Options()
         self._checkpoint = adapter.Checkpoint(folder)
         self._skeleton: Any = None
+        """The path of the model's list of layers, and that list without weights; None before the first `load`."""
         self._blocks: dict[int, nn.Module] = {}
         self._loading = threading.Lock()
+        """Held while blocks are loaded or dropped."""
         self._sessions: dict[tuple[str, int], Held] = {}
+        """By id of the session and first block of its span: a session may have several spans here."""
         self._room = Room(self._options.cache_bytes)
         self._per_token = 0.0
-        """Bytes of cache of one token of one text in one block."""
+        """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown it."""
         self._steps = 0
         self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
         neighbours.register(key, self)
@@ -100,7 +125,7 @@ class Server:
     # -- blocks -------------------------------------------------------------------------------
 
     def load(self, begin: int, end: int) -> list[int]:
-        """Have these blocks; all that it has then."""
+        """Load the blocks from ``begin`` to before ``end`` that are not here yet; return the numbers of all blocks."""
         with self._loading:
             missing = [number for number in range(begin, end) if number not in self._blocks]
             if missing and self._skeleton is None:
@@ -114,9 +139,9 @@ class Server:
             return sorted(self._blocks)
 
     def unload(self, keep: Sequence[int]) -> list[int]:
-        """Have these blocks only; all that it has then."""
+        """Drop all blocks but those in ``keep``; return the numbers of all blocks that are left."""
 
-        def work() -> list[int]:  # by the thread that computes, which else may be in one of them
+        def work() -> list[int]:  # on the computing thread, which otherwise might be inside one of these blocks
             with self._loading:
                 for number in [number for number in self._blocks if number not in keep]:
                     adapter.empty(self._blocks.pop(number))
@@ -126,7 +151,7 @@ class Server:
         return found
 
     def info(self) -> Info:
-        """How it is, at once."""
+        """Return the server's state without waiting for the computing thread."""
         runtime = self._runtime
         return Info(
             os.getpid(),
@@ -140,6 +165,7 @@ class Server:
         )
 
     def _count(self) -> int:
+        """Return the number of sessions; one with several spans here counts once."""
         return len({id for id, _ in list(self._sessions)})
 
     # -- sessions -----------------------------------------------------------------------------
@@ -153,9 +179,12 @@ class Server:
         expected: int = 0,
         wants: tuple[int, int, int, float] | None = None,
     ) -> None:
-        """A session comes to the span that begins with this block; ``cache`` is what its caches begin as.
+        """Open a session at the span that begins with block ``begin``; if it is open there already, close it first.
 
-        It wants room for so many texts of so many tokens in so many blocks, for which it waits so many seconds.
+        ``cache`` is the empty cache that it begins with (a copy is used), ``client`` the incarnation of the agent
+        whose death ends the session, and ``expected`` the tokens that it will have in the end, 0 if unknown. ``wants``
+        is (sequences, tokens, blocks, seconds): reserve cache memory for so many, and wait so many seconds for it at
+        most; raises `CacheFull`.
         """
         session = Held(copy.deepcopy(cache), client, expected)
         self._enter(id, begin, session)
@@ -165,6 +194,7 @@ class Server:
             self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: Held) -> None:
+        """Register a session at a span, in place of one that is there; keep the computing thread to look after it."""
         before = self._sessions.pop((id, begin), None)
         if before is not None:
             self._end((id, begin), before, "it was opened anew")
@@ -172,29 +202,39 @@ class Server:
         self._runtime.keep()
 
     def link(self, id: str, begin: int, to: Address, at: int) -> None:
-        """What comes out of a session's span goes on to there, to the span that begins with block ``at``."""
+        """Push the output of a session's span to another server from now on, to its span that begins with ``at``."""
         self._find(id, begin).next = to, at
 
     def close(self, id: str, begin: int | None = None) -> None:
-        """A session is over, or its span that begins there; what it had here is gone, and nobody waits for it."""
+        """Drop a session, or only its span that begins with ``begin``; steps that wait for it fail with NoSession.
+
+        Does nothing if there is no such session.
+        """
         for key in [key for key in list(self._sessions) if key[0] == id and begin in (None, key[1])]:
             session = self._sessions.pop(key, None)
             if session is not None:
                 self._end(key, session, "its client has closed it")
 
     def _end(self, key: tuple[str, int], session: Held, why: str) -> None:
+        """End a session that was taken out of the table, and free its memory."""
         session.end(f"session {key[0]} is over: {why}")
         self._room.release(key)
 
     def _find(self, id: str, begin: int) -> Held:
+        """Return a session and note that it was used now; raise NoSession if it is not here."""
         session = self._sessions.get((id, begin))
         if session is None:
-            raise NoSession(f"there is no session {id} at block {begin} here")
+            raise NoSession(
+                f"there is no session {id} at block {begin} on this server: it was closed, moved away, or never opened"
+            )
         session.used = time.monotonic()
         return session
 
     def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Hidden states for a step of that number: those from token ``at`` on. Again, if need be: that is no matter."""
+        """Store hidden states of step ``number``, from token ``at`` on. Storing the same part twice is harmless.
+
+        The step is computed as soon as all of its hidden states, and the call of `step`, are here.
+        """
         session = self._find(id, begin)
         with session.changed:
             session.give(number, at, hidden)
@@ -214,11 +254,22 @@ class Server:
         patience: float = 60.0,
         points: float = 0.0,
     ) -> Future[Reply]:
-        """Take the tokens of a session's step of that number through the span that begins with this block.
+        """Compute step ``number`` of a session on the span that begins with block ``begin``; return a future.
 
-        The hidden states come along, or have been pushed, or will be, for which those before may need ``behind``
-        seconds: no thread waits for that. Then it may take ``patience``. A step that was taken already has the same
-        answer again. Numbers go up; `AGAIN` is that of each that other servers have taken before.
+        The hidden states of the ``tokens`` new tokens are in ``step``, or are pushed before or after this call; no
+        thread waits for them. The last step may be asked for again, and has the same answer; an earlier one is an
+        error. Numbers go up, but a step that is replayed has the number `AGAIN`.
+
+        Args:
+            id: the session.
+            begin: the first block of its span.
+            number: the number of the step, the same on all servers.
+            tokens: the number of new tokens.
+            step: what to do to the caches first, and how each block is called.
+            push: whether to push the output to the next server.
+            behind: seconds that the servers before this one may need.
+            patience: seconds after that until the hidden states have to be here. A wait for memory may take half of it.
+            points: what the client spends on the request, for its priority.
         """
         session = self._find(id, begin)
         deadline = time.monotonic() + behind + patience
@@ -234,10 +285,13 @@ class Server:
             self._go_on((id, begin), session)
             return answer
         finally:
-            del answer  # as `Asked.settle` does
+            del answer  # for the reason given at `Asked.settle`: an error's frames must not hold the future
 
     def _go_on(self, key: tuple[str, int], session: Held) -> None:
-        """Do what can be done for a session, unless somebody does."""
+        """Take all steps of a session that are ready, one by one; do nothing if another thread is doing so.
+
+        The calling thread waits while the computing thread computes.
+        """
         with session.changed:
             if session.busy or session.exported:
                 return
@@ -256,7 +310,7 @@ class Server:
                     seconds = self._take(key, session, asked, hidden)
                 assert session.last is not None  # a step was taken
                 asked.settle(self._reply(session.last, seconds), None)
-            except BaseException as error:  # whoever asked is told
+            except BaseException as error:  # it goes to the client that asked for the step
                 asked.settle(None, error)
                 if not isinstance(error, Exception):
                     with session.changed:
@@ -267,19 +321,25 @@ class Server:
         return Reply(leave(result), seconds, self._room.used, self._count(), self._steps)
 
     def _take(self, key: tuple[str, int], session: Held, asked: Asked, hidden: torch.Tensor) -> float:
+        """Compute one step on the computing thread and push its output; return the seconds that it took.
+
+        Reserves memory for the caches first; raises `CacheFull`. If the output is not pushed on, and that memory will
+        probably suffice, the computing thread answers the client, without waiting for this thread.
+        """
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
         span = (begin, begin + len(step.calls))
         have = adapter.length(session.cache, span)
-        # In half of the time: who waits longer for an answer takes this server for dead.
+        # Wait for memory for half of the time only: a client that waits too long takes this server for dead.
         deadline = time.monotonic() + asked.patience / 2
         per_token = rows * len(step.calls) * self._per_token
         self._room.reserve(key, session, per_token, have + tokens, deadline)
-        fits = 0 < per_token * (have + tokens) <= self._room.of(key)  # as far as can be told before
+        fits = 0 < per_token * (have + tokens) <= self._room.of(key)  # an estimate, made before the step
 
         def work() -> float:
             began = time.perf_counter()
-            # It costs less than no_grad at each of a thousand operations. What travels is an ordinary tensor again.
+            # inference_mode costs less than no_grad in each of a thousand operations. Its tensors become ordinary ones
+            # when they are sent.
             with torch.inference_mode():
                 for operation in step.before:
                     adapter.operate(session.cache, *operation, *span)
@@ -287,7 +347,7 @@ class Server:
             seconds = time.perf_counter() - began
             session.taken_to(asked.number, found)
             self._steps += 1
-            # At once, by this thread: the next server waits for it, or the client, if there is no next.
+            # Send at once, from this thread, because the next server waits for it; or the client does, after the last.
             with self._agent.activate():
                 if asked.push and session.next is not None:
                     neighbours.hand_on(session.next[0], key[0], session.next[1], asked.number, found)
@@ -303,25 +363,33 @@ class Server:
         return seconds
 
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
-        """What another server needs to go on with some blocks of a session."""
+        """Return what another server needs to continue a session on the blocks from ``first`` to before ``last``.
+
+        From then on this server computes no more steps of it. Waits up to ``patience`` seconds for the current step;
+        raises TimeoutError.
+        """
         session = self._find(id, begin)
         with blocking_wait(), session.changed:
             while session.busy:
                 if not session.changed.wait(patience):
-                    raise TimeoutError(f"session {id} is busy")
-            session.exported = True  # it is not gone on with here
+                    raise TimeoutError(f"session {id} is still computing a step, so its caches cannot be moved now")
+            session.exported = True  # `_go_on` takes no more steps of it
         return adapter.part(session.cache, first, last), session.taken, session.last, session.expected
 
     def adopt(self, id: str, begin: int, end: int, other: Address, at: int, client: int, patience: float) -> None:
-        """Go on with some blocks of a session that another server has at its block ``at``, where that is now."""
+        """Continue a session here on the blocks from ``begin`` to before ``end``, with caches fetched from ``other``.
+
+        ``at`` is the first block of the session's span there. Waits up to ``patience`` seconds for the caches, and as
+        long for memory.
+
+        Raises:
+            NoSession: the other server does not hand the session over.
+            CacheFull: the caches do not fit here.
+        """
         try:
             found = neighbours.call(other, patience, "export", id, at, begin, end, patience / 2)
-        except (
-            neighbours.NobodyThere,
-            WorkerLost,
-            RpcTimeout,
-            TimeoutError,
-        ) as error:  # whose fault that is is to be seen by the client
+        except (neighbours.NobodyThere, WorkerLost, RpcTimeout, TimeoutError) as error:
+            # The client finds out by itself whether the other server is dead; this one is not to blame.
             raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
         cache, taken, last, expected = found
         session = Held(cache, client, expected)
@@ -347,7 +415,11 @@ class Server:
         points: float = 0.0,
         patience: float = 60.0,
     ) -> Reply:
-        """Take hidden states through blocks, and remember nothing. ``patience`` is for each piece of what goes in."""
+        """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
+
+        ``hidden`` and ``prompts`` may be `Left` with the client, in which case each piece has to arrive within
+        ``patience`` seconds. ``layout`` says which arguments have rows for each sequence. A second call computes again.
+        """
         return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points, patience)
 
     def backward(
@@ -361,7 +433,11 @@ class Server:
         points: float = 0.0,
         patience: float = 60.0,
     ) -> Reply:
-        """The gradients of what went in, and of prompts, of that of what came out: the way is computed again."""
+        """Compute the blocks again and backpropagate ``gradient``, which is that of their output.
+
+        The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments are those
+        of `forward`. The weights get no gradients.
+        """
         return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points, patience)
 
     def _stateless(
@@ -374,10 +450,15 @@ class Server:
         points: float,
         patience: float,
     ) -> Reply:
+        """Fetch the input of a request without a cache, let the computing thread compute it, and return the reply.
+
+        ``given`` is (hidden states, prompts, gradient). Raises TimeoutError if the client does not deliver them. With
+        `Options.stack`, requests without prompts that agree in kind, blocks and shape may be computed as one.
+        """
         try:
             hidden, prompts, gradient = fetch(given, patience)
-        except (WorkerLost, RpcTimeout, RRefError) as error:  # of the client: this server is not to blame
-            raise TimeoutError(f"what goes in has not come from the client: {error}") from None
+        except (WorkerLost, RpcTimeout, RRefError) as error:  # the client's fault, not this server's
+            raise TimeoutError(f"the input has not arrived from the client: {error}") from None
         item = stacking.Item(hidden, tuple(calls), prompts, gradient, layout)
 
         def work(item: stacking.Item) -> tuple[Any, float]:
@@ -396,6 +477,7 @@ class Server:
         return self._reply(found, seconds)
 
     def _back(self, begin: int, item: stacking.Item) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the blocks of an item with gradients and backpropagate; runs on the computing thread."""
         with torch.enable_grad():
             given = item.hidden.detach().requires_grad_()
             prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
@@ -404,7 +486,7 @@ class Server:
             return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
-        """Whether a block hands on its hidden states in a tuple."""
+        """Call a block and return whether its result is a tuple with the hidden states in it: models differ in that."""
 
         def work() -> bool:
             args, kwargs = told
@@ -424,7 +506,12 @@ class Server:
         item: stacking.Item | None = None,
         together: Hashable = None,
     ) -> Any:
-        priority = float(self._options.prioritize(kind, size, points))  # what is none fails here, and is the asker's
+        """Queue work for the computing thread and wait for its result.
+
+        With ``item``, ``work`` takes it as its argument; with ``together`` too, the item may be stacked with items of
+        requests that have an equal key.
+        """
+        priority = float(self._options.prioritize(kind, size, points))  # no number: an error of this caller alone
         return self._runtime.run(Request(kind, size, priority, (work, item), together))
 
     def _through(
@@ -435,6 +522,7 @@ class Server:
         cache: Any,
         prompts: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Take hidden states through a block for each of ``calls``; ``prompts`` are added before each block."""
         for number, told in enumerate(calls, begin):
             if prompts is not None:
                 prompt = prompts[number - begin]
@@ -444,15 +532,21 @@ class Server:
         return hidden
 
     def _block(self, number: int) -> nn.Module:
+        """Return a block; raise NotHere if this server does not have it."""
         block = self._blocks.get(number)
         if block is None:
-            raise NotHere(f"block {number} is not here, which has {sorted(self._blocks)}")
+            raise NotHere(
+                f"this server does not have block {number}, only {sorted(self._blocks)}: the swarm has moved it"
+            )
         return block
 
     # -- looking after it ---------------------------------------------------------------------
 
     def look(self) -> bool:
-        """See to what is due; whether there is something left to look after."""
+        """Drop sessions and give up waits that have timed out; return whether any session is left.
+
+        The computing thread calls this about once a second, and ends after a while without sessions and requests.
+        """
         now = time.monotonic()
         for key, session in list(self._sessions.items()):
             if now - session.used > self._options.session_timeout and not session.busy:
@@ -463,7 +557,7 @@ class Server:
         return bool(self._sessions)
 
     def on_lost(self, client: int) -> None:
-        """A client is gone: so are its sessions."""
+        """Drop the sessions of a client that is lost."""
         for key, session in list(self._sessions.items()):
             if session.client == client:
                 self._sessions.pop(key, None)
@@ -471,7 +565,7 @@ class Server:
 
 
 def _look(server: weakref.ref[Server]) -> bool:
-    # By the thread that computes, and by the agent: neither is to keep a server that nobody has.
+    # The computing thread and the agent hold the server by a weak reference only: a server without references must go.
     found = server()
     return found is not None and found.look()
 
@@ -483,11 +577,15 @@ def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
 
 
 _Work = tuple[Callable[..., Any], stacking.Item | None]
-"""What to call, and with what; that may be put together with others'."""
+"""A function, and the item to call it with, which may be stacked with other requests' items; None to call it alone."""
 
 
 def _compute(works: Sequence[_Work]) -> list[Any]:
-    """On the thread that computes: an outcome for each."""
+    """Compute requests that the pools handed out together, on the computing thread; return a result or error for each.
+
+    They are stacked into one call if possible. If that fails, each is computed alone, so that only the request at
+    fault has an error.
+    """
     work = works[0][0]
     items = [item for _, item in works if item is not None]
     if not items:
@@ -498,7 +596,7 @@ def _compute(works: Sequence[_Work]) -> list[Any]:
         if stacked is not None:
             found, seconds = work(stacked)
             return [(part, seconds) for part in stacking.split(found, items)]
-    except Exception:  # of one of them, which is not the others' fault
+    except Exception:  # the fault of one request, but not of the others
         if len(items) == 1:
             raise
     return [_outcome(work, item) for item in items]

@@ -1,8 +1,30 @@
-"""A session: one text that is being written, or several side by side, and its caches on the servers of its route.
+"""A session: one inference with caches on the servers of its route, for one sequence or for a batch of sequences.
 
-The client keeps, at the entrance of each span, what has gone in. When a worker dies, somebody else takes its blocks,
-and is given that again: step by step, so that its caches are the same to the last bit, or, if speed is worth more than
-the last bit, all of it at once. The others have not noticed. Where the worker still lives, its caches move instead.
+A route is a chain of spans; the client keeps the inputs of each span in a `History`::
+
+    client      hidden ──► history 0      history 1      history 2
+                           span 0 ──push► span 1 ──push► span 2 ──► result
+    servers                worker0        worker1        worker0
+
+    a step      `_through`: `_send` to all servers at once, then `_wait` for each in turn
+    worker1 serves span 1 no longer        `_replace`
+      ├─ it still answers (`leave`, `move`): another server takes its caches over        `_moved`
+      └─ it is dead: other servers load its blocks (`_opened`), then                     `_caught_up`
+           ├─ recover="fast": get all inputs of the history in one merged step           `_at_once`
+           └─ recover="exact", or the result of the merged step was different:
+              get the steps of the history one by one, equal to the last bit             `_again`
+
+The other spans are not touched: their servers keep their caches.
+
+============= =================================================================
+Session.state when
+============= =================================================================
+"idle"        between two steps
+"writing"     in a step
+"recovering"  in a step, or in `Session.settle`, while a span gets another server
+============= =================================================================
+
+Order of locks: a session's lock, then the crew's lock for giving blocks to servers, then the crew's lock for its list.
 """
 
 from __future__ import annotations
@@ -37,70 +59,95 @@ Recover = Literal["exact", "fast"]
 
 _numbers = itertools.count()
 _TRIES = 16
-"""Servers that may fail one after the other in one step of a session, before that is an error."""
+"""Servers that may fail one after the other in one step of a session before the step fails with `NoRoute`."""
 _PUSHED = 0.5
-"""Seconds after which what a server should have pushed is brought by the client: it may not have come through."""
+"""Seconds for which the client waits for a server's result before it sends that server's input itself.
+
+The server before should have pushed the input, but a push may get lost. Sending it twice is harmless.
+"""
 
 
 @dataclass(eq=False)
 class _Part:
-    """A span of the route, who serves it, and what has gone into it."""
+    """A span of the route, the server of that span, and the inputs that have gone into it."""
 
     span: Span
     member: Member
     history: History
     used: bool = False
-    """Whether anything has gone in."""
+    """Whether the server may have computed something for the session, so that its caches are not empty."""
     linked: _Part | None = field(default=None, repr=False)
-    """Where it is known to push."""
+    """The part to which the server has been told to push its output."""
 
 
 class Session:
-    """One session of a swarm, through some of its blocks."""
+    """One inference through some blocks of a swarm, with caches on the servers; made by `Swarm.session`.
+
+    Its lock lets one thread at a time take a step or move the session, so `settle` waits for a step to end.
+    """
 
     def __init__(
         self, swarm: Swarm, empty: Any, *, begin: int = 0, end: int, recover: Recover = "exact", expected: int = 0
     ) -> None:
         self.id = f"{os.getpid()}.{next(_numbers)}"
+        """The name by which servers know the session, unique among the sessions of this process."""
         self.recover: Recover = recover
         self.state: Literal["idle", "writing", "recovering"] = "idle"
         self._swarm = swarm
         self._crew = swarm.crew
         self._journal = swarm.journal
-        self._empty = empty
+        self._empty = empty  # the cache with which servers begin
         self._begin, self._end = begin, end
         self._expected = expected
         self.rows = 1
-        """Texts side by side."""
+        """The number of sequences in the batch, as of the last step."""
         self._before: list[Operation] = []
+        """Operations on the client's cache since the last step."""
         self._parts: list[_Part] = []
+        """The route; empty before the first step."""
         self._refusal = ""
+        """Why further steps fail; empty while the session is usable."""
         self._number = 0
-        """Of the last step: the same on all servers."""
+        """The number of the last step; all servers know the step by it."""
         self._lock = threading.RLock()
 
     @property
     def route(self) -> list[Span]:
-        """Through whom it goes."""
+        """The spans that the session goes through, each with its server; empty before the first step."""
         return [part.span for part in list(self._parts)]
 
     @property
     def tokens(self) -> int:
-        """How many have gone through, and are in the caches."""
+        """The number of tokens in the caches, of each sequence."""
         return self._parts[0].history.tokens if self._parts else 0
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Something was done to the cache; it is done elsewhere before the next step."""
+        """Remember an operation on the client's cache; the servers do it to their caches before the next step."""
         self._before.append(Operation(name, args))
 
     def refuse(self, why: str) -> None:
-        """Take no steps from now on."""
+        """Fail all further steps with UsageError and this message; the first message stays."""
         self._refusal = self._refusal or why
 
     # -- steps --------------------------------------------------------------------------------
 
     def step(self, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None = None) -> torch.Tensor:
-        """Take tokens through all blocks. ``prompts``, for each block, go to the first tokens of the text."""
+        """Take the hidden states of new tokens through all blocks; return the hidden states behind the last block.
+
+        Servers that are lost meanwhile are replaced. After any error the session is over, since some servers may have
+        taken the step and others not: all further steps raise UsageError.
+
+        Args:
+            hidden: (sequences, new tokens, width).
+            calls: for each block, how it is called: its `LayerCall`.
+            prompts: (blocks, sequences or 1, tokens, width), added to the hidden states of the first tokens of the
+                sequences before each block. Tokens count from the beginning of the session.
+
+        Raises:
+            NoRoute: a block is with no server, and none can take it; or more than 16 servers failed in this step.
+            CacheFull: the caches do not fit into a server's memory.
+            UsageError: the session is over.
+        """
         with self._lock:
             if self._refusal:
                 raise UsageError(self._refusal)
@@ -110,8 +157,11 @@ class Session:
                 with self._crew.working():
                     found = self._step(before, hidden, calls, prompts)
             except BaseException as error:
-                # Some have taken the step, and others have not, or wait for it.
-                self.refuse(f"this cache is of a call that failed: {type(error).__name__}: {error}")
+                # Some servers have taken the step; others have not, or still wait for its input.
+                self.refuse(
+                    f"this cache is of a call that failed: {type(error).__name__}: {error}\n"
+                    "Its contents are incomplete: start again with a new cache."
+                )
                 self._crew.abandon(self.id)
                 raise
             finally:
@@ -122,10 +172,12 @@ class Session:
     def _step(
         self, before: tuple[Operation, ...], hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
     ) -> torch.Tensor:
+        """Take a step in pieces of `chunk` tokens; before the first step, open the session on a route."""
         self.rows = hidden.shape[0]
         self._expected = max(self._expected, self.tokens + hidden.shape[1])
         if not self._parts:
             self._parts = self._opened(self._begin, self._end)
+        # The position of the first new token: operations that crop the cache come first, by negative numbers.
         begin = self.tokens + sum(min(0, each.args[0]) for each in before if each.name == "crop")
         if prompts is not None:
             prompts = prompts[:, :, begin : begin + hidden.shape[1]]
@@ -137,11 +189,15 @@ class Session:
             prompt = prompts[:, :, : given.shape[1]] if prompts is not None else None
             found.append(self._through(Step(before, given, tuple(called), prompt if _is_some(prompt) else None)))
             prompts = prompts[:, :, given.shape[1] :] if prompts is not None else None
-            before = ()
+            before = ()  # only before the first of the smaller steps
         return torch.cat(found, 1)
 
     def _through(self, step: Step) -> torch.Tensor:
-        """All servers are asked at once; each hands on to the next what comes out, and tells it here besides."""
+        """Take one step, with new servers in place of those that are lost; return what comes out of the last span.
+
+        All servers are called at once. Each pushes its output to the next one, and also returns it to the client,
+        which adds it to the histories and needs it if the next server is lost.
+        """
         self._number += 1
         sent: dict[_Part, tuple[Future[Reply], float]] = {}
         hidden, at, tries = step.hidden, 0, 0
@@ -157,7 +213,9 @@ class Session:
             except Gone as gone:
                 tries += 1
                 if tries > _TRIES:
-                    raise NoRoute(f"{tries} servers failed one after the other, the last: {gone}") from gone
+                    raise NoRoute(
+                        f"{tries} servers failed one after the other in one step, the last: {gone}. Swarm.log says why."
+                    ) from gone
                 self._replace(at)
                 sent = {}
                 continue
@@ -167,12 +225,15 @@ class Session:
         return hidden
 
     def _own(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
-        """What of a step goes into a span."""
+        """Return the part of a step that concerns the blocks of one span, with ``hidden`` as its input."""
         span = slice(part.span.begin - self._begin, part.span.end - self._begin)
         return Step(step.before, hidden, step.calls[span], step.prompts[span] if step.prompts is not None else None)
 
     def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[Reply], float]]:
-        """Ask all servers from there on for a step: the first is told what goes in, the others are pushed it."""
+        """Call all servers from span ``at`` on for a step; return each call's future and the time of sending it.
+
+        The first one gets ``hidden`` with the call; the others wait until the server before them pushes their input.
+        """
         self._link()
         crew, tokens = self._crew, hidden.shape[1]
         points = crew.points("step", hidden.shape[0] * tokens)
@@ -199,23 +260,29 @@ class Session:
         return found
 
     def _sent(self, part: _Part, number: int, own: Step) -> Step:
-        """What to send for a step: without what goes in, if that is large and goes before it."""
+        """Return the step to send; a large input is pushed ahead of it in pieces, and the step goes without it."""
         if len(pieces(own.hidden)) == 1:
             return own
         self._bring(part, number, own.hidden)
         return own._replace(hidden=own.hidden.new_empty(0))
 
     def _bring(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
+        """Push a step's input to a server from the client, in pieces; does not wait."""
         for at, piece in pieces(hidden):
             self._crew.send(part.member, "push", self.id, part.span.begin, number, at, piece)
 
     def _wait(self, part: _Part, asked: Future[Reply], since: float, own: Step, *, first: bool) -> torch.Tensor:
+        """Return a server's result of a step; `Gone` if it is lost.
+
+        ``first`` says that its input went with the call. Any other server may wait for a push that got lost, so
+        the client pushes the input after `_PUSHED` seconds.
+        """
         if not first:
-            with contextlib.suppress(Exception):  # it is raised below, if it is the call's
+            with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
                 asked.wait(_PUSHED)
             if not asked.done():
                 self._bring(part, self._number, own.hidden)
-        # It has all that it needs by now: for those before, it is not to blame.
+        # The server has its input by now. Only from here on does its time count: it is not to blame for servers before.
         reply = self._crew.answer(part.member, asked, None if first else self._crew.step_timeout)
         elapsed = time.perf_counter() - since if first else None
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
@@ -226,7 +293,7 @@ class Session:
     # -- ways ---------------------------------------------------------------------------------
 
     def _opened(self, begin: int, end: int) -> list[_Part]:
-        """A way through these blocks, on which the session has been opened everywhere."""
+        """Find a route through these blocks and open the session on all of its servers; try again if one is lost."""
         for _ in range(_TRIES):
             way = self._crew.way(begin, end)
             parts = [_Part(span, member, self._history()) for span, member in way]
@@ -238,10 +305,17 @@ class Session:
                     raise
                 continue
             return parts
-        raise NoRoute(f"no way through blocks {begin} to {end - 1} lasted")
+        raise NoRoute(
+            f"on every route through blocks {begin} to {end - 1} a server failed while the session was opened; "
+            "Swarm.log says why"
+        )
 
     def _open(self, parts: Sequence[_Part]) -> None:
-        """On all of them at once; one after the other, if there may be no room: else two might wait for each other."""
+        """Open the session on the servers of these parts.
+
+        All at once if caches are unlimited. Otherwise one after the other, in the order of the route: two sessions
+        that each hold memory on one server and wait for the other's would never end.
+        """
         crew = self._crew
         limited = crew.options.cache_bytes is not None
         asked = []
@@ -264,7 +338,7 @@ class Session:
         return History(adapter.forgets(self._empty))
 
     def _link(self) -> None:
-        """Have each server know where to push."""
+        """Tell each server to which server and span it has to push its output, where it does not know yet."""
         asked = []
         for part, then in itertools.pairwise(self._parts):
             if part.linked is not then:
@@ -278,12 +352,16 @@ class Session:
                     )
                 )
         for part, then, answer in asked:
-            with contextlib.suppress(Gone):  # that will be seen when it is asked for a step
+            with contextlib.suppress(Gone):  # the step will notice that the server is gone
                 self._crew.answer(part.member, answer)
                 part.linked = then
 
     def _replace(self, at: int) -> None:
-        """Others for a span whose server is gone, or is to be relieved of it, brought to where that was."""
+        """Give the span ``at`` to other servers, with caches as its server had them.
+
+        Its server is gone, is banned, leaves the swarm, has given blocks away, or has lost the session. Raises
+        `NoRoute` if other servers fail in each of 16 attempts.
+        """
         self.state = "recovering"
         self._journal.news()
         part = self._parts[at]
@@ -297,10 +375,16 @@ class Session:
                 other.linked = None
             self.state = "writing"
             return
-        raise NoRoute(f"nobody could be brought to where {part.member.name} was")
+        raise NoRoute(
+            f"no server could take over the session from {part.member.name}: each one failed while it was given "
+            "the session's inputs. Swarm.log says why."
+        )
 
     def _moved(self, part: _Part) -> list[_Part] | None:
-        """Its caches with somebody else, if the server still has them and one other has all of its blocks."""
+        """Move the caches of a span to another server; None if that is not possible, and `_caught_up` has to be used.
+
+        It is possible while the old server answers and one other server has all blocks of the span.
+        """
         if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
             return None
         way = self._crew.way(part.span.begin, part.span.end)
@@ -322,7 +406,7 @@ class Session:
                 self._crew.step_timeout,
                 extra=self._crew.step_timeout,
             )
-        except NbdistError as error:  # the one who has it may have died meanwhile
+        except NbdistError as error:  # the old server, or the new one, may have died meanwhile
             self._journal.tell(f"session {self.id} could not be moved to {member.name}: {error}")
             return None
         self._crew.abandon(self.id, [part.member], part.span.begin)
@@ -330,7 +414,7 @@ class Session:
         return [_Part(span, member, part.history, used=True)]
 
     def _caught_up(self, gone: _Part) -> list[_Part]:
-        """Others that are given again what went in."""
+        """Open a span on other servers and replay its history there; return their parts. Logs how long it took."""
         began = time.perf_counter()
         history = gone.history
         parts = self._opened(gone.span.begin, gone.span.end)
@@ -338,7 +422,7 @@ class Session:
         if self.recover == "fast" and len(history.steps) > 1 and self._at_once(gone, parts):
             how = f"{history.tokens} tokens at once"
         elif history.steps:
-            if any(part.used for part in parts):  # what was tried at once was not right
+            if any(part.used for part in parts):  # the merged step failed, and has left wrong caches
                 parts = self._opened(gone.span.begin, gone.span.end)
             for step in history.steps:
                 self._again(gone, parts, step)
@@ -346,12 +430,13 @@ class Session:
         if len(parts) == 1:
             parts[0].history = history
         if gone.member not in [part.member for part in parts]:
-            self._crew.abandon(self.id, [gone.member], gone.span.begin)  # where it only did not answer
+            self._crew.abandon(self.id, [gone.member], gone.span.begin)  # it may live, and only not have answered
         who = ", ".join(f"{part.member.name} ({_named(part.span)})" for part in parts)
         self._journal.tell(f"session {self.id} goes on by {who}: {how}, {(time.perf_counter() - began) * 1e3:.0f} ms")
         return parts
 
     def _again(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
+        """Take a step of the lost part ``gone`` through its successors, one after the other; return the result."""
         hidden = step.hidden
         for part in parts:
             span = slice(part.span.begin - gone.span.begin, part.span.end - gone.span.begin)
@@ -374,25 +459,31 @@ class Session:
         return hidden
 
     def _at_once(self, gone: _Part, parts: Sequence[_Part]) -> bool:
-        """In one step, if that comes to the same but for rounding."""
+        """Replay the whole history as one merged step; return whether the result equals the old one within rounding.
+
+        If it does not, or the steps cannot be merged, the log says why, and the caches of ``parts`` are not usable.
+        """
         try:
             merged = merging.merge(gone.history, self._swarm.layout)
             calls = tuple(adapter.LayerCall(*call) for call in merged.calls)
             found = self._again(gone, parts, Step((), merged.hidden, calls, merged.prompts))
             if merging.is_near(found, merged.result, merged.calls):
                 return True
-            why = "came out different"
+            why = "its result was different"
         except Gone:
             raise
         except (merging.Unmergeable, RuntimeError, TypeError, ValueError, IndexError) as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._journal.tell(f"session {self.id}: all at once {why}; step by step")
+        self._journal.tell(f"session {self.id}: replaying all steps at once failed ({why}); replaying step by step")
         for part in parts:
-            part.used = True  # whatever came of it, it is to be opened anew
+            part.used = True  # the server may have computed something, so the session has to be opened there anew
         return False
 
     def settle(self) -> None:
-        """Leave servers that are to be relieved of what it has there; between two steps."""
+        """Move the session away from servers that no longer serve its spans; waits for a step to end.
+
+        A span that cannot move now stays, with a line in the log: the next step tries again.
+        """
         with self._lock:
             if self._refusal:
                 return
@@ -404,10 +495,11 @@ class Session:
                 self.state = "idle"
 
     def _leave(self, part: _Part) -> None:
+        """Replace the server of a part; an error goes to the log only."""
         try:
             with self._crew.working():
                 self._replace(self._parts.index(part))
-        except NbdistError as error:  # it is tried again by the next step, whose user is told
+        except NbdistError as error:  # the next step tries again, and raises it if it fails again
             self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
 
 

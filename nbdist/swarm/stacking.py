@@ -1,4 +1,14 @@
-"""Several clients' requests as one: their texts below each other, where all else of them is the same."""
+"""Stacks the requests of several clients into one along the batch, and cuts a request into parts along the batch.
+
+::
+
+    item A, 2 sequences ┐          ┌ result A
+    item B, 3 sequences ┴─ stack ─► one call on 5 sequences ─► split ┴ result B        on a server
+
+    item, 8 sequences ─ parts ─► item, 3 │ item, 3 │ item, 2                           on a client
+
+A `Layout` says which arguments of a block have rows for each sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +21,19 @@ __all__ = ["Item", "split", "stack"]
 
 
 class Layout(NamedTuple):
-    """Which arguments of a layer have rows for each text; by name, or by place. Of those in neither, what has as many
-    rows as there are texts has one for each."""
+    """Which arguments of a layer have rows for each sequence, by keyword or by position.
+
+    An argument that is named in neither field has one row for each sequence if it has as many rows as there are
+    sequences, else none.
+    """
 
     shared: frozenset[str | int] = frozenset()
-    """These have rows that are no texts', such as one for each head;"""
+    """Arguments whose rows do not belong to sequences, but for example to heads."""
     several: tuple[tuple[str | int, int], ...] = ()
-    """and these so many for each text."""
+    """Arguments with several rows for each sequence, and the number of those rows."""
 
     def rows(self, tensor: torch.Tensor, batch: int, name: str | int) -> int:
-        """How many rows each text has; none if they are not texts'."""
+        """Return how many rows of an argument each of ``batch`` sequences has; 0 if rows are not of sequences."""
         if tensor.dim() < 2 or name in self.shared:
             return 0
         each = dict(self.several).get(name, 1)
@@ -28,10 +41,11 @@ class Layout(NamedTuple):
 
 
 ANY = Layout()
+"""The layout that assumes nothing: arguments with as many rows as sequences have one for each."""
 
 
 def compare(one: Any, two: Any) -> Layout:
-    """The layout of calls, of how a layer was called for one text, and for two of the same length."""
+    """Find the layout from how a layer was called for one sequence, and for two sequences of the same length."""
     shared, several = set[str | int](), list[tuple[str | int, int]]()
     for first, second in ((dict(enumerate(one.args)), dict(enumerate(two.args))), (one.kwargs, two.kwargs)):
         for name, value in first.items():
@@ -47,13 +61,17 @@ def compare(one: Any, two: Any) -> Layout:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, which may be a tensor or nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for each in value for tensor in _tensors(each)] if type(value) in (tuple, list) else []
 
 
 class Item(NamedTuple):
-    """What goes through some blocks without a cache; with the gradient of what comes out, if that of it is wanted."""
+    """The input of some blocks without a cache: hidden states, and the `LayerCall` and prompts of each block.
+
+    ``gradient`` is that of the output, if the gradient of the input is wanted.
+    """
 
     hidden: torch.Tensor
     calls: tuple[Any, ...]
@@ -63,15 +81,15 @@ class Item(NamedTuple):
 
 
 class _Differs(Exception):
-    """They cannot be one."""
+    """Requests differ in something that has to be equal, so they cannot be stacked."""
 
 
 def stack(items: Sequence[Item]) -> Item | None:
-    """All as one, if they can be."""
+    """Stack items into one along the batch; None if they differ in what has to be equal. Items have no prompts."""
     if len(items) == 1:
         return items[0]
     if any(item.gradient is not None and item.gradient.shape != item.hidden.shape for item in items):
-        return None  # one is wrong: that could come right by another's
+        return None  # one gradient has a wrong shape: stacked with others, it might fit by chance
     texts = _Texts([item.hidden.shape[0] for item in items], items[0].layout)
     try:
         calls = tuple(
@@ -89,7 +107,10 @@ def stack(items: Sequence[Item]) -> Item | None:
 
 
 def split(found: Any, items: Sequence[Item]) -> list[Any]:
-    """What came out of all, for each of them."""
+    """Split the result of a stacked item into the results of its items.
+
+    The result is hidden states, or (gradient, gradient of prompts), as `Server` computes them.
+    """
     sizes = [item.hidden.shape[0] for item in items]
     if isinstance(found, torch.Tensor):
         return list(found.split(sizes))
@@ -98,24 +119,27 @@ def split(found: Any, items: Sequence[Item]) -> list[Any]:
 
 
 def _aligned(values: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Return, for each place, the values that the requests have there; they need equal lengths."""
     if any(len(value) != len(values[0]) for value in values):
         raise _Differs
     return list(zip(*values, strict=True))
 
 
 class _Texts:
-    """Those of several requests, to be put below each other."""
+    """Joins the values that one argument has in several requests; ``batches`` are their numbers of sequences."""
 
     def __init__(self, batches: Sequence[int], layout: Layout) -> None:
         self._batches = batches
         self._layout = layout
 
     def join_named(self, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Join the keyword arguments of all requests."""
         if any(value.keys() != values[0].keys() for value in values):
             raise _Differs
         return {name: self.join([value[name] for value in values], name) for name in values[0]}
 
     def join(self, values: Sequence[Any], name: str | int) -> Any:
+        """Join the values of one argument, given by keyword or position: tensors along the batch, others if equal."""
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             raise _Differs
@@ -128,6 +152,10 @@ class _Texts:
         return first
 
     def _join_tensors(self, tensors: Sequence[torch.Tensor], name: str | int) -> torch.Tensor:
+        """Concatenate tensors with rows for each sequence; tensors without such rows have to be equal.
+
+        Raises `_Differs` if both are impossible, or if it is not certain which of both a tensor is.
+        """
         first = tensors[0]
         if any(tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype for tensor in tensors):
             raise _Differs
@@ -137,7 +165,7 @@ class _Texts:
             return first
         if first.dim() < 2 or name in self._layout.shared:
             raise _Differs
-        # One for all texts of a request, or some for each text.
+        # Where a request has one row for all its sequences, repeat it, so that each sequence has its own rows.
         each = [
             tensor.expand(batch, *tensor.shape[1:]) if not own and tensor.shape[0] == 1 else tensor
             for tensor, batch, own in zip(tensors, self._batches, rows, strict=True)
@@ -149,7 +177,7 @@ class _Texts:
 
 
 def parts(item: Item, size: int | None) -> list[Item]:
-    """The other way round: some texts each."""
+    """Cut an item into parts of at most ``size`` sequences; None for one part."""
     batch = item.hidden.shape[0]
     if size is None or batch <= size:
         return [item]
@@ -157,6 +185,7 @@ def parts(item: Item, size: int | None) -> list[Item]:
 
 
 def _part(item: Item, batch: int, begin: int, end: int) -> Item:
+    """Return the item for the sequences from ``begin`` to before ``end`` of ``batch``."""
     prompts = item.prompts
     if prompts is not None and prompts.shape[1] > 1:
         prompts = prompts[:, begin:end]
@@ -172,7 +201,7 @@ def _part(item: Item, batch: int, begin: int, end: int) -> Item:
 
 
 class _Rows(NamedTuple):
-    """Some of the texts of a request."""
+    """The sequences from ``begin`` to before ``end`` of a request with ``batch`` sequences."""
 
     batch: int
     begin: int
@@ -180,7 +209,7 @@ class _Rows(NamedTuple):
     layout: Layout
 
     def of(self, value: Any, name: str | int) -> Any:
-        """What of an argument is theirs."""
+        """Return the rows of an argument that belong to these sequences; all of it if its rows are not sequences'."""
         if type(value) in (tuple, list):
             return type(value)(self.of(each, name) for each in value)
         if not isinstance(value, torch.Tensor):

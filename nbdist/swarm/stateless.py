@@ -1,7 +1,11 @@
-"""Through blocks without a cache, as for training: forward, and backward by whoever has the blocks then.
+"""Calls blocks without a cache, as training does: forward, and backward on whatever servers have the blocks then.
 
-What goes into each span is kept, what is between is computed again. Texts go in parts, if that is wanted, each its own
-way, and all at the same time, so that no server waits for the one before it.
+The client keeps the input of each span; for the backward pass, a server computes the span again. With micro-batches,
+each one takes its own random route, all at the same time, so that no server waits for the one before it::
+
+    micro-batch 0   ─► worker0 ─► worker2 ─►┐
+    micro-batch 1   ─► worker1 ─► worker2 ─►├─ results, concatenated; for each one the inputs of its spans (`_Entrance`)
+    micro-batch 2   ─► worker0 ─► worker1 ─►┘
 """
 
 from __future__ import annotations
@@ -25,11 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["forward", "through"]
 
 _TRIES = 16
+"""Servers that may fail one after the other in one micro-batch before the call fails with `NoRoute`."""
 _AT_ONCE = 8
+"""Micro-batches that are computed at the same time, at most."""
 
 
 class _Entrance(NamedTuple):
-    """What went into some blocks."""
+    """The input of a span of blocks, which the backward pass needs."""
 
     begin: int
     end: int
@@ -39,9 +45,12 @@ class _Entrance(NamedTuple):
 def through(
     swarm: Swarm, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Through the blocks from there on; gradients come back, if any is wanted."""
+    """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
+
+    If ``hidden`` or ``prompts`` require gradients, so does the result. Raises `NoRoute`.
+    """
     if prompts is not None:
-        prompts = prompts[:, :, : hidden.shape[1]]  # a text may be shorter
+        prompts = prompts[:, :, : hidden.shape[1]]  # the sequences may be shorter than the prompts
     wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
     if torch.is_grad_enabled() and wanted:
         found: torch.Tensor = _Through.apply(hidden, prompts, swarm, begin, calls)  # type: ignore[no-untyped-call]
@@ -50,14 +59,14 @@ def through(
 
 
 def forward(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[list[_Entrance]]]:
-    """What comes out, and for each part of the texts what went into each span."""
+    """Take an item through its blocks in micro-batches; return the hidden states, and the entrances of each one."""
     parts = stacking.parts(item, swarm.micro_batch)
     found = _each(swarm, [(_one, (swarm, begin, part)) for part in parts])
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 
 
 def _one(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[_Entrance]]:
-    """From there on by others, where somebody is gone."""
+    """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on."""
     found: list[_Entrance] = []
     hidden, at, end = item.hidden, begin, begin + len(item.calls)
     tries = 0
@@ -78,24 +87,27 @@ def _one(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[_Entr
 
 
 def _count(tries: int, gone: Gone) -> int:
+    """Return ``tries`` and one more; raise `NoRoute` if that is too many."""
     if tries >= _TRIES:
-        raise NoRoute(f"{tries} servers failed one after the other, the last: {gone}") from gone
+        raise NoRoute(f"{tries} servers failed one after the other, the last: {gone}. Swarm.log says why.") from gone
     return tries + 1
 
 
 def _of_blocks(item: Item, hidden: torch.Tensor, first: int, begin: int, end: int) -> Item:
+    """Return the item for a span of the blocks of ``item``, which begin with ``first``; ``hidden`` is its input."""
     span = slice(begin - first, end - first)
     prompts = item.prompts[span] if item.prompts is not None else None
     return Item(hidden, item.calls[span], prompts, None, item.layout)
 
 
 class _Through(torch.autograd.Function):
-    """Some blocks as one function."""
+    """The autograd function for a row of blocks; its inputs are ``hidden`` and ``prompts``."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, swarm: Swarm, begin: int, calls: Sequence[Any]
     ) -> torch.Tensor:
+        """Compute the blocks; keep the inputs of all spans for the backward pass."""
         item = Item(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout)
         found, ctx.ways = forward(swarm, begin, item)
         ctx.swarm, ctx.begin = swarm, begin
@@ -104,19 +116,26 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        """Backpropagate each micro-batch along the spans of its forward pass.
+
+        Prompts that are shared by all sequences get the sum of the micro-batches' gradients.
+        """
         (gradient,) = gradients
         sizes = [way[0].item.hidden.shape[0] for way in ctx.ways]
         given = gradient.split(sizes)
         found = _each(ctx.swarm, [(_back, (ctx.swarm, way, part)) for way, part in zip(ctx.ways, given, strict=True)])
         prompts = None
         if ctx.shape is not None:
-            parts = [torch.cat(part) for _, part in found]  # in the order of the texts
+            parts = [torch.cat(part) for _, part in found]  # one for each micro-batch
             prompts = torch.cat(parts, 1) if ctx.shape[1] > 1 else sum(parts[1:], parts[0])
         return torch.cat([part for part, _ in found]), prompts, None, None, None
 
 
 def _back(swarm: Swarm, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Back through all spans: the gradients of what went in, and of the prompts of each, from the first block on."""
+    """Backpropagate one micro-batch through all its spans.
+
+    Returns the gradient of its input, and the gradients of the prompts of each span, from the first span on.
+    """
     prompts: list[torch.Tensor] = []
     for entrance in reversed(way):
         gradient, own = _back_through(swarm, entrance, gradient)
@@ -125,7 +144,11 @@ def _back(swarm: Swarm, way: list[_Entrance], gradient: torch.Tensor) -> tuple[t
 
 
 def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Back through some blocks, by whoever has them now."""
+    """Backpropagate through one span of the forward pass, on the servers that have its blocks now.
+
+    If those are several, the inputs of all but the first are computed again. When a server is lost, the whole span is
+    done again on a new route. Returns the gradient of the input, and the gradients of the prompts by server.
+    """
     begin, end, item = entrance
     tries = 0
     while True:
@@ -157,7 +180,11 @@ def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> 
 
 
 def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
-    """Do all of them, several at a time; their results in order."""
+    """Run all (function, arguments), up to 8 at a time on threads of their own; return the results in order.
+
+    The first error, in that order, is raised once the jobs before it are done. Jobs that have not begun are cancelled
+    then, and nobody waits for the others.
+    """
 
     def run(job: tuple[Any, tuple[Any, ...]]) -> Any:
         with swarm.crew.working(), torch.no_grad():
@@ -165,6 +192,7 @@ def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any
 
     if len(jobs) == 1:
         return [run(jobs[0])]
+    # Each job runs in a copy of the calling thread's context variables.
     pool = concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(jobs)), "micro-batch")
     try:
         with blocking_wait():
@@ -172,7 +200,8 @@ def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any
             asked = [pool.submit(each.run, run, job) for each, job in zip(context, jobs, strict=True)]
             return [each.result() for each in asked]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an error, or an interrupt, nobody wants the others
+        # After an error or an interrupt, the other results are not wanted.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _detached(prompts: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""A model served by several workers, some of which may die; and models for whoever uses it, which do not notice."""
+"""The public interface: `serve` loads a model's blocks on workers, `Swarm` makes models that use the blocks."""
 
 from __future__ import annotations
 
@@ -45,31 +45,59 @@ def serve(
     spend: Callable[[str, int], float] = lambda kind, tokens: 0.0,
     **options: Any,
 ) -> Swarm:
-    """Have workers serve a model's blocks.
+    """Load a model's blocks on workers and return the swarm that they form, once all blocks are loaded.
 
-    ``model`` is a transformers model, a folder with one, or ``"smollm2"``. ``spans`` says which blocks each of the
-    workers has; else they are cut so that the largest part is as small as can be. A worker takes up to ``room`` bytes
-    of blocks.
+    Args:
+        model: a transformers model, a folder with one, or ``"smollm2"``. Its weights go into a file in the runtime
+            directory of this process's agent, unless a folder has them in the right form already. All workers map that
+            file, so those of one host share its memory; a worker on another host must find it under the same path.
+        workers: the names or ids of the workers. With more workers than spans, the last workers are not used.
+        spans: (begin, end) of the blocks for each worker. By default the blocks are divided so that the largest part
+            is as small as possible. Blocks in no span are loaded by some worker when they are first needed.
+        recover: how a session continues on another server when its server dies. "exact" replays its steps one by
+            one: all later results are equal to the last bit. "fast" replays all steps at once: faster, and equal
+            within rounding.
+        step_timeout: seconds within which a server has to answer. A server that does not is not called for 5 seconds,
+            for twice as long after each further failure in a row, and for 300 at most; others take its place.
+        cache_timeout: seconds to wait for cache memory when a session starts and ``cache_bytes`` are limited.
+        route_timeout: seconds to wait for a worker when nobody can serve a block, such as while all workers restart.
+        chunk: a step of a session with more tokens is split into steps of this size.
+        micro_batch: sequences in one part of a call without a cache. Up to 8 parts are computed at the same time.
+        room: bytes of blocks up to which a worker takes over blocks from others. Blocks that are given to a worker by
+            ``spans``, `Swarm.join` or `Swarm.move` are loaded in any case.
+        spend: returns the points to spend on a request of a kind ("step", "forward", "backward") and a number of
+            tokens. A server computes requests with more points first: `Options.prioritize`.
+        options: the fields of `Options`, such as ``cache_bytes=10**9``.
 
-    A session whose server is lost is brought to another one step by step, so that all that follows is equal to the last
-    bit (``recover="exact"``), or at once, which is faster and equal within rounding (``"fast"``).
+    Returns:
+        The swarm. It ends with `Swarm.close`, or when the swarm and all models made from it are garbage-collected.
 
-    A server that has not answered within ``step_timeout`` seconds is left alone for a while. Room for a session's
-    caches is waited for up to ``cache_timeout``, and somebody to take blocks that nobody can take, as when all workers
-    are being started anew, up to ``route_timeout``.
+    Raises:
+        UsageError: ``model`` is no model, the spans do not fit the model or the workers, or a time is not valid.
+        TypeError: there is no such option, or a time is no number.
+        WorkerLost: a worker died while it loaded its blocks.
 
-    Steps of more than ``chunk`` tokens are taken in parts; what is computed without a cache goes in parts of
-    ``micro_batch`` texts, which are under way at the same time. ``spend`` says how many points to spend on a request of
-    a kind ("step", "forward", "backward") of so many tokens. All else is the servers': `nbdist.swarm.Options`.
+    Example:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=97
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> sw = nbdist.swarm.serve(model, workers=["worker0", "worker1"], spans=[(0, 3), (3, 4)])
+        >>> print(sw)
+        <Swarm of 4 blocks, 0.2 MB>
+          worker0: blocks 0-2
+          worker1: block 3
+        >>> sw.close()
     """
-    servers = Options(**options)  # first: a name may be wrong
+    servers = Options(**options)  # first of all, because a name of an option may be wrong
     durations.positive(servers.session_timeout, "session_timeout")
     step_timeout = durations.positive(step_timeout, "step_timeout")
     cache_timeout = durations.bounded(cache_timeout, "cache_timeout")
     route_timeout = durations.bounded(route_timeout, "route_timeout")
     tell = trace.steps()
     tell("serve: the model's weights are read ...")
-    # In the agent's directory: what removes that after a kill removes the weights, too.
+    # In the agent's directory: whatever removes that directory after a kill removes the weights, too.
     folder = tempfile.TemporaryDirectory(prefix="swarm-", dir=api.current_agent().directory)
     if isinstance(model, str | Path):
         known = Path(model) if Path(model).is_dir() else folder_of(str(model))
@@ -93,7 +121,7 @@ def serve(
     if spans is None:
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):
-        raise UsageError(f"{len(spans)} spans are for {len(spans)} workers, not {len(workers)}")
+        raise UsageError(f"{len(spans)} spans need {len(spans)} workers, but `workers` has only {len(workers)}")
     for begin, end in spans:
         found.check(begin, end)
     with found.crew.working():
@@ -103,7 +131,28 @@ def serve(
 
 
 class Swarm:
-    """The servers of one model, as their client knows them; see `serve`, which makes it."""
+    """A model whose blocks are served by workers, as seen by the process that called `serve`.
+
+    `causal_lm`, `model`, `sequence_classifier` and `sequential` make models that use the blocks; `join`, `leave`,
+    `move` and `kill` change which workers serve. Methods may be called from any thread. As the value of a notebook
+    cell, a swarm is drawn as a map.
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=97
+        ... )
+        >>> sw = nbdist.swarm.serve(transformers.LlamaForCausalLM(config), workers=["worker0"])
+        >>> sw.join("worker1", 2, 4)
+        >>> sw.blocks
+        {'worker0': [0, 1, 2, 3], 'worker1': [2, 3]}
+        >>> sw.leave("worker0")  # worker1 loads blocks 0 and 1, which it alone has then
+        >>> sw.states
+        {'worker0': 'offline', 'worker1': 'online'}
+        >>> sw.blocks
+        {'worker1': [0, 1, 2, 3]}
+        >>> sw.close()
+    """
 
     def __init__(
         self,
@@ -126,7 +175,7 @@ class Swarm:
         self.chunk = chunk
         self.micro_batch = micro_batch
         self.layout: Layout = ANY
-        """How texts lie in what blocks are called with."""
+        """Which arguments of a block have rows for each sequence; `ANY` until the first model has found out."""
         skeleton = adapter.build(checkpoint.config)
         path = adapter.find_layers(skeleton)
         self.sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
@@ -142,12 +191,14 @@ class Swarm:
             route_timeout=route_timeout,
             spend=spend,
         )
-        self._folder = folder  # it goes with the swarm
+        self._folder = folder  # the object that removes the file of weights when the swarm is garbage-collected
         self._closed: list[dict[str, Any]] | None = None
-        """How each worker was when the swarm was closed."""
+        """The description of each worker from the moment the swarm was closed; None while it is open."""
         self._lock = threading.Lock()
+        """Guards the set of sessions and the start of the thread."""
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """The ids of sessions whose caches are gone, for the thread `_settle`; None ends it."""
         self._settler: threading.Thread | None = None
         weakref.finalize(self, self._over.put, None).atexit = False
 
@@ -155,21 +206,26 @@ class Swarm:
 
     @property
     def blocks(self) -> dict[str, list[int]]:
-        """Which blocks each worker has."""
+        """The numbers of the blocks that each worker serves, by name of the worker."""
         return {member.name: list(member.blocks) for member in self.crew.there}
 
     @property
     def states(self) -> dict[str, str]:
-        """How each worker is that has ever served."""
+        """The state of each worker that has ever served, by name.
+
+        One of "joining" (loads its first blocks), "online", "banned" (did not answer or could not load blocks, and is
+        not called for a while), "draining" (is about to leave), "offline" (has left, or the swarm was closed), "gone"
+        (died).
+        """
         return {each["name"]: each["state"] for each in self._told()}
 
     @property
     def log(self) -> list[str]:
-        """What has happened."""
+        """The last 200 events, oldest first, a line each: who loaded blocks, died, left; how sessions recovered."""
         return self.journal.lines
 
     def info(self) -> dict[str, Info]:
-        """How each server is that answers: they are asked."""
+        """Ask each server for its state; return the answers by worker, without the servers that do not answer."""
         with self.crew.working():
             found = {}
             for member in self.crew.there:
@@ -178,16 +234,26 @@ class Swarm:
             return found
 
     def route(self, begin: int = 0, end: int | None = None) -> list[Span]:
-        """The way that a session would take now."""
+        """Return the route that a session through the blocks from ``begin`` to before ``end`` would take now.
+
+        Blocks that no worker has are loaded on one first.
+
+        Raises:
+            NoRoute: a block is with nobody, and no worker can take it.
+            UsageError: there are no such blocks.
+        """
         end = self.check(begin, end)
         with self.crew.working():
             return [span for span, _ in self.crew.way(begin, end)]
 
     def check(self, begin: int, end: int | None) -> int:
-        """Whether there are such blocks; their end, which is that of all if it was not said."""
+        """Return ``end``, or the number of blocks where it is None; raise UsageError if the range is not valid."""
         end = len(self) if end is None else end
         if not 0 <= begin < end <= len(self):
-            raise UsageError(f"there are no blocks from {begin} to {end}: there are {len(self)}, from 0 on")
+            raise UsageError(
+                f"there are no blocks from {begin} to {end}: there are {len(self)}, numbered from 0, and the first "
+                "number must be less than the second"
+            )
         return end
 
     def __len__(self) -> int:
@@ -204,33 +270,62 @@ class Swarm:
         return "\n".join(lines)
 
     def _told(self) -> list[dict[str, Any]]:
+        """Describe each server that has ever served, as `Member.told` does."""
         now = time.monotonic()
         return [member.told(now, self.sizes, self.crew.options.cache_bytes) for member in self.crew.members]
 
     @property
     def ended(self) -> bool:
-        """Whether the swarm serves no longer: it was closed, or its cluster has ended."""
+        """True once the swarm was closed, or RPC has ended in this process: the swarm does not serve any more."""
         return self.crew.ended
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what a map shows. Nobody is asked. Of a swarm that was closed, it is how the swarm was then."""
+        """Return the data that a map of the swarm shows, without calling any server.
+
+        Of a closed swarm, the servers are described as they were just before it was closed.
+
+        Returns:
+            A dict of JSON values: ``count`` of blocks, their ``bytes``, ``servers`` (a dict each), and the ``route``,
+            ``session`` and ``log`` of `Journal.told`.
+        """
         servers = self._told() if self._closed is None else self._closed
         return {"count": len(self), "bytes": sum(self.sizes), "servers": servers, **self.journal.told()}
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have ``callback()`` called, by whatever thread, when something has changed. Returns what ends that."""
+        """Call ``callback()`` whenever the swarm changes; return a function that stops that.
+
+        Any thread may make the call, so the callback must be quick. If it raises, the error is logged.
+        """
         return self.journal.listen(callback)
 
     # -- workers that come and go -------------------------------------------------------------
 
     def join(self, worker: int | str, begin: int = 0, end: int | None = None) -> None:
-        """Have one more worker serve blocks: all, or these. One that serves already takes these besides."""
+        """Let a worker serve the blocks from ``begin`` to before ``end``, by default all of them, besides its own.
+
+        Returns when the blocks are loaded. Other workers keep serving the same blocks. A worker that was restarted
+        has to join again. See notebooks/09_swarm.ipynb.
+
+        Raises:
+            UsageError: there are no such blocks, or the swarm is closed.
+            UnknownWorker: there is no such worker.
+            WorkerLost: the worker died while it loaded the blocks. Any other error of loading is raised as it is.
+        """
         end = self.check(begin, end)
         with self.crew.working():
             self.crew.join(worker, begin, end, trace.steps())
 
     def leave(self, worker: int | str) -> None:
-        """Relieve a worker: others take its blocks, the sessions that go through it move there, and it is done."""
+        """Take a worker out of the swarm without losing anything.
+
+        Other workers load the blocks that only this worker has; sessions move there with their caches; then the
+        worker drops its blocks. This waits for steps of sessions that are under way. After an interrupt, call it
+        again. See notebooks/09_swarm.ipynb.
+
+        Raises:
+            UsageError: the worker does not serve.
+            NoRoute: no other worker can take its blocks. The worker goes on serving.
+        """
         member = self.crew.member(worker)
         with self.crew.working():
             self.crew.relieve(member)
@@ -240,7 +335,13 @@ class Swarm:
             self.crew.dismiss(member)
 
     def move(self, begin: int, end: int, worker: int | str) -> None:
-        """Have a worker take these blocks from whoever has them; the sessions go along."""
+        """Move the blocks from ``begin`` to before ``end`` to a worker that serves already; all others drop them.
+
+        Sessions move along with their caches. The worker keeps the blocks that it had. See notebooks/09_swarm.ipynb.
+
+        Raises:
+            UsageError: there are no such blocks, or the worker does not serve: it has to `join` first.
+        """
         member = self.crew.member(worker)
         end = self.check(begin, end)
         with self.crew.working():
@@ -252,12 +353,21 @@ class Swarm:
                 self.crew.unload(relieved)
 
     def kill(self, worker: int | str) -> None:
-        """Kill a worker's process, as an accident would."""
+        """Kill a worker's process with SIGKILL, to see how the swarm recovers. See notebooks/09_swarm.ipynb.
+
+        Returns at once; the next call to the worker, or this process's agent, notices the death.
+
+        Raises:
+            UsageError: the worker does not serve, or is this very process.
+        """
         with self.crew.working():
             self.crew.kill(self.crew.member(worker))
 
     def close(self) -> None:
-        """Serve no longer; what the workers had is gone, and so is a folder that was made for it."""
+        """Stop serving: the workers drop blocks and caches, and the file of weights that `serve` wrote is removed.
+
+        Models made from the swarm raise UsageError from then on. A second call changes nothing.
+        """
         if not self.ended:
             self._closed = self._told()
         self.crew.close()
@@ -270,7 +380,23 @@ class Swarm:
     def session(
         self, cache: Any, begin: int = 0, end: int | None = None, *, expected: int = 0, recover: Recover | None = None
     ) -> Session:
-        """A session whose end is that of ``cache``."""
+        """Start a session that lasts as long as ``cache``, an empty DynamicCache of transformers, and return it.
+
+        Models start sessions by themselves, for each cache that they meet. The servers are first called by the first
+        step. From now on the cache itself only counts tokens, and its operations (`crop`, `reorder_cache`) are noted
+        and done on the servers, too.
+
+        Args:
+            cache: decides when the session ends: when it is garbage-collected. Its attribute ``nbdist`` becomes
+                (the `RecordedCache`, the session).
+            begin: the first block that the session goes through.
+            end: the block before which it ends; by default all blocks.
+            expected: tokens that the session will have in the end, so that servers can reserve memory. 0 if unknown.
+            recover: as for `serve`; by default as the swarm's.
+
+        Raises:
+            UsageError: ``cache`` is of another class.
+        """
         recorded = adapter.RecordedCache(cache, len(self))
         session = Session(
             self,
@@ -293,7 +419,7 @@ class Swarm:
         return session
 
     def over(self, session: str) -> None:
-        """A session is over: its cache is gone, or is wanted no longer."""
+        """Tell all servers, without waiting, to drop the session with this id."""
         self.crew.abandon(session)
         self.journal.news()
 
@@ -304,23 +430,59 @@ class Swarm:
     # -- models -------------------------------------------------------------------------------
 
     def tokenizer(self) -> Any:
-        """The model's, if it came with one."""
+        """Load and return the model's tokenizer; raises transformers' error if the model came without one."""
         return self.checkpoint.tokenizer()
 
     def causal_lm(self, *, recover: Recover | None = None) -> Any:
-        """A transformers model with embeddings and head here, and blocks there: `generate()`, ``loss.backward()``."""
+        """Make a transformers model for causal language modelling whose blocks run on the workers.
+
+        The embeddings and the head are in this process. The model takes what any such model takes: ``generate()``, a
+        DynamicCache, ``labels``. All its weights are frozen. Gradients pass through the blocks where no cache is used
+        (``use_cache=False``), for example to ``inputs_embeds``. Calls raise `NoRoute` if no worker can serve a block,
+        and `CacheFull` if the servers' memory for caches does not suffice.
+
+        Args:
+            recover: "exact" or "fast", as for `serve`; by default as the swarm's.
+
+        Raises:
+            UsageError: the swarm is closed, or the model came without a head.
+
+        Example:
+            >>> import transformers
+            >>> config = transformers.LlamaConfig(
+            ...     hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=97
+            ... )
+            >>> model = transformers.LlamaForCausalLM(config).eval()
+            >>> sw = nbdist.swarm.serve(model, workers=["worker0", "worker1"])
+            >>> remote = sw.causal_lm()
+            >>> ids = torch.tensor([[5, 6, 7]])
+            >>> torch.equal(remote(ids).logits, model(ids).logits)
+            True
+            >>> embedded = remote.get_input_embeddings()(ids).requires_grad_()
+            >>> remote(inputs_embeds=embedded, labels=ids, use_cache=False).loss.backward()
+            >>> embedded.grad.shape
+            torch.Size([1, 3, 32])
+            >>> sw.close()
+        """
         return self._model("CausalLM", recover)
 
     def model(self, *, recover: Recover | None = None) -> Any:
-        """The same without a head: what comes out is hidden states."""
+        """Make a transformers model without a head: it returns hidden states. Otherwise like `causal_lm`."""
         return self._model("Model", recover)
 
     def sequence_classifier(self, num_labels: int | None = None, *, recover: Recover | None = None) -> Any:
-        """The same with a head that tells classes of texts; one to be trained, if the model came without."""
+        """Make a transformers model that classifies sequences. Otherwise like `causal_lm`.
+
+        If the model came without such a head, it gets a new one with random weights, which is to be trained.
+        ``num_labels`` is the number of classes; by default the number in the model's configuration.
+        """
         return self._model("SequenceClassification", recover, num_labels)
 
     def sequential(self) -> RemoteSequential:
-        """The blocks alone, as a module: ``[a:b]`` of it is some of them, ``[i]`` one."""
+        """Return the blocks as one module, from hidden states to hidden states; slices of it are some of the blocks.
+
+        `nbdist.swarm.sequential.RemoteSequential` has an example.
+        """
         from nbdist.swarm.sequential import RemoteSequential
 
         return RemoteSequential(self)
@@ -333,11 +495,14 @@ class Swarm:
 
 
 def _settle(swarm: weakref.ref[Swarm], over: queue.SimpleQueue[str | None]) -> None:
-    """A thread of its own tells servers which sessions are over: what notices that is a finaliser, and must not."""
+    """Close sessions whose ids arrive on ``over``, until None arrives: the body of the thread "swarm settles".
+
+    A cache's finaliser notices the end of a session, in whichever thread collects garbage: it must not call servers.
+    """
     while (session := over.get()) is not None:
         found = swarm()
         if found is None:
             return
-        with contextlib.suppress(Exception):  # without this thread, none would be closed any more
+        with contextlib.suppress(Exception):  # an error must not end the thread: no session would be closed any more
             found.over(session)
         del found

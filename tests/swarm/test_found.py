@@ -470,7 +470,10 @@ def test_a_session_that_cannot_leave_stops_nobody(world, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(first, "_replace", lambda at: swarm.crew.member("nobody"))
             swarm.leave(2)
-        assert f"session {first.id} could not leave worker2 yet: nobody serves nothing" in swarm.log
+        assert (
+            f"session {first.id} could not leave worker2 yet: nobody serves no blocks: it never joined this swarm, "
+            "has left it, or is gone"
+        ) in swarm.log
         expected = model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
         for cache in caches:
             found = remote(ids[:, :1], past_key_values=cache).logits

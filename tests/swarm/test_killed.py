@@ -144,7 +144,7 @@ def test_two_after_each_other_and_one_that_comes_back(three):
     assert set(swarm.blocks) == {"worker0"}
     assert "worker2, which had" in "\n".join(swarm.log)
     swarm.kill(0)
-    with pytest.raises(NoRoute, match="nobody is left"):
+    with pytest.raises(NoRoute, match="no server is left"):
         swarm_models.generate(remote, "one")
     swarm.close()
 

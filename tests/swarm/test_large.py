@@ -108,7 +108,7 @@ def test_what_a_client_cannot_bring_is_not_the_servers_fault(world, small, monke
         enter(place, piece)
 
     monkeypatch.setattr(large, "_enter", late)
-    with pytest.raises(NoRoute, match="what goes in has not come from the client"):
+    with pytest.raises(NoRoute, match="the input has not arrived from the client"):
         remote(**swarm_models.batch(), use_cache=False)
     assert set(swarm.states.values()) == {"online"}
     swarm.close()

@@ -68,7 +68,7 @@ def test_what_comes_out_different_at_once_is_done_step_by_step(world, monkeypatc
     monkeypatch.setattr("nbdist.swarm.merging.is_near", lambda *_: False)
     steps = {4: lambda: forget(swarm, "worker2")}
     assert torch.equal(swarm_models.generate(remote, "greedy", stopping_criteria=each(steps)), expected)
-    assert "came out different; step by step" in "\n".join(swarm.log)
+    assert "its result was different); replaying step by step" in "\n".join(swarm.log)
     assert "4 steps again" in "\n".join(swarm.log)
     swarm.close()
 
@@ -106,7 +106,7 @@ def test_a_worker_that_leaves_takes_nothing_along(world):
     assert "at once" not in log
     assert states.index("draining") < states.index("offline")
     assert swarm.states == {"worker1": "offline", "worker3": "online", "worker2": "online"}
-    with pytest.raises(UsageError, match="worker1 serves nothing"):
+    with pytest.raises(UsageError, match="worker1 serves no blocks"):
         swarm.leave("worker1")
     swarm.close()
 

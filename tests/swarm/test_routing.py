@@ -37,9 +37,9 @@ def test_a_route_changes_the_server_as_seldom_as_can_be():
     assert route(found, 0, 6) == [Span("a", 0, 3), Span("c", 3, 5), Span("d", 5, 6)]
     assert route(found, 2, 4) == [Span("b", 2, 4)] or route(found, 2, 4) == [Span("c", 2, 4)]
     assert route(found, 3, 3) == []
-    with pytest.raises(NoRoute, match="nobody has block 3"):
+    with pytest.raises(NoRoute, match="no server has block 3"):
         route(offers(a=[0, 1, 2]), 0, 4)
-    with pytest.raises(NoRoute, match="nobody has block 0"):
+    with pytest.raises(NoRoute, match="no server has block 0"):
         route({}, 0, 1)
 
 
@@ -59,7 +59,7 @@ servers = st.dictionaries(
 def test_no_way_takes_less_time(found):
     able = [[name for name in found if block in found[name].blocks] for block in range(5)]
     if not all(able):
-        with pytest.raises(NoRoute, match=f"nobody has block {able.index([])}"):
+        with pytest.raises(NoRoute, match=f"no server has block {able.index([])}"):
             route(found, 0, 5)
         return
     chosen = route(found, 0, 5)
@@ -83,7 +83,7 @@ def test_many_requests_go_to_all_by_what_they_can_bear():
     names = [spread(busy, 0, 3, choose)[0].server for _ in range(1000)]
     assert 200 <= names.count("fast") <= 300
     assert spread(offers(a=[0, 1], b=[2]), 0, 3, choose) == [Span("a", 0, 2), Span("b", 2, 3)]
-    with pytest.raises(NoRoute, match="nobody has block 2"):
+    with pytest.raises(NoRoute, match="no server has block 2"):
         spread(offers(a=[0, 1]), 0, 3, choose)
 
 
@@ -91,7 +91,7 @@ def test_what_nobody_has_goes_to_who_has_the_fewest():
     assert assign({"a": [0, 1, 2], "b": [3]}, 0, 6) == [Span("b", 4, 6)]
     assert assign({"a": [0], "b": [1, 4]}, 0, 6) == [Span("a", 2, 4), Span("b", 5, 6)]
     assert assign({"a": [0, 1]}, 0, 2) == []
-    with pytest.raises(NoRoute, match="nobody is left"):
+    with pytest.raises(NoRoute, match="no server is left"):
         assign({}, 0, 2)
 
 

@@ -163,7 +163,7 @@ def test_what_does_not_come_in_time_is_an_error(client):
     one = client()
     one.open("s")
     asked = one.step("s", 0, hidden=torch.empty(0), patience=0.1)
-    with pytest.raises(TimeoutError, match="what goes into step 0 has not come"):
+    with pytest.raises(TimeoutError, match="the input of step 0 has not arrived"):
         asked.wait(10)
     assert one.step("s", 0).wait().result.shape == (1, 5, 32)  # nothing has happened to the session
 
