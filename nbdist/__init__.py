@@ -1,36 +1,38 @@
-"""nbdist: a notebook drives a small distributed PyTorch system, and shows what it does.
+"""nbdist: a notebook drives a small distributed PyTorch system, and shows how it works.
 
-The map of the package. A lower layer never imports a higher one; higher layers make themselves known by
-registering. `tests/test_layers.py` holds every import against the tables below.
+The map of the package. A lower layer never imports a higher one; a higher layer registers its functions with a lower
+one instead. `tests/test_layers.py` checks every import against the tables below.
 
 ====== ============================ ====================================================================
-layer  modules                      what is there
+layer  modules                      contents
 ====== ============================ ====================================================================
-0      errors ids trace pictures    words that all layers share; drawings as images
-       durations registry           lengths of time that users give, checked; what higher layers make
-       signals holds                what must not be cut short by Ctrl-C; what has died
-       finalisers                   calls that are made where Python collects garbage in the midst of the package
-       torch_private                the private names of torch that are used, in one table
-1      wire                         messages, the codec, the protocol of one peer: all pure
-2      channel                      moving frames: the contract, in-process, unix sockets, ZeroMQ, faulty; who is
-                                    woken for them: gate, spinning; memory that agents of one host share: blocks,
-                                    arena, leases
+0      errors ids trace pictures    errors, ids, events that views and tests can see; drawings as images
+       durations registry           checks of times that users give; functions that higher layers set
+       signals holds                no Ctrl-C in the middle of an update; which objects were collected
+       finalisers                   calls that a user's ``__del__`` or signal handler makes
+       torch_private                the private names of torch that nbdist uses, in one table
+1      wire                         messages, their encoding, the protocol between two agents: all pure
+2      channel                      moves frames: in-process, unix sockets, ZeroMQ, faulty; wakes readers
+                                    (gate, spinning); memory that agents of one host share (blocks, arena,
+                                    leases)
 3      rpc                          agents, calls, remote references, membership
-4      autograd optim nn            backward passes over workers; optimizers, modules, pipelines elsewhere;
-       swarm                        language models served by workers that may die
+4      autograd optim nn            backward passes over workers; optimizers, modules and pipelines on
+       swarm                        workers; language models served by workers that may die
 5      cluster                      worker kernels: launching, cells, output, interrupts, restarts
-6      views                        what is drawn: progress, status, timelines
-7      magics                       read a line, make one call, show one view
-8      compat doctor testing        tools on top, which nothing imports
+6      views                        what a notebook shows: progress, status, timelines
+7      magics                       each reads a line, makes one call, shows one view
+8      compat doctor testing        tools on top, which no other layer imports
        __main__
 ====== ============================ ====================================================================
 
-What a call or reference waits for, and what comes next: `rpc.exchange` decides, and draws it.
-The way of a call: `rpc.api` → `rpc.caller` → `rpc.sender` (encodes with `wire.codec`, awaits in `rpc.calls`) →
-`rpc.links.post` → `wire.peer` (numbers and keeps it) → a `channel` → the other agent's `read` → `rpc.executor` →
-`rpc.answers`, and back to `rpc.outcomes`; who waits for the answer reads it itself where that pays: `rpc.guest`. Large
-tensors for an agent of the same host go beside it, through shared memory: `rpc.sharing`. What is recorded of it for a
-backward pass: `rpc.recording` asks `autograd.recorder`.
+The path of a call: `rpc.api` → `rpc.caller` → `rpc.sender` (encodes with `wire.codec`, waits in `rpc.calls`) →
+`rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other agent's `read` →
+`rpc.executor` → `rpc.answers`, and back to `rpc.outcomes`. ``docs/a_call.md`` follows it step by step. Besides:
+
+- `rpc.exchange` decides what a call or a reference waits for, and what happens next; it draws the states.
+- `rpc.guest` lets the waiting thread read its answer itself, where this is faster.
+- `rpc.sharing` passes large tensors to an agent of the same host through shared memory.
+- `rpc.recording` asks `autograd.recorder` to record a call for a backward pass.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ LAYERS: dict[str, int] = {
     "testing": 8,
     "__main__": 8,
 }
-"""Which layer a module is in, by the start of its name."""
+"""The layer of each module, by the first part of its name."""
 
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "zmq": ("channel",),
@@ -134,14 +136,18 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "transformers": ("swarm.adapter",),
     "safetensors": ("swarm.adapter",),
 }
-"""Which packages of others only some modules may import."""
+"""The third-party packages that only some modules may import."""
 
 
 _NAMESPACES = ("autograd", "nn", "optim", "rpc", "swarm", "testing")
+"""The subpackages that a program can use without importing them."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a program asks for: `Cluster` needs Jupyter's packages, and `swarm` needs transformers."""
+    """Import a part of the package when a program first asks for it.
+
+    `Cluster` needs Jupyter's packages, and `swarm` needs transformers, which not every program has.
+    """
     if name == "Cluster":
         from nbdist.compat.ipyparallel.client import view_of
         from nbdist.views import clusters
@@ -154,6 +160,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _make_recorder(agent: Any) -> Any:
+    """Return the recorder of an agent."""
     from nbdist.autograd.recorder import Recorder
 
     return Recorder(agent)
@@ -163,14 +170,14 @@ registry.make_recorder = _make_recorder
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """``%load_ext nbdist``: add the magics."""
+    """Add nbdist's magics to a notebook; ``%load_ext nbdist`` calls this, as in ``notebooks/00_tour.ipynb``."""
     from nbdist.magics import load
 
     load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """``%unload_ext nbdist``: end the cluster."""
+    """End the cluster and nbdist's displays; ``%unload_ext nbdist`` calls this."""
     from nbdist.magics import unload
 
     unload(shell)

@@ -1,4 +1,4 @@
-"""``python -m nbdist``: what is done from a shell."""
+"""The command line: ``python -m nbdist run`` and ``python -m nbdist doctor``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = ["main"]
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of nbdist's own arguments."""
     parser = argparse.ArgumentParser(prog="python -m nbdist", description="Distributed PyTorch over ZeroMQ.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -24,17 +25,17 @@ def _parser() -> argparse.ArgumentParser:
         "torch.distributed.rpc means nbdist.",
     )
     run.add_argument("-m", action="store_true", dest="is_module", help="program is the name of a module")
-    run.add_argument("program", help="a script, or a module with -m; what follows it is the program's")
+    run.add_argument("program", help="a script, or a module with -m; what follows belongs to the program")
     commands.add_parser(
         "doctor",
-        help="show what this installation has to work with",
+        help="show what this installation can use",
         description="Shows versions, what this machine offers, and which agents of yours run on it.",
     )
     return parser
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """What is ours, and what the program to run is given: that is never looked into."""
+    """Split the arguments into nbdist's own and those of the program to run, which nbdist does not read."""
     if arguments[:1] != ["run"]:
         return arguments, []
     end = 1
@@ -44,7 +45,15 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit code."""
+    """Run a command and return its exit code; after an error of nbdist, print the error to stderr and return 2.
+
+    ``run`` replaces this process by the program, and does not return. ``arguments`` is what follows ``python -m
+    nbdist``; None for this process's own command line.
+
+    Example:
+        >>> main(["--version"])  # doctest: +SKIP
+        nbdist 0.1.0
+    """
     ours, programs = _split(sys.argv[1:] if arguments is None else list(arguments))
     given = _parser().parse_args(ours)
     try:

@@ -1,7 +1,7 @@
-"""``python -m nbdist doctor``: what this installation has to work with, one line each.
+"""``python -m nbdist doctor``: shows what this installation can use, one line each.
 
-Every line is found out by trying, not by looking for a name. What keeps agents from working makes the exit
-code 1; what is only missing for speed does not.
+Every feature is tried out, not looked up by its name. If agents cannot work, the exit code is 1; a feature that is only
+missing for speed does not change it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "pyzmq", "msgspec", "cloudpickle")
 
 
 def examine() -> int:
-    """Print what there is; 1 if agents cannot work."""
+    """Print versions, the features of this machine and this user's agents; return 1 if agents cannot work, else 0."""
     _line("nbdist", f"{__version__}, {Path(__file__).parent}")
     _line("Python", f"{platform.python_version()}, {sys.executable}")
     for package in _PACKAGES:
@@ -44,10 +44,12 @@ def examine() -> int:
 
 
 def _line(what: str, found: str) -> None:
+    """Print one line: a name and the finding."""
     print(f"{what:<18} {found}")
 
 
 def _try(what: str, find: Callable[[], str]) -> bool:
+    """Print the result of ``find()``, or "no" and the error; return whether it succeeded."""
     try:
         _line(what, find())
     except (NbdistError, OSError, AttributeError, RuntimeError) as error:
@@ -57,10 +59,12 @@ def _try(what: str, find: Callable[[], str]) -> bool:
 
 
 def _runtime_directory() -> str:
+    """Return the path of this user's directory for sockets; make it if it does not exist."""
     return str(runtime_directory())
 
 
 def _unix_sockets() -> str:
+    """Check that a unix socket in the runtime directory can be connected to."""
     path = runtime_directory() / f"doctor-{os.getpid()}"
     with contextlib.ExitStack() as undo:
         door = undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -73,28 +77,32 @@ def _unix_sockets() -> str:
 
 
 def _secret() -> str:
+    """Return where the secret comes from: a file for several hosts, or this user's own."""
     if Secret.find(None).shared_off_host:
         return os.environ["NBDIST_SECRET_FILE"]
     return "this user's own; members on this host only"
 
 
 def _curve() -> str:
+    """Check that the ZeroMQ of this machine can derive CURVE keys, with which connections are encrypted."""
     Secret.find(None).curve("member")
     return "yes"
 
 
 def _memfd() -> str:
+    """Check that memory can be shared with other agents of this host."""
     os.close(os.memfd_create("nbdist-doctor"))
     return "yes"
 
 
 def _pidfd() -> str:
+    """Check that a process can be watched by a pidfd, so that the kernel reports its end at once."""
     os.close(os.pidfd_open(os.getpid()))
     return "yes"
 
 
 def _agents() -> None:
-    """The agents of this user on this host, and what dead ones have left."""
+    """Print this user's agents on this host, and the files that dead agents have left."""
     for path, is_alive in sorted(_directories()):
         pid = path.name.split("-")[1]
         if is_alive:
@@ -105,6 +113,7 @@ def _agents() -> None:
 
 
 def _directories() -> Iterator[tuple[Path, bool]]:
+    """Yield the directory of each agent of this user, and whether the agent is alive: it holds the directory's lock."""
     for path in runtime_directory().glob("agent-*-*"):
         try:
             with (path / "lock").open("rb") as lock:
@@ -113,4 +122,4 @@ def _directories() -> Iterator[tuple[Path, bool]]:
         except BlockingIOError:
             yield path, True
         except FileNotFoundError:
-            pass  # it is going right now
+            pass  # the agent is removing it right now

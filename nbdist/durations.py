@@ -1,4 +1,4 @@
-"""Reads a number of seconds that a user gave, and refuses what is none.
+"""Checks a number of seconds that a user gave, and refuses anything else.
 
 ============================== ===================== ==========================
 given                          `limit` (a call)      `patience` (a wait)
@@ -21,21 +21,21 @@ from nbdist.errors import UsageError
 __all__ = ["LONGEST", "bounded", "limit", "patience", "positive", "seconds"]
 
 LONGEST = 1e8
-"""Seconds, about three years: Python's locks and torch's stores can wait for that long. What is longer has no end."""
+"""Seconds, about three years. Python's locks and torch's stores can wait for that long; more counts as no limit."""
 
 
 def seconds(value: Any, name: str = "timeout") -> float:
-    """Return ``value``, a number of seconds, as a float; infinity where it is too large for one.
+    """Return ``value``, a number of seconds, as a float; an infinity if it is out of a float's range.
 
     Raises:
-        TypeError: if it is no number; ``name`` says in the message what it was given as.
-        UsageError: if it is NaN.
+        TypeError: ``value`` is no number; the message calls it ``name``.
+        UsageError: ``value`` is NaN.
     """
     try:
         found = None if isinstance(value, str | bytes | bytearray) else float(value)
     except OverflowError:
         found = math.inf if value > 0 else -math.inf
-    except Exception:  # by the __float__ of anybody's class
+    except Exception:  # from the __float__ of a user's class
         found = None
     if found is None:
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
@@ -45,24 +45,24 @@ def seconds(value: Any, name: str = "timeout") -> float:
 
 
 def limit(value: Any, name: str = "timeout") -> float:
-    """Return the time limit of a call: 0 where there is none, negative where the default is asked for."""
+    """Return the time limit of a call, in seconds: 0 for no limit, negative for the default."""
     found = seconds(value, name)
     return 0.0 if found > LONGEST else found
 
 
 def patience(value: Any, name: str = "timeout") -> float | None:
-    """Return how long to wait at most: 0 for not at all, None for no limit."""
+    """Return the longest time to wait, in seconds: 0 for not at all, None for no limit."""
     found = _from_0(value, name)
     return None if found > LONGEST else found
 
 
 def bounded(value: Any, name: str = "timeout") -> float:
-    """Return a number of seconds from 0 to `LONGEST`, to compute with; what is longer becomes `LONGEST`."""
+    """Return a number of seconds from 0 to `LONGEST`, for computing a deadline. A longer time becomes `LONGEST`."""
     return min(_from_0(value, name), LONGEST)
 
 
 def positive(value: Any, name: str = "timeout") -> float:
-    """Return a number of seconds that is more than 0, to compute with; what is longer becomes `LONGEST`."""
+    """Return a number of seconds above 0, for computing a deadline. A longer time than `LONGEST` becomes `LONGEST`."""
     found = seconds(value, name)
     if found <= 0:
         raise UsageError(f"{name} must be more than 0 s, not {found:g}")

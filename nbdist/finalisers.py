@@ -1,12 +1,21 @@
-"""Makes calls in another thread where a finaliser or a signal's handler makes them in the midst of the package.
+"""Lets a finaliser or a signal's handler make a call, although Python runs it in the middle of this package.
 
-Python runs a user's finaliser (a ``__del__``, or what a weak reference calls) wherever it happens to collect garbage,
-and the handler of a signal between any two steps of the main thread. That thread may hold a lock of the package then,
-or be the one that reads messages. A call made there would wait for ever, for that lock or for an answer that nobody
-reads.
+Python runs a user's finaliser (a ``__del__``, or the callback of a weak reference) wherever it happens to collect
+garbage, and the handler of a signal between any two steps of the main thread. That thread may hold a lock of the
+package at this moment, or be the one that reads messages. A call made there would wait for ever: for the lock, or for
+an answer that nobody reads.
 
-So a thread sets ``this_thread.is_closed`` where no other code of the user's can run. What is called there is handed
-over to another thread, which sends it. To wait for the answer is refused.
+So a thread sets ``this_thread.is_closed`` while it runs code of the package in which the user's code can run only as a
+finaliser or as a signal's handler. A call made in a closed thread is handed over to another thread, which sends it.
+Waiting for the answer there is refused.
+
+======================================  ================================  =======================  ==========
+the calling thread                      ``rpc_async``, ``remote``         ``rpc_sync``             ``wait``
+======================================  ================================  =======================  ==========
+runs the user's code                    sent by this thread               sent by it; waits        waits
+is closed                               handed over (`hand_over`)         handed over; UsageError  UsageError
+holds a guarded lock (`guard`)          sent by this thread               handed over; UsageError  UsageError
+======================================  ================================  =======================  ==========
 """
 
 from __future__ import annotations
@@ -30,22 +39,24 @@ class _PerThread(threading.local):
 
 
 this_thread = _PerThread()
-"""Where the calling thread is. Whoever sets ``this_thread.is_closed`` puts back what it was, also after an error.
+"""The state of the calling thread. Code that sets ``this_thread.is_closed`` restores the earlier value afterwards.
 
-In a ``try`` and a ``finally`` of its own function: Ctrl-C could keep a context manager from putting it back.
+It does so with ``try`` and ``finally`` in its own function, also after an error: Ctrl-C could keep a context manager
+from restoring it.
 """
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Locks, all of them reentrant, without which no other thread gets on."""
+"""The guarded locks, all of them reentrant, which other threads need to make progress."""
 
 _jobs: deque[Callable[[], None]] = deque()
+"""The calls that are handed over and have not been sent."""
 _is_running = False
 
 
 def guard(lock: Any) -> Callable[[], bool]:
-    """Note a reentrant lock that other threads need; return what tells whether the calling thread holds it.
+    """Register a reentrant lock that other threads need; return a function that tells whether this thread holds it.
 
-    In a thread that holds it, a finaliser may send a call, but not wait for the answer.
+    In a thread that holds it, a finaliser may send a call, but must not wait for the answer.
     """
     _locks.add(lock)
     is_held: Callable[[], bool] = lock._is_owned
@@ -53,14 +64,14 @@ def guard(lock: Any) -> Callable[[], bool]:
 
 
 def may_wait() -> bool:
-    """Return whether the calling thread may wait for others; it may not in the midst of the package."""
+    """Return whether the calling thread may wait for other threads: it is not closed, and holds no guarded lock."""
     return not this_thread.is_closed and not any(lock._is_owned() for lock in list(_locks))
 
 
 def hand_over(job: Callable[[], None]) -> None:
-    """Have ``job`` run by another thread, one after the other. It must deal with its errors; others are logged.
+    """Run ``job`` in another thread, as a rule one job after the other. Errors of a job are logged.
 
-    This takes no lock, and starts a thread of the simplest kind: `threading.Thread` would take locks.
+    This takes no lock, and starts a thread of the simplest kind, because `threading.Thread` takes locks.
     """
     global _is_running
     _jobs.append(job)
@@ -70,7 +81,7 @@ def hand_over(job: Callable[[], None]) -> None:
 
 
 def _run() -> None:
-    """Run what there is. Two threads may do so for a moment, where one comes while the other is about to end."""
+    """Run the queued jobs. Two threads may do so for a moment, if one starts while the other is about to end."""
     global _is_running
     while True:
         try:
@@ -89,6 +100,7 @@ def _run() -> None:
 
 
 def _after_fork() -> None:
+    """Forget the queued jobs in a forked child, where their thread does not exist."""
     global _is_running
     _jobs.clear()
     _is_running = False

@@ -1,9 +1,9 @@
-"""Tells what has died, without running any Python code for that.
+"""Reports which objects have been collected, without running any Python code at that moment.
 
 Python may collect an object at any moment, in any thread, with any lock held. A ``__del__`` or a callback in Python
-could do little there; and Ctrl-C would cut it short, Python would swallow the Ctrl-C, and what should have been let go
-of would be held for ever. So an object keeps a `Hold`, whose end adds a note to a queue, in C. Whoever has the time
-asks `Holds` which have ended, and acts on it.
+could do little there; and Ctrl-C could interrupt it, Python would swallow the Ctrl-C, and what the object held would be
+held for ever. So an object keeps a `Hold`. When the hold is collected, Python's C code adds a note to a queue. Later, a
+thread that may run anything asks `Holds` which holds have ended, and releases what they held.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Hold:
-    """Ends when nothing refers to it any more."""
+    """An object that ends when nothing refers to it any more. Make one with `Holds.hold`."""
 
     __slots__ = ("__weakref__", "note")
 
@@ -26,7 +26,7 @@ class Hold:
 
 
 class _Note(weakref.ref[Hold]):
-    """Watches a `Hold`, and knows what was held."""
+    """A weak reference to a `Hold`, with what is held."""
 
     __slots__ = ("held",)
 
@@ -34,16 +34,16 @@ class _Note(weakref.ref[Hold]):
 
 
 class Holds(Generic[T]):
-    """Holds, and what each of them held. All threads may use it."""
+    """A group of holds, with what each of them holds. Any thread may use it."""
 
     def __init__(self) -> None:
         self.ended: deque[_Note] = deque()
-        """The notes of holds that have ended, for `take_ended`; others only test whether it is empty."""
+        """The notes of holds that have ended, for `take_ended`. Other code only tests whether it is empty."""
         self._notes: set[_Note] = set()
-        """The notes of all holds: one that nobody keeps is told nothing."""
+        """The notes of all holds. Python reports nothing if a hold and its note are collected together, in a cycle."""
 
     def hold(self, held: T) -> Hold:
-        """Return a new hold of ``held``."""
+        """Return a new hold of ``held``; after its end, `take_ended` returns ``held``."""
         hold = Hold()
         note = hold.note = _Note(hold, self.ended.append)
         note.held = held
@@ -51,22 +51,22 @@ class Holds(Generic[T]):
         return hold
 
     def forget(self, hold: Hold) -> None:
-        """Never tell of the end of ``hold``."""
+        """Never report the end of ``hold``."""
         self._notes.discard(hold.note)
         del hold.note
 
     def take_ended(self) -> list[T]:
-        """Return what was held by the holds that have ended since this was last asked."""
+        """Return what was held by the holds that have ended since the last call."""
         taken: list[T] = []
         while self.ended:
             try:
                 note = self.ended.popleft()
-            except IndexError:  # another thread does the same
+            except IndexError:  # another thread took the last one
                 break
             self._notes.discard(note)
             taken.append(note.held)
         return taken
 
     def clear(self) -> None:
-        """Tell of no end any more."""
+        """Drop the notes of all holds made so far. The end of such a hold need not be reported, but may be."""
         self._notes.clear()

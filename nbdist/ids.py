@@ -1,7 +1,7 @@
-"""Names that are unique in time as well as in space.
+"""Ids that are never used twice, not even by a later worker.
 
-A worker's name and id can be taken again after it has died, so everything that outlives a
-message carries the *incarnation* of the agent that made it: a random number drawn at start.
+A new worker may take the name and the id of one that has died. So everything that lives longer than a message carries
+the *incarnation* of the agent that made it: a random number, drawn when the agent starts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["GlobalId", "IdSource", "new_incarnation"]
 
 
 def new_incarnation() -> int:
-    """A number that no other agent, past or future, will have (62 bits, never 0)."""
+    """Return a number that no other agent, past or future, will have: a random odd one of up to 62 bits."""
     return secrets.randbits(62) | 1
 
 
 class GlobalId(NamedTuple):
-    """The id of an RRef or of one fork of it."""
+    """The id of a remote value, or of one fork of a reference to it."""
 
     created_on: int
     local_id: int
@@ -30,7 +30,7 @@ class GlobalId(NamedTuple):
 
 
 class IdSource:
-    """Hands out the global ids of one agent."""
+    """Makes the global ids of one agent."""
 
     def __init__(self, worker_id: int, incarnation: int) -> None:
         self._worker_id = worker_id
@@ -38,5 +38,5 @@ class IdSource:
         self._counter = itertools.count()
 
     def next(self) -> GlobalId:
-        """Return the next id. Any thread may call this: a count's `next` is one operation."""
+        """Return the next id. Any thread may call this: `next` of an `itertools.count` is one operation."""
         return GlobalId(self._worker_id, next(self._counter), self._incarnation)

@@ -1,12 +1,12 @@
-"""HTML that looks as the page around it does: in the page's font and colours; and drawings as images.
+"""HTML in the font and colours of the page around it, and drawings as images.
 
-A page that is not trusted shows no SVG, but it shows images of them. An image cannot see the page's variables, so a
-drawing has two sets of colours (`SVG_STYLE`), and a rule beside the image tells it which the page is::
+A page that is not trusted shows no SVG, but it shows images of SVG. An image cannot read the page's variables, so a
+drawing has two sets of colours (`SVG_STYLE`), and a style rule beside the image tells it whether the page is dark::
 
-    the page is light, or says nothing      dark ink on white paper
+    the page is light, or does not say      dark ink on white paper
     the page is dark, and trusted           light ink on dark paper
 
-Where the rule is not allowed, the drawing has its own white paper, on which it can be read in a dark page, too.
+If the page does not allow the rule, the drawing keeps its own white paper, on which it is readable in a dark page, too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from xml.etree import ElementTree
 __all__ = ["SVG_FONT", "SVG_STYLE", "as_image", "themed"]
 
 _UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]")
-"""What XML does not allow, and source code may have."""
+"""Characters that XML does not allow, but source code may contain."""
 _SMALLEST = 0.66
-"""By so much an image is made smaller before it is scrolled: letters of 11 pixels are 7 then."""
+"""The smallest scale of an image before it is scrolled instead: letters of 11 pixels are 7 pixels high then."""
 
 SVG_FONT = "system-ui, sans-serif"
 """The font of drawings."""
@@ -30,8 +30,9 @@ SVG_STYLE = (
     "@media (prefers-color-scheme:dark){.paper{fill:#111}.track{fill:#2b2b2b}.ink{fill:#e6e6e6}.line{stroke:#888}"
     ".gap{stroke:#111}}</style>"
 )
-"""The classes of a drawing's parts, with their colours in light and dark pages."""
+"""The classes of a drawing's parts, with their colours in light and in dark pages."""
 _DARK = '<style>[data-jp-theme-light="false"] .nbdist-image, .vscode-dark .nbdist-image { color-scheme: dark; }</style>'
+"""The rule that tells an image that its page is dark, in JupyterLab and VS Code."""
 _THEME = (
     "font-family:var(--jp-ui-font-family, inherit);font-size:var(--jp-ui-font-size1, inherit);"
     "color:var(--jp-ui-font-color1, inherit)"
@@ -40,17 +41,17 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 
 def themed(*parts: str) -> str:
-    """Return HTML that shows these parts in the font, size and colour of the page's own texts."""
+    """Return HTML that shows ``parts`` in the font, size and colour of the page's own text."""
     return f'<div style="{_THEME}">{"".join(parts)}</div>'
 
 
 def as_image(svg: str) -> str:
-    """Return a drawing as HTML of an image, with the titles of its groups where they have their boxes.
+    """Return a drawing as an HTML image, with a tooltip over the box of each group that has a title.
 
-    The image is as wide as its page allows, and never wider than it was drawn. Where less than two thirds of that is
-    left, it is scrolled in a box of its own; it is never cut. The titles are in elements that lie on the image, because
-    an image map does not follow an image's size. The drawing is dark in a dark page if it has the classes of
-    `SVG_STYLE`.
+    The image is as wide as its page allows, and never wider than it was drawn. If the page has less than two thirds of
+    this width, the image scrolls in a box of its own; it is never cut. The tooltips show the titles of the drawing's
+    groups. They are elements that lie on the image, because an image map does not follow an image's size. In a dark
+    page the drawing is dark if it uses the classes of `SVG_STYLE`.
     """
     svg = _UNFIT.sub("", svg)
     root = ElementTree.fromstring(svg)
@@ -67,7 +68,7 @@ def as_image(svg: str) -> str:
 
 
 def _titled(group: ElementTree.Element, width: float, height: float) -> str:
-    """Return an element that has a group's title, and lies where the group's first rectangle is drawn."""
+    """Return an element with a group's title as its tooltip, over the group's first rectangle; "" if there is none."""
     title, box = group.findtext(f"{_SVG}title"), group.find(f"{_SVG}rect")
     if not title or box is None or not width or not height:
         return ""

@@ -1,7 +1,7 @@
-"""Functions by which a lower layer gets objects of a higher layer, without importing it.
+"""Functions through which a lower layer gets objects of a higher layer, without importing it.
 
 `nbdist` itself, above all layers, sets them; each imports its layer when it is first called. So a worker takes part in
-recorded calls although its program never imported `nbdist.autograd`.
+calls that are recorded for a backward pass, although its program never imported `nbdist.autograd`.
 """
 
 from __future__ import annotations
@@ -12,4 +12,4 @@ from typing import Any
 __all__ = ["make_recorder"]
 
 make_recorder: Callable[[Any], Any]
-"""Returns the recorder of an agent, an `nbdist.rpc.recording.Recorder`; takes the agent."""
+"""Returns the recorder of an agent, a `nbdist.rpc.recording.Recorder`, which the agent calls for each call."""

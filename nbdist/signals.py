@@ -1,8 +1,8 @@
-"""Keeps the handlers of signals, such as the one that raises KeyboardInterrupt, out of what must not be cut short."""
+"""Delays the handlers of signals, such as that of Ctrl-C, while code runs that must not be cut short."""
 
 from __future__ import annotations
 
-import _signal as signals  # type: ignore[import-not-found]  # `signal` itself makes enums, twice a call
+import _signal as signals  # type: ignore[import-not-found]  # the functions of `signal` make enums, twice a call
 import contextlib
 import os
 import signal
@@ -20,29 +20,32 @@ _DEFERRED = tuple(
     )
     if hasattr(signal, name)
 )
-"""The signals that another process, the user or a clock may send, and whose handlers may raise.
+"""The signals that another process, the user or a timer may send, and whose handlers may raise an error.
 
-That of SIGCHLD does where torch's DataLoader has workers.
+The handler of SIGCHLD raises one where torch's DataLoader has workers.
 """
 
 
 _TRIES = 1000
-"""The number of handlers that may raise while the others are put back, or run."""
+"""The number of handlers that may raise an error, one after the other, while the others are restored or run."""
 
 
 class Deferral:
-    """While it is entered, the main thread runs no handlers of signals.
+    """A context manager: inside of it, the main thread runs no handlers of signals.
 
-    In other threads, which run none, it does nothing. A handler whose signal came meanwhile runs at the end. It costs
-    about 2 µs. One may begin within another.
+    A handler whose signal came meanwhile runs at the end. In other threads, which never run handlers, this does
+    nothing. Deferrals may be nested. Entering and leaving takes about 2 µs.
     """
 
     __slots__ = ("_before", "_came", "_is_over", "_outer", "_sleeps", "is_due")
 
     def __init__(self, sleeps: CodeType | None = None) -> None:
-        """Begin with ``with``; handlers may run all the same while the thread is in ``sleeps``, a function's code."""
+        """Make a deferral, to be entered with ``with``.
+
+        ``sleeps`` is the code of a function in which the thread may sleep: there, handlers run at once all the same.
+        """
         self.is_due = False
-        """Whether a signal has come whose handler waits."""
+        """True once a signal has come whose handler waits for the end."""
         self._sleeps = sleeps
         self._outer: Deferral | None = None
         self._before: dict[int, Any] = {}
@@ -59,7 +62,7 @@ class Deferral:
                     if callable(before):
                         self._before[number] = before
                         signals.signal(number, self._note)
-            except BaseException:  # from a handler that is not deferred yet
+            except BaseException:  # from a handler that is not replaced yet
                 self.__exit__()
                 raise
         return self
@@ -68,7 +71,7 @@ class Deferral:
         global _deferral
         if _deferral is self:
             _deferral = self._outer
-        if not self._before:  # it is not the main thread
+        if not self._before:  # not the main thread
             return
         raised: BaseException | None = None
         for _ in range(_TRIES):
@@ -77,22 +80,23 @@ class Deferral:
                 if self._came:
                     self._run_what_came()
                 break
-            except BaseException as error:  # from a handler: the others are still to be put back, or to run
+            except BaseException as error:  # from a handler: the others must still be restored, or run
                 raised = error
         if raised is not None:
             try:
                 raise raised
             finally:
-                del raised  # or the error, its traceback and this frame would keep each other
+                del raised  # else the error, its traceback and this frame would keep each other alive
 
     def put_back(self) -> None:
-        """Put the handlers back that were there before, except where somebody has set another one meanwhile."""
+        """Restore the earlier handlers, except where somebody has set another one meanwhile."""
         for number, before in self._before.items():
             if signals.getsignal(number) == self._note:
                 signals.signal(number, before)
         self._is_over = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: remember it for the end; in the function ``sleeps``, or after the end, call its handler."""
         if self._is_over or (frame is not None and frame.f_code is self._sleeps):
             self._before[number](number, frame)
         else:
@@ -100,27 +104,29 @@ class Deferral:
             self.is_due = True
 
     def _run_what_came(self) -> None:
+        """Call the handlers of the signals that came, in order."""
         while self._came:
             number, frame = self._came[0]
             try:
                 self._before[number](number, frame)
             finally:
-                del self._came[0]  # not before: a handler that another one keeps from running runs later
+                del self._came[0]  # only now: if an error keeps a handler from running, it runs later
 
 
 _deferral: Deferral | None = None
-"""The innermost of the main thread."""
+"""The innermost deferral of the main thread."""
 
 _main_thread = threading.main_thread().ident
-"""The ident of the thread in which handlers of signals run."""
+"""The ident of the thread that runs the handlers of signals."""
 
 
 def _after_fork() -> None:
+    """Restore the handlers in a forked child, whose main thread is the thread that forked."""
     global _deferral, _main_thread
     _main_thread = threading.get_ident()
-    while _deferral is not None:  # another thread has forked, and is the child's main one
+    while _deferral is not None:  # another thread has forked, and is the child's main thread
         ended, _deferral = _deferral, _deferral._outer
-        with contextlib.suppress(BaseException):  # from a handler: the outer ones are still to be put back
+        with contextlib.suppress(BaseException):  # from a handler: the outer deferrals must still be ended
             ended.put_back()
 
 

@@ -1,15 +1,14 @@
-"""What tests need: agents in one process, channels that go wrong on purpose, a clock that waits to be told.
+"""Tools for tests: agents in one process, channels that fail on purpose, a clock that the test moves.
 
->>> from nbdist import rpc
->>> from nbdist.testing import Faults, World
->>> with World(2, faults=Faults(drop={"*": 0.1}, duplicate={"*": 0.1})) as world:  # doctest: +SKIP
+>>> with World(2, faults=Faults(drop={"*": 0.1}, duplicate={"*": 0.1})) as world:
 ...     with world[0].activate():
 ...         rpc.rpc_sync("worker1", max, args=(1, 2))
 2
 
-The words by which `Faults` names messages are those of `nbdist.wire.messages.Message.kind`: ``call``, ``remote``,
-``fetch``, ``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on. A released fork is a
-``user_delete`` only where it goes alone: most go along with another message, and are dropped or delayed with it.
+`Faults` names messages by the words of `nbdist.wire.messages.Message.kind`: ``call``, ``remote``, ``fetch``,
+``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on. A released reference is a
+``user_delete`` only where this message goes alone: most go along with another message, and are dropped or delayed with
+it.
 """
 
 from __future__ import annotations
@@ -41,45 +40,58 @@ __all__ = ["Faults", "FaultyChannel", "InProcessChannel", "ManualClock", "Networ
 
 
 class ManualClock:
-    """A clock that stands still until it is told otherwise.
+    """A clock that stands still until a test moves it.
 
-    The pure parts (`nbdist.wire.peer.Peer` and their like) take the time as an argument; a test gives them
-    this clock's.
+    The pure parts of nbdist, such as `nbdist.wire.peer.Peer`, take the time as an argument; a test gives them this
+    clock's.
+
+    Example:
+        >>> clock = ManualClock()
+        >>> clock.advance(2.5)
+        1002.5
+        >>> clock.now()
+        1002.5
     """
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start
 
     def now(self) -> float:
-        """The time, in seconds."""
+        """Return the clock's time in seconds."""
         return self._now
 
     def advance(self, seconds: float) -> float:
-        """Let time pass; the time then."""
+        """Move the clock forward by ``seconds``, and return its new time. Raises UsageError for a negative number."""
         if seconds < 0:
-            raise UsageError(f"time does not run backwards ({seconds:g} s)")
+            raise UsageError(f"a clock cannot be moved back: advance() was given {seconds:g} s")
         self._now += seconds
         return self._now
 
 
 class World:
-    """Several agents in this process, ``worker0`` and so on, that have joined one world.
+    """A world of several agents in this process, ``worker0``, ``worker1`` and so on.
 
-    ``channel``
-        ``"inprocess"``, or a real one: ``"local"`` (unix sockets), ``"zeromq"`` (over ``ipc://``).
-    ``faults``
-        what goes wrong on every agent's channel, from the handshake on. The object stays ``world.faults``
-        and may be changed while the world runs.
-    ``options``
-        as for ``init_rpc``; an ``init_method`` in it means nothing here.
-    ``dynamic``
-        whether agents may join later (`add`) and leave.
-    ``apart``
-        have every agent take the others for members on other hosts, so that their silence is judged.
-    ``timeout``
-        seconds that joining may take.
+    Inside ``with world[0].activate():`` the functions of `nbdist.rpc` act for ``worker0``. Leaving the ``with`` block
+    of the world closes all agents at once; `shutdown` ends the world in order.
 
-    Leaving the ``with`` block closes all agents at once; `shutdown` ends the world in order.
+    Args:
+        size: how many agents the world begins with.
+        channel: ``"inprocess"`` for queues; ``"local"`` for unix sockets, ``"zeromq"`` for ZeroMQ over ``ipc://``.
+        faults: what goes wrong on every agent's channel, from the handshake on. The object stays ``world.faults``, and
+            a test may change it while the world runs.
+        options: as for `nbdist.rpc.init_rpc`; its ``init_method`` is ignored.
+        dynamic: whether agents may join (`add`) and leave later.
+        apart: True to have every agent take the others for workers on other hosts, so that silence makes them lost.
+        timeout: how long joining may take, in seconds.
+
+    Raises:
+        UsageError: the size or the channel is not possible.
+        RendezvousError: the agents did not meet in time; with faults, this may be intended.
+
+    Example:
+        >>> with World(2) as world, world[0].activate():
+        ...     rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+        tensor([4., 4.])
     """
 
     def __init__(
@@ -96,7 +108,7 @@ class World:
         if channel not in ("inprocess", "local", "zeromq"):
             raise UsageError(f'channel must be "inprocess", "local" or "zeromq", not {channel!r}')
         if size < 1 and not dynamic:
-            raise UsageError(f"a world has at least one agent, not {size}")
+            raise UsageError(f"a fixed world needs at least one agent, not {size}; a dynamic one may begin with none")
         self.faults = faults
         self.agents: list[Agent] = []
         self._channel = channel
@@ -123,6 +135,7 @@ class World:
     # -- joining ------------------------------------------------------------------------------
 
     def _make(self, name: str, id: int, size: int | None) -> Agent:
+        """Make and start an agent; ``size`` is that of a fixed world, None in a dynamic one."""
         incarnation = new_incarnation()
         channel = self._open(f"{os.getpid()}-{incarnation:x}")
         host = host_identity()
@@ -153,6 +166,7 @@ class World:
         return agent
 
     def _open(self, label: str) -> Channel:
+        """Open a channel of the world's kind, with the world's faults around it."""
         channel: Channel
         if self._channel == "inprocess":
             channel = self._network.open()
@@ -163,9 +177,23 @@ class World:
         return channel if self.faults is None else FaultyChannel(channel, self.faults)
 
     def add(self, name: str | None = None, id: int | None = None) -> Agent:
-        """Have one more agent join a dynamic world."""
+        """Add an agent to a dynamic world, and return it when it has met the others.
+
+        Args:
+            name: the agent's name; None for ``worker`` and its id.
+            id: the agent's id; None for the number of agents that the world has had.
+
+        Raises:
+            UsageError: the world is fixed.
+            RendezvousError: another agent has the name or the id.
+
+        Example:
+            >>> with World(1, dynamic=True) as world:
+            ...     world.add().me.name
+            'worker1'
+        """
         if not self._dynamic:
-            raise UsageError("only a dynamic world takes in more agents: World(..., dynamic=True)")
+            raise UsageError("no agent can be added to a fixed world; make a dynamic one: World(..., dynamic=True)")
         number = len(self.agents) if id is None else id
         present = [agent.me for agent in self.agents if not agent.closed]
         agent = self._make(name or f"worker{number}", number, None)
@@ -177,7 +205,7 @@ class World:
         self.agents.append(agent)
         return agent
 
-    # -- living -------------------------------------------------------------------------------
+    # -- using --------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.agents)
@@ -189,7 +217,19 @@ class World:
         return iter(self.agents)
 
     def kill(self, index: int, why: str = "died") -> None:
-        """End one agent as a SIGKILL would: it says nothing more, and the others learn of it at once."""
+        """End one agent as SIGKILL would end its process: it sends nothing more, and the others lose it at once.
+
+        Args:
+            index: the agent's place in the world.
+            why: what the errors of the others say, behind the agent's name.
+
+        Example:
+            >>> with World(2) as world, world[0].activate():
+            ...     world.kill(1, "was switched off")
+            ...     rpc.rpc_sync("worker1", max, args=(1, 2))
+            Traceback (most recent call last):
+            nbdist.errors.WorkerLost: worker1 was switched off
+        """
         victim = self.agents[index]
         for agent in self.agents:
             if agent is not victim and not agent.closed:
@@ -199,14 +239,17 @@ class World:
     # -- ending -------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """End the world in order: wait until nothing is under way, then close all agents."""
+        """End the world in order: wait until no call is open and all references are released, then close all agents.
+
+        Raises RendezvousError after ``timeout`` seconds; the agents are closed all the same.
+        """
         try:
             self._all_at_once(lambda agent: agent.ending.end(timeout))
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close all agents at once."""
+        """Close all agents at once; their open calls fail with WorkerLost. A second call does nothing."""
         for agent in self.agents:
             agent.close("has shut down")
 
@@ -219,7 +262,7 @@ class World:
         self.close()
 
     def _all_at_once(self, action: Callable[[Agent], object]) -> None:
-        """Do ``action`` for every living agent, each in a thread of its own; raise the first error."""
+        """Call ``action`` with every living agent, each in its own thread; raise the first error once all are done."""
         errors: list[BaseException] = []
 
         def act(agent: Agent) -> None:

@@ -1,12 +1,12 @@
-"""Every private name of torch that nbdist uses, and what happens where a torch lacks it.
+"""Every private name of torch that nbdist uses, and what happens if a version of torch lacks it.
 
-torch may change or drop a private name in any release, and says nothing when it does. So functions are taken from torch
-here and nowhere else, and attributes of torch's objects are listed here (`ATTRIBUTES`), though they are read where they
-are needed, because many lie on the way of every node. `tests/test_torch_private.py` compares both tables with the torch
-that is installed, and finds every private name that another module uses without an entry here.
+torch may change or drop a private name in any release, without notice. So private functions are taken from torch here
+and nowhere else. Private attributes of torch's objects are listed here (`ATTRIBUTES`), but read where they are needed,
+because many are read for every node of a graph. `tests/test_torch_private.py` compares both tables with the installed
+torch, and finds every private name that another module uses without an entry here.
 
-A name whose table says "required" raises UsageError, with the name and both versions, when it is first used. nbdist has
-been tested with torch 2.11 to `NEWEST_TESTED`; a newer torch gives one warning (`warn_of_untested`).
+A missing name that its table calls "required" raises UsageError, with the name and both versions, when it is first
+used. nbdist has been tested with torch 2.11 to `NEWEST_TESTED`; a newer torch gives one warning (`warn_of_untested`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 NEWEST_TESTED = (2, 15)
-"""The newest torch, as (major, minor), with which the whole suite has passed."""
+"""The newest torch, as (major, minor), with which the whole test suite has passed."""
 
 REQUIRED = "required: its first use raises UsageError"
 
@@ -72,11 +72,11 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._get_obj_in_tls": REQUIRED,
     "torch._C._is_key_in_tls": REQUIRED,
     "torch._C._remove_obj_from_tls": "since 2.13; before, a value of a thread is replaced by None",
-    "torch._C.DisableTorchFunction": "a look may call the __torch_function__ of a user's class or mode",
+    "torch._C.DisableTorchFunction": "a view may run the __torch_function__ of a user's class or mode",
     "torch._C._set_grad_enabled": "torch.set_grad_enabled, which is slower, is used",
-    "torch._C._len_torch_function_stack": "a thread is taken to be in no function mode; origins stay unknown",
-    "torch._C._pop_torch_function_stack": "origins of nodes stay unknown",
-    "torch._C._push_on_torch_function_stack": "origins of nodes stay unknown",
+    "torch._C._len_torch_function_stack": "a thread is taken to be in no function mode, and keeps modes of contexts",
+    "torch._C._pop_torch_function_stack": "a context that notes the origins of nodes raises UsageError at its end",
+    "torch._C._push_on_torch_function_stack": "a context inside of a function mode may raise UsageError",
     "torch._C._len_torch_dispatch_stack": "a thread is taken to be in no dispatch mode",
     "torch._C._functorch.unwrap_if_dead": "a tensor left over by a torch.func transform may not be sent in a context",
     "torch._C._functorch.peek_interpreter_stack": "a thread is taken to be outside of torch.func transforms",
@@ -94,7 +94,7 @@ FUNCTIONS: dict[str, str] = {
     ),
     "torch.serialization._get_layout": "a sparse tensor that two threads rebuild first at once may fail",
 }
-"""Where to find each function, class or list, and what happens where it is missing."""
+"""The path of each private function, class or list, and what happens if it is missing."""
 
 ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_sequence_nr": ("a node", "recording fails with AttributeError"),
@@ -113,7 +113,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_class_reducer_dict": ("the pickler of torch's RPC", "compat.install() fails with AttributeError"),
     "_set_unwrap_func": ("a torch.futures.Future", "torch.futures.wait_all does not raise the errors of calls"),
 }
-"""Private attributes of torch's objects: whose they are, and what happens where they are missing."""
+"""Private attributes of torch's objects: which object has it, and what happens if it is missing."""
 
 SYMBOLS: dict[str, str] = dict.fromkeys(
     [
@@ -124,7 +124,7 @@ SYMBOLS: dict[str, str] = dict.fromkeys(
     ],
     "the receiver of a large tensor waits 30 minutes if its sender dies in the middle of the transfer",
 )
-"""Names in torch's C++ library, as its compiler writes them, and what happens where they are missing."""
+"""Mangled names in torch's C++ library, and what happens if one is missing."""
 
 
 def torch_version() -> tuple[int, ...]:
@@ -133,9 +133,9 @@ def torch_version() -> tuple[int, ...]:
 
 
 def _find(name: str, otherwise: Any = None) -> Any:
-    """Return what torch has under a name of `FUNCTIONS`.
+    """Return the object that torch has under a name of `FUNCTIONS`.
 
-    Where it is missing, return ``otherwise``; without that, a function that raises UsageError.
+    If it is missing, return ``otherwise``, or, without this argument, a function that raises UsageError.
     """
     found: Any = torch
     for part in name.split(".")[1:]:
@@ -146,6 +146,8 @@ def _find(name: str, otherwise: Any = None) -> Any:
 
 
 def _raises(name: str) -> Callable[..., Any]:
+    """Return a function that raises UsageError about a missing name."""
+
     def missing(*_: Any, **__: Any) -> Any:
         newest = ".".join(map(str, NEWEST_TESTED))
         raise UsageError(
@@ -165,25 +167,28 @@ _take: Any = _find("torch._C._remove_obj_from_tls", False)
 
 
 class ValuesOfThreads:
-    """Keeps values of threads for a torch before 2.13, which cannot forget what it keeps for a thread.
+    """Stores values per thread, for a torch before 2.13, which cannot remove a value that it stores for a thread.
 
-    A thread that ends with a value of torch's, None included, aborts a process that exits at that moment. So values lie
-    in Python's own thread locals, and in torch's only where the engine may have threads for a GPU.
+    A thread that ends while torch stores a value for it, even None, aborts a process that exits at this moment. So
+    values lie in Python's own thread locals, and also in torch's where the engine may have threads for a GPU.
     """
 
     def __init__(self) -> None:
         self._local = threading.local()
         self._steals = torch_version() < (2, 12)
-        """Whether torch takes the reference that it is given, instead of one of its own."""
+        """True if torch takes over the reference that it receives, instead of adding its own."""
 
     def keep(self, key: str, value: Any) -> None:
-        """Keep a value under a key in the calling thread."""
+        """Store a value under a key, for the calling thread."""
         setattr(self._local, key, value)
         if torch.cuda.is_initialized():
             self._tell_torch(key, value)
 
     def value(self, key: str) -> Any:
-        """Return the value under a key, in a thread for a GPU that of the thread that started the pass; else None."""
+        """Return the value under a key, or None.
+
+        In an engine's thread for a GPU, this is the value of the thread that started the backward pass.
+        """
         value = getattr(self._local, key, None)
         return _value(key) if value is None and _has(key) else value
 
@@ -192,7 +197,7 @@ class ValuesOfThreads:
         return self.value(key) is not None
 
     def take(self, key: str) -> None:
-        """Forget the value under a key."""
+        """Remove the value under a key."""
         self._local.__dict__.pop(key, None)
         if _has(key):
             self._tell_torch(key, None)
@@ -205,17 +210,21 @@ class ValuesOfThreads:
 
 _values = ValuesOfThreads()
 keep_in_thread: Callable[[str, Any], None] = _keep if _take else _values.keep
-"""Keep a value under a key in the calling thread; torch's engine hands it on to the threads of other devices."""
+"""Store a value under a key for the calling thread; torch's engine passes it on to its threads for other devices."""
 
 thread_value: Callable[[str], Any] = _value if _take else _values.value
+"""Return the value under a key for the calling thread."""
 thread_has: Callable[[str], bool] = _has if _take else _values.has
+"""Return whether there is a value under a key for the calling thread."""
 take_from_thread: Callable[[str], None] = _take or _values.take
+"""Remove the value under a key for the calling thread."""
 
 # -- modes of the calling thread ----------------------------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], object] = _find("torch._C._set_grad_enabled", torch.set_grad_enabled)
+"""Switch gradients on or off in the calling thread; unlike `torch.set_grad_enabled`, not a context manager."""
 no_torch_function: Callable[[], AbstractContextManager[object]] = _find("torch._C.DisableTorchFunction", nullcontext)
-"""Return a block in which the calling thread asks no `__torch_function__`, of a tensor's class or of a mode."""
+"""Return a context manager in which the calling thread runs no `__torch_function__`, of a class or of a mode."""
 
 function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 0)
 """Return how many function modes the calling thread has entered."""
@@ -224,17 +233,18 @@ pop_function_mode: Callable[[], Any] = _find("torch._C._pop_torch_function_stack
 push_function_mode: Callable[[Any], None] = _find("torch._C._push_on_torch_function_stack")
 _dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
 innermost_transform: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack", lambda: None)
-"""Return the innermost of torch.func's transforms in which the calling thread is; None outside of any."""
+"""Return the innermost transform of torch.func in which the calling thread is; None outside of any."""
 
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = _find("torch._C._functorch.unwrap_if_dead", lambda it: it)
-"""Return what a tensor wraps, if a transform that is over has made it; else the tensor itself."""
+"""Return the tensor inside a wrapper that a finished transform has made; any other tensor is returned itself."""
 
 
 def direct_apply(function: Any) -> Callable[..., Any]:
-    """Return what ``function.apply`` of a `torch.autograd.Function` comes to outside of torch.func's transforms.
+    """Return the C++ function that ``function.apply`` of a `torch.autograd.Function` calls in the end.
 
-    That is the function in C++ which ``function.apply`` calls once it has looked at each argument. It takes no tensors
-    that a transform has left over: see `unwrap_if_dead`. Where torch has no such function, ``function.apply`` is used.
+    ``function.apply`` looks at each argument first, which takes time. Use the C++ function outside of torch.func's
+    transforms only. It accepts no tensors that a transform has left over: see `unwrap_if_dead`. If torch has no such
+    function, this returns ``function.apply``.
     """
     of_base: Callable[..., Any] = super(torch.autograd.Function, function).apply
     return of_base if isinstance(of_base, BuiltinFunctionType) else function.apply
@@ -244,18 +254,18 @@ graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda:
 """Return the number of the backward pass for which the calling thread runs a node; negative outside of any."""
 
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _find("torch._C._DisableTorchDispatch", nullcontext)
-"""Return a context in which no dispatch mode sees what is called."""
+"""Return a context manager in which no dispatch mode sees the functions that are called."""
 
 
 def is_transforming() -> bool:
-    """Return whether the calling thread runs a function that torch.func transforms: vmap, grad and the like."""
+    """Return whether the calling thread runs a function under vmap, grad or another transform of torch.func."""
     return innermost_transform() is not None
 
 
 def is_in_a_mode() -> bool:
-    """Return whether tensors that the calling thread makes differ from those it makes outside of any block.
+    """Return whether tensors that the calling thread makes would differ from those it makes outside of any block.
 
-    So they do inside of ``no_grad``, inference mode, function and dispatch modes, and torch.func's transforms.
+    This is so inside of ``no_grad``, inference mode, function and dispatch modes, and torch.func's transforms.
     """
     return bool(
         not torch.is_grad_enabled()
@@ -273,7 +283,7 @@ engine: Any = _find("torch.autograd.Variable._execution_engine")
 
 
 def set_engine(engine: Any) -> None:
-    """Have ``torch.autograd.grad`` and other users of the engine's Python name use ``engine``."""
+    """Replace the engine that ``torch.autograd.grad``, and other users of the engine's Python name, call."""
     torch.autograd.Variable._execution_engine = engine
 
 
@@ -283,7 +293,7 @@ _future: type = _find("torch._C.Future", torch.futures.Future)
 
 
 def is_torch_future(value: object) -> bool:
-    """Return whether a value is a future of torch's, in Python or in C++."""
+    """Return whether a value is a future of torch's, be its class from Python or from C++."""
     return isinstance(value, _future)
 
 
@@ -291,13 +301,16 @@ _collect_all: Any = _find("torch._C._collect_all", False)
 
 
 def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
-    """Have ``torch.futures.collect_all`` and ``wait_all`` call ``collect(futures, collect_of_torch)``."""
+    """Make ``torch.futures.collect_all`` and ``wait_all`` call ``collect(futures, collect_of_torch)``.
+
+    Does nothing if this torch has no private function to replace.
+    """
     if _collect_all:
         torch._C._collect_all = lambda futures: collect(futures, _collect_all)
 
 
 def torch_rpc() -> Any:
-    """Return the C++ module of torch's own RPC; None where torch was built without it."""
+    """Return the C++ module of torch's own RPC; None if torch was built without it."""
     return getattr(torch._C, "_distributed_rpc", None)
 
 
@@ -305,7 +318,10 @@ def torch_rpc() -> Any:
 
 
 def torch_library() -> ctypes.CDLL:
-    """Return torch's C++ library, for the names of `SYMBOLS`. Raises OSError where torch has loaded no such file."""
+    """Return torch's C++ library, to look up the names of `SYMBOLS`.
+
+    Raises OSError if torch has loaded no such file.
+    """
     file = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     return ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
 
@@ -322,12 +338,12 @@ def process_groups() -> dict[str, list[int]]:
 
 
 def is_process_group_known(group: Any) -> bool:
-    """Return whether torch still knows a process group: it has not been destroyed."""
+    """Return whether torch still knows a process group, which is so until the group is destroyed."""
     return group in _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
 
 
 def restart_group_numbers() -> None:
-    """Have torch name the next process group as a fresh process would: it counts the groups that it has made."""
+    """Reset torch's counter of process groups, so that torch names the next one as a new process would."""
     _find("torch.distributed.distributed_c10d._world", _no_world).group_count = 0
 
 
@@ -335,9 +351,9 @@ def restart_group_numbers() -> None:
 
 
 def load_layouts() -> None:
-    """Have torch fill its table of layouts.
+    """Fill torch's table of layouts.
 
-    torch fills it when a sparse tensor is first rebuilt, and another thread that comes meanwhile finds it half full.
+    torch fills it when a sparse tensor is first rebuilt; another thread that comes meanwhile finds it half full.
     """
     _find("torch.serialization._get_layout", lambda _: None)(str(torch.strided))
 
@@ -349,22 +365,22 @@ _validate: Callable[[], None] = _find("torch._utils._validate_loaded_sparse_tens
 
 
 def validate_sparse() -> None:
-    """Have torch look at the sparse tensors that were rebuilt, which it keeps in a list until then.
+    """Validate the sparse tensors that were rebuilt, which torch collects in a list until then.
 
-    Raises torch's RuntimeError for indices out of range, where ``torch.sparse.check_sparse_tensor_invariants`` is on.
-    The list is the process's up to torch 2.14, and the calling thread's from 2.15 on.
+    Raises torch's RuntimeError for indices out of range, if ``torch.sparse.check_sparse_tensor_invariants`` is on. The
+    list belongs to the process up to torch 2.14, and to the calling thread from 2.15 on.
     """
     if _loaded_here():
         _validate()
 
 
-# -- a torch that nobody has tried ---------------------------------------------------------------------------
+# -- untested versions of torch ------------------------------------------------------------------------------
 
 _warned = False
 
 
 def warn_of_untested() -> None:
-    """Warn, once in a process, if torch is newer than the newest with which nbdist was tested."""
+    """Warn, once in a process, if torch is newer than the newest version with which nbdist was tested."""
     global _warned
     if torch_version() <= NEWEST_TESTED or _warned:
         return

@@ -1,7 +1,7 @@
-"""One place where the package says what it does, and where views listen.
+"""Events of the package, for views and tests, and the lines that show a long operation.
 
-Emitting costs one test of an empty tuple while nobody listens (G7). A listener must not block
-and must not raise; one that raises is dropped, because a broken view must not break a call.
+`emit` costs one test of an empty tuple while nobody listens. A listener runs in the thread that emits, so it must not
+block. If it raises an error, it is dropped: a broken view must not break a call.
 """
 
 from __future__ import annotations
@@ -14,19 +14,46 @@ from typing import Any
 __all__ = ["Listener", "Steps", "emit", "show_steps", "steps", "subscribe"]
 
 Listener = Callable[[str, dict[str, Any]], None]
+"""A function that is called with the event's name and its fields."""
 
 Steps = Callable[[str], None]
-"""Shows the newest line about an operation that takes seconds, in place of the line before."""
+"""A function that shows a line about an operation which takes seconds, in place of the line before."""
 
 _show: Callable[[], Steps] | None = None
 listeners: tuple[Listener, ...] = ()
-"""The listeners. Code that runs with each call looks here first, and emits only if there is one."""
+"""The present listeners. Code that runs with each call emits only if this is not empty."""
 _lock = threading.Lock()
 _log = logging.getLogger("nbdist.trace")
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Send every later event to ``listener``; returns a function that ends that."""
+    """Call ``listener(event, fields)`` for every later event, in the thread in which it happens.
+
+    The events and their fields include:
+
+    =================  ===========================================================================
+    ``call.sent``      agent, to, function, id: this process has sent a call
+    ``call.ended``     agent, to, function, id: the answer has come, or the call has failed
+    ``call.run``       agent, function, id, callee, args: this process begins to run a function
+    ``call.ran``       agent, function, id: the function has returned, or raised an error
+    ``call.failed``    agent, function, error, note: the function has raised an error
+    ``peer.suspect``   name, silent: a worker has been silent for some seconds
+    ``peer.lost``      name, why: a worker is gone
+    ``agent.closed``   agent, why: an agent of this process has ended
+    =================  ===========================================================================
+
+    Returns:
+        A function that ends the subscription. Calling it twice is harmless.
+
+    Example:
+        >>> seen = []
+        >>> end = subscribe(lambda event, fields: seen.append((event, fields["function"])))
+        >>> rpc.rpc_sync("worker1", max, args=(1, 2))
+        2
+        >>> end()
+        >>> ("call.sent", "max") in seen
+        True
+    """
     global listeners
     with _lock:
         listeners = (*listeners, listener)
@@ -40,7 +67,14 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Tell the listeners that ``event`` happened."""
+    """Call the listeners with an event and its fields. A listener that raises an error is logged and dropped.
+
+    Example:
+        >>> end = subscribe(print)
+        >>> emit("epoch.ended", loss=0.5)
+        epoch.ended {'loss': 0.5}
+        >>> end()
+    """
     for listener in listeners:
         try:
             listener(event, fields)
@@ -50,19 +84,36 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def _drop(listener: Listener) -> None:
+    """Remove a listener that has raised an error."""
     global listeners
     with _lock:
         listeners = tuple(other for other in listeners if other is not listener)
 
 
 def show_steps(show: Callable[[], Steps] | None) -> None:
-    """Have ``show()`` called at the begin of each operation that takes seconds; None ends that."""
+    """Set ``show()``, which returns the function that shows an operation's lines. With None, no lines are shown.
+
+    The notebook's magics set it.
+
+    Example:
+        >>> show_steps(lambda: print)
+        >>> steps()("loading worker1")
+        loading worker1
+        >>> show_steps(None)
+    """
     global _show
     _show = show
 
 
 def steps() -> Steps:
-    """Return what shows the steps of an operation that begins now; it does nothing where nobody watches."""
+    """Return the function that shows the lines of an operation that begins now.
+
+    The function does nothing unless `show_steps` has set another one.
+
+    Example:
+        >>> show = steps()
+        >>> show("loading worker1")
+    """
     return _show() if _show is not None else _skip
 
 

@@ -1,8 +1,10 @@
-"""Calls, futures and remote references between workers: torch.distributed.rpc's names and semantics.
+"""Calls, futures and remote references between workers, with the names and the semantics of torch.distributed.rpc.
 
->>> from nbdist import rpc
->>> rpc.init_rpc("worker0", rank=0, world_size=2)            # doctest: +SKIP
->>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))  # doctest: +SKIP
+>>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+tensor([4., 4.])
+>>> rref = rpc.remote("worker1", torch.zeros, args=(3,))
+>>> rref.to_here()
+tensor([0., 0., 0.])
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""torch.distributed.rpc's functions, name for name.
+"""The functions of torch.distributed.rpc, name for name.
 
-They act for the *current agent*: in a thread that runs something for an agent, that agent; elsewhere the one
-that ``init_rpc`` started in this process.
+Each function acts for one agent, the *current agent* of the calling thread. In a thread that runs something for an
+agent, this is that agent. In every other thread it is the agent that `init_rpc` started in this process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _LAST_WORDS = 1.0
-"""Seconds that leaving a dynamic world waits for acknowledgements."""
+"""Seconds for which the shutdown of a dynamic world waits for the acknowledgement of its last messages."""
 
 _log = logging.getLogger("nbdist.rpc")
 _lock = threading.Lock()
@@ -54,13 +54,17 @@ _interrupts: InterruptWatch | None = None
 
 
 class BackendType(Enum):
-    """The backends that torch's programs name; there is one, and it is nbdist."""
+    """The backends of RPC. There is one, nbdist, under the name that torch's programs pass to `init_rpc`."""
 
     TENSORPIPE = "nbdist"
 
 
 def current_agent() -> Agent:
-    """The agent for which this thread acts."""
+    """Return the agent for which the calling thread acts.
+
+    Raises:
+        NotInitialized: there is no such agent, or it has ended.
+    """
     agent = here.agent or _agent
     if agent is None or agent.links.closed:
         raise NotInitialized(
@@ -77,7 +81,7 @@ rref_module.set_home_finder(_home)
 
 
 def is_initialized() -> bool:
-    """Whether there is a current agent."""
+    """Return whether the calling thread has a current agent that has not ended."""
     agent = here.agent or _agent
     return agent is not None and not agent.closed
 
@@ -92,13 +96,42 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Make this process a member of an RPC world, under ``name``.
+    """Make this process a worker of an RPC world, and return when the world has formed.
 
-    With ``world_size`` the world is fixed, and this returns when all its members are there. Without, members
-    may join and leave at any time. ``rank`` is this worker's id. ``backend`` is accepted for torch's programs.
+    There are two kinds of world. With ``world_size`` the world is *fixed*: this function returns when all its workers
+    have met. Without ``world_size`` the world is *dynamic*: workers may join and leave at any time.
 
-    On a worker of a cluster RPC runs already. There this sets the time limit and the number of threads that
-    ``rpc_backend_options`` names, and raises UsageError for a name, a rank or an option that the worker cannot take on.
+    On a worker of a notebook's cluster RPC runs already, so a program can call this all the same. It then sets only the
+    time limit of calls and the number of threads, if ``rpc_backend_options`` names them, and raises UsageError for a
+    name, a rank, a ``world_size`` or an option that a running worker cannot take.
+
+    Args:
+        name: this worker's name, unique in the world: fewer than 128 letters, digits, ``-``, ``_`` and ``:``.
+        backend: ignored; torch's programs give it.
+        rank: this worker's id, from 0 to ``world_size - 1``; negative to read it from ``init_method``, or from the
+            environment variable ``RANK`` where ``init_method`` is ``env://``.
+        world_size: how many workers the world has; None or 0 for a dynamic world.
+        rpc_backend_options: where the workers meet, time limits, threads and more, see `RpcBackendOptions`. Its
+            ``rpc_timeout`` also limits how long this function waits.
+
+    Raises:
+        TypeError: ``name`` is no text, or the options are of another class.
+        ValueError: ``init_method`` or the environment lacks a part, such as ``MASTER_ADDR``; the words are torch's.
+        UsageError: RPC runs already in this process, or the name or the rank is not allowed.
+        NotUnique: a living worker has the name or the rank.
+        RendezvousError: some workers did not come in time (the text names their ranks), or the store cannot be used.
+        SecurityError: workers on several machines share no secret, or a secret or the runtime directory is not safe.
+        WorkerLost: another worker died while the world formed.
+
+    Example:
+        Two processes run this, with ``RANK`` 0 and 1, and the same ``MASTER_ADDR`` and ``MASTER_PORT``:
+
+        >>> import os
+        >>> from nbdist import rpc
+        >>> rank = int(os.environ["RANK"])  # doctest: +SKIP
+        >>> rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)  # doctest: +SKIP
+
+        The programs in ``notebooks/programs`` call it in this way.
     """
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
@@ -106,7 +139,7 @@ def init_rpc(
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     if _agent is not None and _agent.hosted and not _agent.closed:
         take_on(_agent, name, rank, world_size, rpc_backend_options)
-        return  # a program that brings its own world finds it formed
+        return  # a program that starts its own RPC finds the cluster's
     if rank <= 0:  # once for a world, not once for each of its members
         warn_of_untested()
     initialize(name, rank, world_size or None, rpc_backend_options or RpcBackendOptions())
@@ -122,10 +155,13 @@ def initialize(
     wrap: Callable[[Channel], Channel] | None = None,
     hosted: Path | None = None,
 ) -> Agent:
-    """Start the agent of this process; see `nbdist.rpc.world.start_agent`.
+    """Start the agent of this process, and return it when it is a member of its world.
 
-    One that is ``hosted`` belongs to a cluster, whose run directory that is: the user's `init_rpc` and `shutdown`
-    leave it running, and Ctrl-C in a wait stops the work that was waited for.
+    `init_rpc` and the cluster call this; the arguments are those of `nbdist.rpc.world.start_agent`. ``hosted`` is the
+    run directory of a cluster to which the agent belongs. The user's `init_rpc` and `shutdown` leave such an agent
+    running, and Ctrl-C in a wait also stops the work on the other workers.
+
+    Raises UsageError if this process has a running agent already.
     """
     global _agent, _interrupts
     with _lock:
@@ -144,6 +180,7 @@ def initialize(
 
 
 def _stop_watching() -> None:
+    """Close the watch for Ctrl-C, if this process has one; runs at the end of the agent."""
     global _interrupts
     watch, _interrupts = _interrupts, None
     if watch is not None:
@@ -151,7 +188,7 @@ def _stop_watching() -> None:
 
 
 def _give_up(agent: Agent) -> None:
-    """Ctrl-C while the main thread sleeps in torch's C++: fail what it waits for."""
+    """Fail the unanswered calls that the main thread has made: Ctrl-C came while it sleeps in torch's C++."""
     main = threading.main_thread().ident
     calls = [call for call in agent.pending.all() if call.thread == main]
     agent.outcomes.interrupt(calls, Interrupted("interrupted (Ctrl-C) while waiting for this call"))
@@ -160,10 +197,25 @@ def _give_up(agent: Agent) -> None:
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """End RPC in this process.
 
-    ``graceful`` waits until all members of a fixed world have called this and nothing is under way any more;
-    in a dynamic world, until what this worker asked for and was asked for is done. ``timeout`` limits that wait
-    (seconds; 0, or less, for no limit); the error names who is missing. The agent ends in any case, but for a
-    member of a notebook's cluster, which only finishes what is under way: the cluster ends it.
+    The agent ends in any case, also if the wait fails. Afterwards, calls raise NotInitialized, and references raise
+    RRefError or WorkerLost.
+
+    On a worker of a notebook's cluster, the agent runs on until the cluster ends it. There, if ``graceful``, this waits
+    until no call is open and releases this worker's references to values of others; else it does nothing.
+
+    Args:
+        graceful: True to wait first. In a fixed world, the wait lasts until all workers have called `shutdown` and no
+            call is open anywhere. In a dynamic world, it lasts until no call to or from this worker is open. False
+            ends this worker at once; its open calls, and the calls of others to it, fail with WorkerLost.
+        timeout: limits this wait, in seconds; 0 or less for no limit.
+
+    Raises:
+        NotInitialized: RPC does not run.
+        RendezvousError: the wait took longer than ``timeout``; the text says which workers or calls are missing.
+        WorkerLost: the fixed world has ended, but without a worker that was lost meanwhile; the text names it.
+
+    Example:
+        >>> rpc.shutdown()  # doctest: +SKIP
     """
     timeout = durations.limit(timeout)
     agent = current_agent()
@@ -181,7 +233,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 
 def finish(agent: Agent) -> None:
-    """End an agent at once."""
+    """End an agent at once, and forget it if it is the agent of this process."""
     global _agent
     agent.close("has shut down")
     with _lock:
@@ -190,20 +242,27 @@ def finish(agent: Agent) -> None:
 
 
 def _drain(agent: Agent, timeout: float) -> None:
+    """Wait until no call of this agent or to it is open, then release all its references.
+
+    Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit.
+    """
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while agent.exchange.active or agent.pending.unended:
         if time.monotonic() > deadline:
             raise RendezvousError(
-                f"shutdown of {agent.me.name}: {agent.executor.doing() or 'calls of its own'} still running"
+                f"shutdown of {agent.me.name} timed out, with {agent.executor.doing() or 'calls that it made'} still "
+                "running. Allow more time with shutdown(timeout=...), or wait for these calls first"
             )
         time.sleep(0.002)
     agent.references.release_all()
-    deadline = min(deadline, time.monotonic() + _LAST_WORDS)  # who does not answer by then learns it by our Goodbye
+    # A worker that has not acknowledged by then learns from our Goodbye that the references are released.
+    deadline = min(deadline, time.monotonic() + _LAST_WORDS)
     while agent.links.outstanding() and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
 def _at_exit() -> None:
+    """Tell the other workers that this process ends, if the program did not call `shutdown`."""
     agent = _agent
     if agent is not None and not agent.closed:
         with contextlib.suppress(Exception):
@@ -211,8 +270,9 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
+    """Forget the agent in a forked child: its sockets and threads stay with the parent."""
     global _agent, _interrupts, _lock
-    _agent = _interrupts = None  # sockets and threads stay with the parent
+    _agent = _interrupts = None
     _lock = threading.Lock()
 
 
@@ -232,11 +292,41 @@ def rpc_sync(
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return the result.
 
-    ``timeout`` is in seconds; negative for the default of the options, 0 for none (as is more than 1e8, or infinity).
+    Tensors travel by value. A function of a module travels by its name, so the worker must be able to import it; a
+    function of ``__main__`` travels with its code.
 
-    In a finaliser (a ``__del__``, or what a weak reference calls) and in a signal's handler, use `rpc_async`. Python
-    may run them in a thread that is sending or reading messages. There this makes the call, cannot wait for it, and
-    raises UsageError.
+    An error that ``func`` raises is raised here, with a note that has the worker's traceback.
+
+    Call `rpc_async` instead in a finaliser (a ``__del__``, or the callback of a weak reference) and in the handler of a
+    signal. Python may run them in a thread that is sending or receiving messages; there this function makes the call,
+    but it cannot wait for the answer and raises UsageError.
+
+    Args:
+        to: the worker's name, id or `WorkerInfo`; this worker itself is allowed.
+        func: any callable that can be sent.
+        args: a tuple or a list.
+        kwargs: a dict.
+        timeout: the time limit in seconds; negative for the ``rpc_timeout`` of `RpcBackendOptions`, 0 or more than 1e8
+            for none.
+
+    Returns:
+        The result. On this worker itself, too, it is a copy.
+
+    Raises:
+        UnknownWorker: there has never been such a worker.
+        WorkerLost: the worker is gone, or dies before it has answered; the text says what happened to it.
+        RpcTimeout: the answer did not come in time; ``func`` may still run.
+        EncodeError: an argument cannot be sent; the text names the argument.
+        RemoteError: ``func`` raised an error that cannot be rebuilt in this process.
+        KeyboardInterrupt: the user pressed Ctrl-C during the wait. In a cluster, ``func`` is interrupted as well.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+        tensor([4., 4.])
+
+        >>> rpc.rpc_sync("worker1", int, args=("two",))
+        Traceback (most recent call last):
+        ValueError: ...
     """
     return current_agent().caller.sync(to, func, args, kwargs, timeout)
 
@@ -248,7 +338,24 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """As `rpc_sync`, but return a Future at once."""
+    """Run ``func(*args, **kwargs)`` on worker ``to``, and return a Future of the result at once.
+
+    The arguments and the time limit are those of `rpc_sync`. Arguments are encoded before this returns, so the caller
+    may change a tensor afterwards.
+
+    Returns:
+        A `Future`. Its ``wait()`` returns the result, or raises what `rpc_sync` would raise while it waits: WorkerLost,
+        RpcTimeout, the error of ``func``.
+
+    Raises:
+        UnknownWorker: there has never been such a worker.
+        EncodeError: an argument cannot be sent; the text names the argument.
+
+    Example:
+        >>> futures = [rpc.rpc_async(f"worker{n}", max, args=(n, 5)) for n in range(2)]
+        >>> [future.wait() for future in futures]
+        [5, 5]
+    """
     return current_agent().caller.asynchronous(to, func, args, kwargs, timeout)
 
 
@@ -259,12 +366,41 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run ``func(*args, **kwargs)`` on worker ``to`` and return, at once, a reference to the result there."""
+    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result, and return a reference to it at once.
+
+    The arguments and the time limit are those of `rpc_sync`. The worker ``to`` owns the result and keeps it as long as
+    any worker has a reference to it.
+
+    Returns:
+        An `RRef`. It can be used at once: what needs the value waits until ``func`` has made it. If ``func`` raises an
+        error, `RRef.to_here` raises this error.
+
+    Raises:
+        UnknownWorker: there has never been such a worker.
+        WorkerLost: the worker is gone.
+        EncodeError: an argument cannot be sent; the text names the argument.
+
+    Example:
+        >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
+        >>> rref.rpc_sync().sum()
+        tensor(4.)
+        >>> rref
+        <RRef to Tensor float32(2, 2) on worker1, confirmed>
+    """
     return current_agent().caller.remote(to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Name and id of a worker; of the current one without a name."""
+    """Return the name and the id of a worker; without an argument, of this worker.
+
+    Raises:
+        UnknownWorker: there has never been such a worker.
+        WorkerLost: the worker is gone; the text says what happened to it.
+
+    Example:
+        >>> rpc.get_worker_info("worker1")
+        WorkerInfo(id=1, name=worker1)
+    """
     agent = current_agent()
     record = agent.me if worker_name is None else agent.find(worker_name)
     return WorkerInfo(record.name, record.id)

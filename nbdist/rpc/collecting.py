@@ -1,10 +1,12 @@
 """Waits for several futures: ours, torch's, or both.
 
-``torch.futures.wait_all`` and ``collect_all`` promise to end at the first error. Torch's C++ does that only for errors
-that C++ itself has set, and Python cannot set one on a future that exists: ``set_exception``, torch's and ours, sets
-a value, and a function that raises when the value is read. Torch would wait for the rest first, for ever if the rest
-never comes. So this module takes the place of ``torch._C._collect_all``, which both functions call. A list with no
-future of ours in it goes to torch's own, as before.
+``torch.futures.wait_all`` and ``collect_all`` promise to end at the first error. torch's C++ keeps this promise only
+for errors that C++ itself has set, and Python cannot set such an error on an existing future: ``set_exception``,
+torch's and ours, sets a value, and a function that raises when the value is read. So torch would wait for all other
+futures first, for ever if one never completes.
+
+Therefore this module replaces ``torch._C._collect_all``, which both functions call. A list without any future of ours
+goes to torch's own function, as before.
 """
 
 from __future__ import annotations
@@ -25,17 +27,27 @@ T = TypeVar("T")
 
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
-    """Return a future of the list of ``futures``, done when all of them are.
+    """Return a future of the list ``futures``, which is done when all of them are.
 
-    It fails as soon as one of them does, with the same error. Torch's own futures may be among them.
+    It fails as soon as one of them fails, with the same error. Futures of torch may be among them.
     """
     return _Collection(list(futures)).whole
 
 
 def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
-    """Wait for all ``futures`` and return their values; raise the first error there is, without waiting for the rest.
+    """Wait for all ``futures`` and return their values, or raise the first error without waiting for the rest.
 
-    Torch's own futures may be among them. After ``timeout`` seconds this raises `nbdist.RpcTimeout`.
+    Args:
+        futures: futures of nbdist, of torch, or both.
+        timeout: how long to wait, in seconds; None for no limit.
+
+    Raises:
+        RpcTimeout: not all are done after ``timeout`` seconds; the text says how many are missing.
+        Exception: the error of the first future that failed.
+
+    Example:
+        >>> rpc.wait_all([rpc.rpc_async("worker1", max, args=(n, 5)) for n in (3, 7)])
+        [5, 7]
     """
     futures = list(futures)
     collection = _Collection(futures)
@@ -43,16 +55,16 @@ def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
         collection.whole.wait(timeout)
     except RpcTimeout:
         if collection.whole.done():
-            raise  # it is the error of one of them
-        raise RpcTimeout(f"{collection.missing} of {len(futures)} futures after {timeout:g} s") from None
+            raise  # this is the error of one of the futures
+        raise RpcTimeout(f"{collection.missing} of {len(futures)} futures are not done after {timeout:g} s") from None
     finally:
         collection.give_up()
-        del collection  # an error would hold it, by its traceback and this frame
+        del collection  # else an error would keep it alive, through its traceback and this frame
     return [future.value() for future in futures]
 
 
 class _Collection:
-    """Futures that are waited for together, and one future for all of them."""
+    """Several futures for which a thread waits together, and one future for all of them, `whole`."""
 
     def __init__(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         self.whole: Future[Any] = Future()
@@ -68,6 +80,7 @@ class _Collection:
                 break
 
     def _take(self, done: torch.futures.Future[Any]) -> None:
+        """Count a future that is done; settle `whole` if it failed or was the last one."""
         _, error = outcome_of(done)
         if error is not None:
             self.whole.try_settle(None, error)
@@ -80,7 +93,7 @@ class _Collection:
             self.whole.try_settle(self._futures, None)
 
     def give_up(self) -> None:
-        """Leave nothing of this with futures that may never be done."""
+        """Remove our callbacks from all futures, some of which may never be done."""
         with self._lock:
             futures, self._futures = self._futures, []
         for future in futures:
@@ -88,12 +101,13 @@ class _Collection:
 
 
 def _drop(future: torch.futures.Future[Any], callback: Callable[[Any], None]) -> None:
-    if isinstance(future, Promise):  # torch's own keep what they were given
+    """Remove a callback from a future of ours."""
+    if isinstance(future, Promise):  # a future of torch cannot remove a callback
         future.drop_callback(callback)
 
 
 def _collect_all(futures: Any, collect_of_torch: Callable[[Any], Any]) -> Any:
-    """Collect futures for ``torch.futures``: by `collect_all` where one of them is ours, else by torch's own."""
+    """Collect futures for ``torch.futures``: with `collect_all` if one of them is ours, else with torch's function."""
     if any(isinstance(future, Future) for future in futures):
         return collect_all(futures)
     return collect_of_torch(futures)

@@ -1,15 +1,21 @@
-"""How a world ends in order: nobody leaves while anything is under way.
+"""The orderly end of a world: no worker leaves while anything is under way.
 
-The member with the lowest id leads. Round 1 is reached by calling ``shutdown``; it is over when all have reached it
-and no call runs. Round 2 lets go of all references, and is over when no message about that is under way. Then all
-close. `Survey` decides; `Ending` asks and answers. A member that is lost on the way is not waited for, but it is told.
+The member with the lowest id leads. The rounds, in the names of the constants::
 
-Members answer at different moments, so the leader looks twice. A look is an answer of every member, and the questions
-of the second go out after the last answer of the first has come. The round is over where in both looks no member had
-anything under way, and none has sent a message that must arrive between its two answers. "Under way" are calls that run
-or are awaited, such messages that are not acknowledged, and in round 2 forks that are not confirmed. So when the last
-answer of the first look came nothing ran, and nothing was on its way: what a member had sent before its first answer
-had arrived, and after that it sent nothing.
+    RUNNING ── shutdown() is called ──▶ DRAINING ── no call runs anywhere ──▶ RELEASING ──────────▶ CLOSING
+                                        round 1                               round 2: no message    all close
+                                                                              about references is
+                                                                              under way
+
+`Survey` decides when a round is over; `Ending` asks the members and answers the leader. The leader does not wait for a
+member that is lost meanwhile, but the errors of the others name it.
+
+Members answer at different moments, so the leader looks twice. One look is an answer of every member, and the leader
+asks for the second look after the last answer of the first has come. The round is over if in both looks no member had
+anything under way, and if between its two answers no member sent a message that must arrive. "Under way" are calls that
+run or are awaited, messages that must arrive and are not acknowledged, and in round 2 forks that are not confirmed. So
+when the last answer of the first look came, nothing ran and nothing was on its way: what a member had sent before its
+first answer had arrived, and after that answer it sent nothing.
 """
 
 from __future__ import annotations
@@ -34,51 +40,53 @@ __all__ = ["Ending", "Reminder", "Survey"]
 RUNNING, DRAINING, RELEASING, CLOSING = range(4)
 
 _ASK_FIRST = 0.002
+"""Seconds until a waiting agent looks again, at first; the pause grows up to `_ASK_MOST` seconds."""
 _ASK_MOST = 0.05
 QUIET = 10.0
-"""Seconds without a call after which a shutdown that waits says so."""
+"""Seconds without a call after which a `shutdown` that waits logs what it waits for."""
 
 _ANSWERS_WITHIN = 2.0
-"""Seconds within which a member answers the leader, unless it stands still."""
+"""Seconds within which a member answers the leader, unless it hangs."""
 
 _TO_CALL, _TO_ANSWER = "to call shutdown", "to answer"
 _TO_END = {
     DRAINING: "to end the calls that run",
-    RELEASING: "to end what they say of references",
+    RELEASING: "to release their references",
     CLOSING: "to close",
 }
-"""What the members are to do that keep a round from ending."""
+"""The duty of a member before the round can end, for messages: "waiting for worker1 to end the calls that run"."""
 
 _log = logging.getLogger("nbdist.rpc")
 
 
 class Survey:
-    """The leader's view of a round. Pure."""
+    """The leader's view of one round. Pure."""
 
     def __init__(self, members: set[int]) -> None:
         self.members = members
         self.round = DRAINING
         self._states: dict[int, ShutdownState] = {}
         self._before: int | None = None
+        """The number of messages that the members had sent by the look before, if all were quiet in it; else None."""
 
     def missing(self) -> set[int]:
-        """The members that have not reached this round."""
+        """Return the members that have not reached this round."""
         return {
             member for member in self.members if (state := self._states.get(member)) is None or state.round < self.round
         }
 
     def busy(self) -> set[int]:
-        """Return the members that have something under way; all of them, if none has in this look."""
+        """Return the members that have something under way; all members, if none has."""
         return {member for member in self.members if self._states[member].active} or set(self.members)
 
     def forget(self, member: int) -> None:
-        """A member is gone."""
+        """Remove a member that is gone, and look twice again."""
         self.members.discard(member)
         self._states.pop(member, None)
         self._before = None
 
     def look(self, states: dict[int, ShutdownState]) -> bool:
-        """Take one look at all members; whether the round is over, and the next has begun."""
+        """Take the answers of one look; return whether the round is over. If it is, the next round begins."""
         self._states.update(states)
         if self.missing():
             self._before = None
@@ -95,11 +103,11 @@ class Survey:
 
 
 class Reminder:
-    """Decides when a shutdown that waits tells what it waits for. Pure.
+    """Decides when a `shutdown` that waits logs what it waits for. Pure.
 
-    Programs of torch have workers that call shutdown at once and serve calls until the others are done, so waiting
-    is what they are there for. A line comes when this agent has served no call for `QUIET` seconds and waited for the
-    same reason all the time, and once for each reason.
+    In many programs of torch, workers call shutdown at once and serve calls until the others are done, so waiting is
+    normal. A line comes when this agent has served no call for `QUIET` seconds and has waited for the same reason all
+    the time, and only once for each reason.
     """
 
     def __init__(self, now: float) -> None:
@@ -108,7 +116,7 @@ class Reminder:
         self._told: set[str] = set()
 
     def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
-        """Return whether to tell ``reason`` now, after ``served`` calls; ``running`` calls run at this moment."""
+        """Return whether to log ``reason`` now. ``served`` counts the answered calls, ``running`` the open ones."""
         if running or (served, reason) != self._before:
             self._quiet_since, self._before = now, (served, reason)
         if now - self._quiet_since <= QUIET or reason in self._told:
@@ -128,7 +136,7 @@ class Ending:
         references: References,
         turn: AbstractContextManager[Any],
     ) -> None:
-        """Begin no round; ``turn`` is held while a message is handled."""
+        """Start in `RUNNING`. ``turn`` is the lock that is held while a message is handled."""
         self._turn = turn
         self._membership = membership
         self._links = links
@@ -136,22 +144,37 @@ class Ending:
         self._references = references
         self._changed = threading.Condition()
         self._reached = RUNNING
+        """The round that this agent has reached."""
         self._wanted = RUNNING
+        """The round that the leader has announced."""
         self._waits_for = "", ""
+        """The members for which the leader waits, and what they have to do."""
         self._look = 1
+        """The number of the leader's present look. An answer to an earlier look does not count."""
         self._looked = 0.0
+        """The time of the leader's last complete look."""
         self._asked: set[int] = set()
+        """The members that have been asked in this look."""
         self._answers: dict[int, ShutdownState] = {}
+        """The answers in this look, by member."""
         self._lost: list[str] = []
+        """The members that were lost on the way, with the reason, for the error of `end`."""
         self._survey: Survey | None = None
+        """The leader's view; None in an agent that does not lead."""
         self.completed = False
+        """True once `end` has gone through both rounds; the agent's goodbye then says that the end was orderly."""
         self.release: Callable[[], None] = references.release_all
-        """Lets go of all references to other members' values; `end` calls it once, when no call runs any more."""
+        """Releases all references to values of other members. `end` calls it once, when no call runs any more."""
 
-    # -- the one that ends --------------------------------------------------------------------
+    # -- every member -------------------------------------------------------------------------
 
     def end(self, timeout: float) -> None:
-        """Go through both rounds with all others, within ``timeout`` seconds (0: as long as it takes)."""
+        """Go through both rounds with all other members. `shutdown` of a fixed world calls this.
+
+        Raises:
+            RendezvousError: the world has not ended after ``timeout`` seconds; 0 or less means no limit.
+            WorkerLost: the world has ended, but a member was lost on the way.
+        """
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         with self._changed:
             self._reached = DRAINING
@@ -194,12 +217,13 @@ class Ending:
             pause = min(pause * 1.5, _ASK_MOST)
 
     def _waiting_for(self) -> tuple[str, str]:
-        """Return who keeps the next round from beginning, and what they are to do."""
+        """Return the members that keep the next round from beginning, and what they have to do, as two texts."""
         if any(self._waits_for):
             return self._waits_for
         return (self._leader().name, _TO_CALL) if not self._is_leader() else ("the others", _TO_ANSWER)
 
     def _leader(self) -> Record:
+        """Return the record of the leader: the living member with the lowest id."""
         return self._membership.members()[0]
 
     def _is_leader(self) -> bool:
@@ -208,7 +232,7 @@ class Ending:
     # -- the leader ---------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Collect one look, and begin the next round if it may; ask for the next look."""
+        """As the leader: take a look if all have answered, begin the next round if possible, and ask again."""
         me = self._membership.me.incarnation
         with self._changed:
             others = {record.incarnation for record in self._membership.others()}
@@ -242,10 +266,11 @@ class Ending:
                 self._asked.add(member)
 
     def _names(self, members: set[int]) -> str:
+        """Return the names of members, sorted, as one text."""
         return ", ".join(sorted(map(self._membership.name_of, members)))
 
     def _farewell(self, deadline: float) -> None:
-        """Keep telling that it is over until all others have said that they know, or have gone."""
+        """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone."""
         while time.monotonic() < deadline:
             with self._changed:
                 knowing = {member for member, state in self._answers.items() if state.round >= CLOSING}
@@ -258,19 +283,21 @@ class Ending:
             with self._changed:
                 self._changed.wait(0.02)
 
-    # -- the members --------------------------------------------------------------------------
+    # -- answering the leader -----------------------------------------------------------------
 
     def _state(self, look: int) -> ShutdownState:
-        with self._turn:  # a message that is acknowledged has been acted upon
+        """Return this member's answer to a look: its round, what it has sent, and what is under way."""
+        with self._turn:  # so that every acknowledged message has been handled
             active = self._exchange.active + self._exchange.calls.unended
             if self._reached >= RELEASING:
                 self._references.reap()
                 active += self._references.forks.pending
             self._links.post_waiting()
-            sent, outstanding = self._links.traffic()  # last: a call that has ended meanwhile has been answered
+            sent, outstanding = self._links.traffic()  # last: this counts the answer of a call that ended meanwhile
             return ShutdownState(self._reached, sent, active + outstanding, look)
 
     def _tell(self, leader: Record) -> None:
+        """Tell the leader this member's state without being asked; the number 0 belongs to no look."""
         with contextlib.suppress(NbdistError):
             self._links.post(leader.incarnation, self._state(0))
 
@@ -285,7 +312,7 @@ class Ending:
             self._links.post(sender, self._state(message.look))
 
     def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
-        """Store a member's answer to the leader."""
+        """Store a member's answer to the leader, unless it answers an earlier look."""
         with self._changed:
             if message.look != self._look and message.round < CLOSING:
                 return
@@ -294,7 +321,7 @@ class Ending:
                 self._changed.notify_all()
 
     def on_orderly_goodbye(self) -> None:
-        """A member closes because the world has ended; the leader's word for that may yet be on its way."""
+        """Begin to close: another member closes because the world has ended, and the leader's message may be late."""
         with self._changed:
             if self._reached >= DRAINING:
                 self._wanted = CLOSING

@@ -1,4 +1,4 @@
-"""Decorators for functions that others call."""
+"""Decorators for functions that other workers call."""
 
 from __future__ import annotations
 
@@ -12,9 +12,20 @@ __all__ = ["async_execution"]
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that returns a Future: its result is the future's, and it holds no thread meanwhile.
+    """Mark a function that returns a `Future`, so that its caller receives the future's value instead.
 
-    Under ``@staticmethod`` and ``@classmethod`` this decorator comes second, next to the function.
+    While the future is open, the function holds no thread of its worker. So one worker can have many such calls open at
+    a time, for example to collect the gradients of all trainers in one batch.
+
+    With ``@staticmethod`` or ``@classmethod``, write this decorator below them, next to the function. A marked function
+    that returns no Future makes the call fail with UsageError.
+
+    Example:
+        >>> @rpc.functions.async_execution
+        ... def add_on(worker, x, y):
+        ...     return rpc.rpc_async(worker, torch.add, args=(x, y)).then(lambda done: done.wait() + 1)
+        >>> rpc.rpc_sync("worker1", add_on, args=("worker0", torch.ones(2), 1))
+        tensor([3., 3.])
     """
 
     @functools.wraps(fn)

@@ -1,19 +1,27 @@
-"""Futures that can be awaited, interrupted, and chained, and that torch takes for its own.
+"""Futures that can be awaited, interrupted and chained, and that torch accepts as its own.
 
-`Future` is a `torch.futures.Future`, so ``torch.futures.wait_all`` and ``collect_all`` take it. But torch's
-``wait`` sleeps in C++, deaf to Ctrl-C and blind to deadlines; ours sleeps on a Python lock, and tells the
-pool of the thread it blocks, so that the pool can grow (`nbdist.rpc.dispatch`).
+=========  ======================================================  ===============================================
+class      who waits                                               where it is used
+=========  ======================================================  ===============================================
+`Latch`    one thread, once                                        `rpc_sync`, `to_here`
+`Promise`  any number of threads and callbacks                     values of references, `remote`
+`Future`   as `Promise`, and torch's functions in C++ and Python   `rpc_async`, `then`
+=========  ======================================================  ===============================================
 
-A list of such futures is waited for in `nbdist.rpc.collecting`.
+`Future` is a `torch.futures.Future`, so ``torch.futures.wait_all`` and ``collect_all`` accept it. But torch's ``wait``
+sleeps in C++, where neither Ctrl-C nor a time limit ends it. Ours sleeps on a Python lock, and tells the pool of the
+thread that it blocks, so that the pool can start another one (`nbdist.rpc.dispatch`).
 
-What an error holds::
+`nbdist.rpc.collecting` waits for a list of such futures.
+
+The objects that keep an error alive::
 
     future ── _error ──> error ── __traceback__ ──> frames that raised it and waited for it ──> their locals
        │                                                                                          (the future, too)
        └── torch's C++ ── value ──> _Failure ╌╌ weak ╌╌> future
 
-The upper circle is Python's, and the garbage collector frees it. No strong reference may lead from torch's C++ to
-the error: the collector cannot see through C++, and would keep the error, its frames and their tensors for ever.
+Python's garbage collector frees the upper cycle. No strong reference may lead from torch's C++ to the error: the
+collector cannot see through C++, and would keep the error, its frames and their tensors for ever.
 """
 
 from __future__ import annotations
@@ -61,24 +69,31 @@ _thread = _PerThread()
 
 
 def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -> None:
-    """Have ``hook()`` entered around every wait of the calling thread."""
+    """Enter the context manager ``hook()`` around every wait of the calling thread; None ends this.
+
+    The pool of an agent sets one in each of its threads, to count the threads that are blocked.
+    """
     _thread.blocking = hook
 
 
 def blocking_wait() -> AbstractContextManager[None]:
-    """What to enter around anything that may block the calling thread for the sake of another call."""
+    """Return the context manager to enter around anything for which the calling thread waits for another call."""
     hook = _thread.blocking
     return hook() if hook is not None else nullcontext()
 
 
 Surroundings = Callable[[], AbstractContextManager[None]]
-"""Makes what to enter around a callback."""
+"""Returns a context manager to enter around a callback."""
 
 _carrier: Callable[[], Surroundings | None] | None = None
 
 
 def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
-    """Have ``carrier()`` asked, where a callback is given, for what goes along from there to where it is called."""
+    """Set ``carrier()``, which `Future.then` calls for the surroundings of its callback; None ends this.
+
+    ``carrier`` runs in the thread that calls ``then``. The context manager that it supplies is entered in the thread
+    that runs the callback, so a callback runs in the autograd context in which it was given.
+    """
     global _carrier
     _carrier = carrier
 
@@ -87,7 +102,11 @@ _interrupt_hook: Callable[[object, BaseException], None] | None = None
 
 
 def set_interrupt_hook(hook: Callable[[object, BaseException], None] | None) -> None:
-    """Have ``hook(outcome, error)`` called when Ctrl-C has ended a wait for an outcome."""
+    """Set ``hook(outcome, error)``, called when Ctrl-C has ended a wait for an outcome; None ends this.
+
+    ``outcome`` is the `Latch` or the `Promise`, and ``error`` the KeyboardInterrupt, which is raised afterwards. The
+    hook runs in the thread that waited.
+    """
     global _interrupt_hook
     _interrupt_hook = hook
 
@@ -98,35 +117,35 @@ def _interrupted(outcome: object, error: BaseException) -> None:
 
 
 class Latch:
-    """An outcome that one thread waits for: what is left of a future that nobody else will see."""
+    """The outcome of a call for which one thread waits once. It costs less than a `Future`."""
 
     __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_send", "on_settle")
 
     def __init__(self, on_send: Callable[[], None] | None = None) -> None:
-        """Wait for nothing yet.
+        """Make a latch that is not settled.
 
-        ``on_send`` is called right before the call goes out whose outcome this is. It is for a thread that calls
-        `wait` directly after that.
+        ``on_send`` is called right before the call goes out that this latch waits for. It is for a thread that calls
+        `wait` directly afterwards.
         """
         self._lock = threading.Lock()
         self._lock.acquire()
         self._setting = threading.Lock()
         self.is_settled = False
         self.on_settle: Callable[[], None] | None = None
-        """What to call when it is settled."""
+        """A function to call once, in the thread that settles the latch."""
         self.on_send = on_send
         self.on_interrupt: Callable[[], object] | None = None
-        """What to do first when Ctrl-C ends the wait."""
+        """A function to call first when Ctrl-C ends the wait."""
         self._outcome: Any = None
         self._error: BaseException | None = None
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed, for others than the one who waits, before that one is told."""
+        """The error with which the call failed, for threads that do not wait; None once `wait` has raised it."""
         return self._error
 
     def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
-        """Let the waiting thread go on, unless it has been let already."""
+        """Set the outcome or the error and wake the waiting thread; return False if the latch was settled before."""
         with self._setting:
             if self.is_settled:
                 return False
@@ -139,7 +158,11 @@ class Latch:
         return True
 
     def wait(self, read: Callable[[Latch], None] | None = None) -> Any:
-        """Return the outcome, once; Ctrl-C ends the wait. ``read`` may do something before this thread sleeps."""
+        """Wait for the outcome, once, and return it or raise the error; a second wait would never end.
+
+        ``read`` is called with the latch before this thread sleeps; it may receive the answer itself. Ctrl-C ends the
+        wait.
+        """
         hook = _thread.blocking
         try:
             try:
@@ -162,22 +185,22 @@ class Latch:
                 raise failed
             return self._outcome
         finally:
-            failed = None  # or the error, by its traceback and this frame, would hold itself
+            failed = None  # or the error would keep itself alive, through its traceback and this frame
 
 
 class Promise(Generic[T]):
-    """An outcome, now or later, that several may wait for: a future without torch's side."""
+    """An outcome, now or later, for which several threads may wait: a `Future` without torch's part."""
 
     def __init__(self) -> None:
         self._latch = threading.Lock()
         self._latch.acquire()
         self._setting = threading.Lock()
         self._settled = False
-        self._done = False  # the latch cannot tell: who waits takes it for a moment
+        self._done = False  # the lock cannot tell: each waiting thread takes it for a moment
         self._outcome: Any = None
         self._error: BaseException | None = None
         self._origin: TracebackType | None = None
-        """The error's traceback when it came: each wait begins from that, else each would add its frames."""
+        """The error's traceback when the promise was settled. Each wait starts from it; else each adds its frames."""
         self._callbacks: list[Callable[[Any], Any]] = []
 
     # -- settling -----------------------------------------------------------------------------
@@ -188,7 +211,10 @@ class Promise(Generic[T]):
         error: BaseException | None,
         submit: Callable[[Callable[[], None]], None] | None = None,
     ) -> bool:
-        """Complete it unless it is complete; callbacks are called at once, or in a job that is submitted."""
+        """Set the outcome or the error, unless one is set; return whether this call has set it.
+
+        The callbacks run in this thread, or, with ``submit``, in one job that ``submit`` is given.
+        """
         with self._setting:
             if self._settled:
                 return False
@@ -199,6 +225,7 @@ class Promise(Generic[T]):
     def _publish(
         self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
     ) -> None:
+        """Make the outcome visible, wake the waiting threads, and call the callbacks."""
         self._outcome, self._error = outcome, error
         if error is not None:
             self._origin = error.__traceback__
@@ -213,48 +240,69 @@ class Promise(Generic[T]):
             submit(partial(_call_all, callbacks, self))
 
     def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
-        """For who is a future of torch's as well."""
+        """Do nothing here; a `Future` passes the outcome on to its part in C++."""
 
     # -- looking ------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether the outcome is there."""
+        """Return whether the outcome has come, be it a value or an error."""
         return self._done
 
     def value(self) -> T:
-        """The value of a completed future; raises its error."""
+        """Return the value of a future that is done, or raise its error.
+
+        Raises RuntimeError if the future is not done.
+        """
         if not self.done():
-            raise RuntimeError("value() of a future that is not done; wait() for it")
+            raise RuntimeError("value() was called on a future that is not done: call wait() instead")
         return self._result()
 
     def exception(self) -> BaseException | None:
-        """The error of a completed future, if it has one."""
+        """Return the error of a future that is done; None if it has a value.
+
+        Raises RuntimeError if the future is not done.
+        """
         if not self.done():
-            raise RuntimeError("exception() of a future that is not done; wait() for it")
+            raise RuntimeError("exception() was called on a future that is not done: call wait() first")
         return self._error
 
     def _result(self) -> T:
+        """Return the value or raise the error, with the traceback that it had when it came."""
         try:
             if self._error is not None:
                 raise self._error.with_traceback(self._origin)
             return cast(T, self._outcome)
         finally:
-            del self  # else the error would hold its future, by its traceback and this frame
+            del self  # else the error would keep its future alive, through its traceback and this frame
 
     # -- waiting ------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the value and return it; raise its error.
+        """Wait for the value and return it, or raise the error with which the call failed.
 
-        Ctrl-C ends the wait, and so does ``timeout`` (seconds), with `nbdist.RpcTimeout`; None is for no limit.
+        Any number of threads may wait, and may wait again. Ctrl-C ends the wait with KeyboardInterrupt.
+
+        Args:
+            timeout: how long to wait, in seconds; None for no limit, 0 for not at all. A wait that times out changes
+                nothing: the call goes on, and its own time limit stays.
+
+        Raises:
+            RpcTimeout: the outcome did not come within ``timeout`` seconds, or the time limit of the call has passed.
+            UsageError: ``timeout`` is negative; or a finaliser or a signal's handler waits in a thread that is sending
+                or receiving messages.
+
+        Example:
+            >>> rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1)).wait()
+            tensor([2., 2.])
         """
         if timeout is not None:
             timeout = durations.patience(timeout)
         if not self._done:
             if not may_wait():
                 raise UsageError(
-                    "a finaliser (a __del__, or what a weak reference calls) or a signal's handler waited for a future "
-                    "while this thread was sending or reading messages; the outcome might never come. Do not wait there"
+                    "a finaliser (a __del__, or the callback of a weak reference) or a signal's handler waited for a "
+                    "future while this thread was sending or receiving messages, so the outcome might never come. Do "
+                    "not wait there; use add_done_callback"
                 )
             try:
                 with blocking_wait():
@@ -271,7 +319,11 @@ class Promise(Generic[T]):
             del self  # as in `_result`
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Call ``callback(self)`` once the future is done, at once if it is."""
+        """Call ``callback(self)`` when the future is done, or at once if it is done already.
+
+        The callback runs in the thread that settles the future, often a thread of the agent. An error that it raises is
+        logged and goes no further. Use `Future.then` for a callback whose result or error matters.
+        """
         with self._setting:
             if not self._done:
                 self._callbacks.append(callback)
@@ -279,24 +331,52 @@ class Promise(Generic[T]):
         _call_all([callback], self)
 
     def drop_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Forget a callback that was added, unless it has been called."""
+        """Remove a callback of `add_done_callback`, if it has not been called yet."""
         with self._setting, contextlib.suppress(ValueError):
             self._callbacks.remove(callback)
 
 
 class Future(Promise[T], torch.futures.Future[T]):
-    """The outcome of a call, now or later."""
+    """The outcome of a call, now or later; a `torch.futures.Future` that can be interrupted and awaited.
+
+    `rpc_async` returns one. A program can also make one and complete it itself, with `set_result` or `set_exception`.
+    In an ``async def`` function, ``await future`` waits for it.
+
+    Args:
+        devices: as in torch; nbdist does not need it.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", max, args=(1, 2))
+        >>> future.wait()
+        2
+        >>> future.done()
+        True
+    """
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         torch.futures.Future.__init__(self, devices=devices)
         Promise.__init__(self)
 
     def set_result(self, result: T) -> None:
-        """Complete the future with a value."""
+        """Complete the future with a value, and call its callbacks.
+
+        Raises RuntimeError if the future is complete already.
+
+        Example:
+            >>> future = rpc.Future()
+            >>> future.set_result(3)
+            >>> future.wait()
+            3
+        """
         self._settle(result, None)
 
     def set_exception(self, result: Any) -> None:
-        """Complete the future with an exception."""
+        """Complete the future with an error, which `wait` then raises, and call its callbacks.
+
+        Raises:
+            TypeError: ``result`` is no exception.
+            RuntimeError: the future is complete already.
+        """
         if not isinstance(result, BaseException):
             raise TypeError(f"{result!r} is of type {type(result)}, not an Exception.")
         self._settle(None, result)
@@ -306,8 +386,8 @@ class Future(Promise[T], torch.futures.Future[T]):
             raise RuntimeError("Future can only be marked completed once")
 
     def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
-        """torch's own waiters see the same, and not before us: whoever its `wait_all` wakes may ask `done` of us."""
-        # Its ``set_exception`` would call our ``set_result``.
+        """Complete torch's part of the future, after ours: a thread that ``wait_all`` wakes may ask our `done`."""
+        # torch's own ``set_exception`` would call our ``set_result``.
         if error is not None:
             torch.futures.Future._set_unwrap_func(self, _raise)
             torch.futures.Future.set_result(self, cast(T, _Failure(self, error)))
@@ -333,7 +413,17 @@ class Future(Promise[T], torch.futures.Future[T]):
             del self  # as in `_result`
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future for ``callback(self)``, called once this one is done."""
+        """Return a future of ``callback(self)``, which is called when this future is done.
+
+        The callback also runs if this future has failed; ``done.wait()`` then raises the error in it. An error of the
+        callback becomes the error of the new future. The callback runs in the thread that settles this future, or at
+        once in the calling thread if this future is done already, and in the autograd context of the calling thread.
+
+        Example:
+            >>> future = rpc.rpc_async("worker1", max, args=(1, 2))
+            >>> future.then(lambda done: done.wait() + 1).wait()
+            3
+        """
         child: Future[S] = Future()
         carried = _carrier() if _carrier is not None else None
 
@@ -342,7 +432,7 @@ class Future(Promise[T], torch.futures.Future[T]):
                 with carried() if carried is not None else nullcontext():
                     result = callback(done)
             except BaseException as error:
-                child.try_settle(None, without_first_frame(error))  # this frame has the child
+                child.try_settle(None, without_first_frame(error))  # this frame refers to the child
             else:
                 child.try_settle(result, None)
 
@@ -351,9 +441,9 @@ class Future(Promise[T], torch.futures.Future[T]):
 
 
 class _Failure:
-    """What torch's side of a failed future holds: a way to the error, and the error's text.
+    """The value that torch's part of a failed future holds: a weak reference to our part, and the error's text.
 
-    Nobody needs the text but C++ code that keeps the future's C++ part longer than the future.
+    Only C++ code that keeps torch's part longer than the future needs the text.
     """
 
     __slots__ = ("_future", "_text")
@@ -362,11 +452,11 @@ class _Failure:
         self._future = weakref.ref(future)
         try:
             self._text = f"{type(error).__qualname__}: {error}"
-        except Exception:  # a user's class may fail to say what it is
+        except Exception:  # the __str__ of a user's class may fail
             self._text = type(error).__qualname__
 
     def throw(self) -> None:
-        """Raise the error; a RuntimeError with its text if the future is gone."""
+        """Raise the error, or, if the future is gone, a RuntimeError with the error's text."""
         future = self._future()
         if future is None:
             raise RuntimeError(self._text)
@@ -383,13 +473,16 @@ def _raise(outcome: Any) -> Any:
 
 
 def without_first_frame(error: BaseException) -> BaseException:
-    """Drop the frame that caught an error from its traceback; that frame would hold what the error is given to."""
+    """Remove the frame that caught an error from its traceback, and return the error.
+
+    That frame refers to the future that gets the error, so the error would keep the future alive.
+    """
     caught = error.__traceback__
     return error.with_traceback(caught.tb_next if caught is not None else None)
 
 
 def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
-    """A user's callback must not break the thread that happens to run it."""
+    """Call each callback with ``outcome``. An error is logged: it must not break the thread that settled the future."""
     for callback in callbacks:
         try:
             callback(outcome)
@@ -400,8 +493,8 @@ def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
 def outcome_of(done: torch.futures.Future[T]) -> tuple[T | None, BaseException | None]:
     """Return the value of a completed future, ours or torch's, and its error; one of them is None.
 
-    Torch's future raises its error, which thereby gets a traceback with the future in it, and keeps that error in C++,
-    where nobody would ever free it. So those frames are taken off again.
+    A future of torch raises its error, which adds frames with the future in them to the error's traceback. torch keeps
+    this error in C++, where nothing would ever free it. So this function removes these frames again.
     """
     if isinstance(done, Promise):
         error = done.exception()

@@ -1,4 +1,4 @@
-"""For which agent the calling thread runs, where several share a process."""
+"""The agent for which the calling thread runs, because several agents may share a process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class _PerThread(threading.local):
 
 
 here = _PerThread()
-"""Has the agent for which the calling thread runs, an `nbdist.rpc.agent.Agent`; None if it runs for none."""
+"""``here.agent`` is the `nbdist.rpc.agent.Agent` for which the calling thread runs; None if it runs for none."""
 
 
 class Active:
-    """The time in which an agent is the calling thread's."""
+    """A context manager: inside of it, the calling thread runs for ``agent``."""
 
     __slots__ = ("_agent", "_before")
 

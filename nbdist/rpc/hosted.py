@@ -1,4 +1,4 @@
-"""What a program's own `init_rpc` finds on a worker of a cluster, whose RPC runs already."""
+"""A program's own `init_rpc` on a worker of a cluster, where RPC runs already."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from nbdist.rpc.options import RpcBackendOptions
 __all__ = ["take_on"]
 
 _SETTLED = frozenset({"init_method", "devices"})
-"""Options that have done their work: the members have met, and torch's list of devices changes nothing here."""
+"""Options without effect now: the members have met, and nbdist does not need torch's list of devices."""
 
 
 def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options: RpcBackendOptions | None) -> None:
-    """Give the running agent of a cluster what ``init_rpc`` asks for: another time limit, other threads.
+    """Apply a program's ``init_rpc`` to the running agent of a cluster: set a time limit, a number of threads.
 
-    An option with the value that it has by itself asks for nothing.
+    An option with its default value asks for nothing.
 
     Raises:
-        UsageError: the program asks for something that a running agent cannot become. Nothing has been changed.
+        UsageError: the program asks for something that a running agent cannot change. Nothing has been changed.
     """
     me = agent.me
     if name != me.name:
-        raise UsageError(f"this is {me.name} of a cluster, whose RPC runs; it cannot become {name!r}")
+        raise UsageError(
+            f"this is {me.name} of a cluster, where RPC runs already; it cannot take the name {name!r}. Give init_rpc "
+            "the worker's own name, or start the program with `python -m nbdist run`, where each process makes its own "
+            "RPC"
+        )
     if rank >= 0 and rank != me.id:
-        raise UsageError(f"this is {me.name} of a cluster, whose RPC runs with rank {me.id}; it cannot get rank {rank}")
+        raise UsageError(
+            f"this is {me.name} of a cluster, where RPC runs already, with rank {me.id}; it cannot get rank {rank}"
+        )
     members = len(agent.membership.members())
     if world_size and world_size > members:
         raise UsageError(
@@ -43,8 +49,8 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
     ]
     if refused:
         raise UsageError(
-            f"{me.name} belongs to a cluster, whose RPC runs,, and cannot take on {', '.join(sorted(refused))} now. "
-            "Leave that out, or start the program with `python -m nbdist run`, where each process makes its own RPC"
+            f"{me.name} belongs to a cluster, where RPC runs already; it cannot take on {', '.join(sorted(refused))} "
+            "now. Leave it out, or start the program with `python -m nbdist run`, where each process makes its own RPC"
         )
     if "rpc_timeout" in asked:
         agent.rpc_timeout = options.rpc_timeout

@@ -1,8 +1,8 @@
-"""Reads what an object is without running any code of its class.
+"""Reads facts about an object without running any code of the object's class.
 
 Views show values that somebody else wrote. A user's `__len__`, `__repr__`, `__class__`, property, metaclass or
 `__torch_function__` may be slow, may fail, may change the value, and may wait for the very worker that asks. So views
-read only what Python and torch keep by themselves, through the descriptors of the base classes:
+read only what Python and torch store themselves, through the descriptors of the base classes:
 
 =============================  ========================================================
 instead of                     this module
@@ -51,12 +51,12 @@ _fields: Callable[[torch.nn.Module], dict[str, Any]] = torch.nn.Module.__dict__[
 
 
 def is_a(value: object, *kinds: type) -> bool:
-    """Return whether a value's type is one of these classes or derives from one; no abstract base classes."""
+    """Return whether a value's type is, or derives from, one of these classes. Abstract base classes do not count."""
     return issubclass(type(value), kinds)
 
 
 def mro(cls: type) -> tuple[type, ...]:
-    """Return a class and its base classes, nearest first."""
+    """Return a class and its base classes, the nearest first."""
     return _mro(cls)
 
 
@@ -66,7 +66,7 @@ def qualname_of(cls: type) -> str:
 
 
 def module_of(cls: type) -> str:
-    """Return the name of the module that a class says it is from; "" where that is no plain text."""
+    """Return the name of the module that a class says it is from; "" if this is no plain text."""
     try:
         name = _module(cls)
     except AttributeError:
@@ -80,7 +80,7 @@ def dict_of_class(cls: type) -> MappingProxyType[str, Any]:
 
 
 def public_names(cls: type) -> list[str]:
-    """Return the sorted names of a class and its base classes that do not begin with an underscore."""
+    """Return the sorted names, without a leading underscore, that a class and its base classes define."""
     names = {name for each in _mro(cls) for name in _class_dict(each) if type(name) is str}
     return sorted(name for name in names if not name.startswith("_"))
 
@@ -88,14 +88,14 @@ def public_names(cls: type) -> list[str]:
 # -- sizes --------------------------------------------------------------------------------------
 
 _HEAP_TYPE = 1 << 9
-"""The flag of classes that were made while Python ran, as all that are written in Python are."""
+"""The flag of classes that are made while Python runs, as all classes written in Python are."""
 
 _C_CLASSES = {id(cls): cls for cls in (collections.OrderedDict, collections.deque)}
-"""Classes of C that some versions of Python make while they run."""
+"""Classes written in C that some versions of Python make while they run."""
 
 
 def sizer_of(cls: type) -> Callable[[Any], int]:
-    """Return what measures instances of a class: the `__sizeof__` of the nearest base class that is written in C."""
+    """Return the function that measures instances of a class: `__sizeof__` of its nearest base class in C."""
     for each in _mro(cls):
         if id(each) in _C_CLASSES or not _flags(each) & _HEAP_TYPE:
             sizer = _class_dict(each).get("__sizeof__")
@@ -105,12 +105,12 @@ def sizer_of(cls: type) -> Callable[[Any], int]:
 
 
 def size_of(value: object) -> int:
-    """Return the bytes of the object itself, without what it refers to."""
+    """Return the bytes of the object itself, without the objects to which it refers."""
     return sizer_of(type(value))(value)
 
 
 def nbytes_of(value: object) -> int | None:
-    """Return the bytes of data of an array, a text or a number; None for anything else."""
+    """Return the bytes of an array's or a memoryview's data, or of a whole text or number; None for anything else."""
     ndarray = array_class()
     if ndarray is not None and is_a(value, ndarray):
         nbytes: int = ndarray.nbytes.__get__(value)
@@ -124,7 +124,7 @@ _TEXTS = (str, bytes, bytearray, int, float)
 
 
 def array_class() -> Any:
-    """Return `numpy.ndarray`; None where numpy is not imported."""
+    """Return `numpy.ndarray`; None if numpy is not imported."""
     return getattr(sys.modules.get("numpy"), "ndarray", None)
 
 
@@ -132,15 +132,15 @@ def array_class() -> Any:
 
 
 def tensor_fact(tensor: torch.Tensor, name: str) -> Any:
-    """Return an attribute that torch itself keeps of a tensor, such as "shape", whatever its class makes of the name.
+    """Return an attribute that torch itself keeps of a tensor, such as "shape", whatever the tensor's class defines.
 
-    Call it inside of `torch_private.no_torch_function`, where a subclass's `__torch_function__` is not asked.
+    Call this inside of `torch_private.no_torch_function`, so that a subclass's `__torch_function__` does not run.
     """
     return getattr(torch.Tensor, name).__get__(tensor)
 
 
 def user_dispatches(cls: type) -> bool:
-    """Return whether a tensor's class has a `__torch_dispatch__` of its own, which torch may ask even for a shape."""
+    """Return whether a tensor's class has a `__torch_dispatch__` of its own, which torch may call even for a shape."""
     for each in _mro(cls):
         if each is torch.Tensor:
             return False

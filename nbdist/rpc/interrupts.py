@@ -1,14 +1,16 @@
-"""Ctrl-C for waits that Python cannot end, and for a main thread that the kernel does not tell of it.
+"""Ctrl-C in waits that Python cannot end, and in a main thread that the kernel does not wake.
 
-The kernel tells one thread, any one, of a signal that is sent to a process. Python runs the handler in the main thread,
-which knows nothing of it if it sleeps and another thread was told. So who sees Ctrl-C arrive wakes the main thread,
-with a signal that is for nothing else (`_WAKING`).
+Two things keep Ctrl-C from ending a wait:
 
-A wait for a future of torch's own sleeps in C++, where no Python signal handler runs until it returns. Such a future
-may be one that a callback of ours completes. (A list with a future of ours in it is waited for in Python, see
-`nbdist.rpc.collecting`.) A signal's arrival can still be seen from another thread, through the wakeup file of the
-`signal` module: if the main thread then stays inside ``torch/futures``, the watch fails the calls that the main
-thread made, the wait returns, and Python raises the KeyboardInterrupt that has been pending meanwhile.
+- The kernel gives a process's signal to any one of its threads. Python runs the handler in the main thread, which does
+  not notice if it sleeps and another thread got the signal. So a watching thread, which sees every signal arrive,
+  wakes the main thread with another signal (`_WAKING`).
+- A wait for a future of torch's own sleeps in C++, where no handler of Python runs until it returns. A callback of ours
+  may be what completes this future. (`nbdist.rpc.collecting` waits in Python for a list with a future of ours in it.)
+  So if the main thread stays inside ``torch/futures`` after Ctrl-C, the watching thread fails the calls that the main
+  thread made. Then the wait returns, and Python raises the KeyboardInterrupt that has been pending meanwhile.
+
+The watching thread reads the wakeup file of the `signal` module, to which Python's C code writes each signal's number.
 """
 
 from __future__ import annotations
@@ -26,35 +28,41 @@ from types import FrameType
 __all__ = ["InterruptWatch"]
 
 _LOOK_EVERY = 0.02
+"""Seconds between two looks at the main thread after Ctrl-C."""
 _LOOK_FOR = 1.0
+"""Seconds for which the main thread is looked at after Ctrl-C."""
 _WAKING = signal.SIGURG
-"""A signal for the main thread alone, so that it runs the handlers of others."""
+"""A signal to the main thread alone, sent so that the main thread runs the handlers of other signals."""
 
 _TORCH_FUTURES = os.path.join("torch", "futures", "__init__.py")
 
 
 class InterruptWatch:
-    """Wakes the main thread at Ctrl-C, and calls ``give_up`` where it is inside torch's own waits then."""
+    """Wakes the main thread at Ctrl-C, and calls ``give_up`` while the main thread stays in a wait of torch's own.
+
+    Make it in the main thread. It takes the wakeup file of the `signal` module, and passes on what it reads there.
+    """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self._give_up = give_up
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closed = False
-        # The wakeup file belongs to the main thread; one that is there already gets what we read.
+        # Only the main thread can set the wakeup file. An earlier file gets everything that this thread reads.
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if signal.getsignal(_WAKING) in (signal.SIG_DFL, signal.SIG_IGN):  # else it is somebody's: `_wake` leaves it
+        if signal.getsignal(_WAKING) in (signal.SIG_DFL, signal.SIG_IGN):  # else a user's handler: `_wake` sends none
             signal.signal(_WAKING, _nothing)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
 
     @classmethod
     def start(cls, give_up: Callable[[], None]) -> InterruptWatch | None:
-        """A watch, if this is the main thread; only there can it be set up."""
+        """Start a watch if this is the main thread, the only one that can; else return None."""
         if threading.current_thread() is not threading.main_thread():
             return None
         return cls(give_up)
 
     def _run(self) -> None:
+        """Read the numbers of the signals that arrive, in the watching thread, until `close`."""
         while not self._closed:
             select.select([self._read], [], [])
             if self._closed:
@@ -68,11 +76,12 @@ class InterruptWatch:
                     self._look()
 
     def _wake(self) -> None:
-        """Have the main thread run what handlers are due; one that has done so already does nothing."""
+        """Make the main thread run the handlers that are due; without effect if it has run them already."""
         if signal.getsignal(_WAKING) is _nothing:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKING)
 
     def _look(self) -> None:
+        """Call ``give_up`` again and again while the main thread stays in torch's own wait, for a second at most."""
         deadline = time.monotonic() + _LOOK_FOR
         while time.monotonic() < deadline and not self._closed:
             time.sleep(_LOOK_EVERY)
@@ -82,7 +91,10 @@ class InterruptWatch:
             self._give_up()
 
     def close(self) -> None:
-        """Stop, and put back what was there."""
+        """Stop watching, and restore the earlier wakeup file and handler. Closing twice is harmless.
+
+        Only the main thread can restore them; in another thread, the file stays open for the rest of the process.
+        """
         if self._closed:
             return
         self._closed = True
@@ -99,11 +111,11 @@ class InterruptWatch:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that was only to wake the main thread."""
+    """Handle the signal that only wakes the main thread."""
 
 
 def _put_back(wakeup_file: int) -> None:
     try:
         signal.set_wakeup_fd(wakeup_file)
-    except (OSError, ValueError):  # its owner has closed it meanwhile
+    except (OSError, ValueError):  # the owner of this file has closed it meanwhile
         signal.set_wakeup_fd(-1)

@@ -1,7 +1,7 @@
-"""Who is in the world: names, ids and incarnations. Pure.
+"""The members of a world: their names, ids and incarnations. Pure.
 
-A name can be taken again after its bearer has died, so the map from names to incarnations changes over
-time; whoever has gone stays known by incarnation, so that errors can still say its name.
+A new worker may take the name of one that has died, so the map from names to incarnations changes over time. A member
+that is gone stays known by its incarnation, so that error messages can still name it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ _NAME_LENGTH = 128
 
 
 class WorkerInfo:
-    """A worker's name and id, as torch's class of that name."""
+    """A worker's name and id; the class that torch's programs know by this name.
+
+    Raises UsageError for a name that is empty, too long, or has other characters than letters, digits, ``-``, ``_`` and
+    ``:``.
+
+    Example:
+        >>> rpc.WorkerInfo("worker1", 1)
+        WorkerInfo(id=1, name=worker1)
+    """
 
     __slots__ = ("id", "name")
 
@@ -47,7 +55,7 @@ class WorkerInfo:
 
 
 class Membership:
-    """The living members, and the names of those that have been."""
+    """The living members of a world, and the names of those that are gone."""
 
     def __init__(self, me: Record) -> None:
         self.me = me
@@ -59,13 +67,13 @@ class Membership:
         self._gone: dict[str | int, str] = {}
 
     def add(self, record: Record) -> None:
-        """Let a member in; its name and id must be free."""
+        """Add a member. Raises NotUnique if another living member has its name or id."""
         holder = self.names.get(record.name) or self._ids.get(record.id)
         if holder is not None and holder.incarnation != record.incarnation:
             taken = "name" if holder.name == record.name else "id"
             raise NotUnique(
-                f"RPC worker {taken} is not unique: {record.name!r} (id {record.id}) wants what "
-                f"{holder.name!r} (id {holder.id}) has"
+                f"RPC worker {taken} is not unique: {record.name!r} (id {record.id}) cannot have it, because "
+                f"{holder.name!r} (id {holder.id}) does"
             )
         self._living[record.incarnation] = self._known[record.incarnation] = record
         self.names[record.name] = self._ids[record.id] = record
@@ -73,7 +81,7 @@ class Membership:
         self._gone.pop(record.id, None)
 
     def remove(self, incarnation: int, why: str) -> Record | None:
-        """A member has gone; its record if it was one."""
+        """Remove a member that is gone; return its record, None if it is no member. ``why`` completes "worker1 ..."."""
         record = self._living.pop(incarnation, None)
         if record is not None:
             del self.names[record.name], self._ids[record.id]
@@ -81,7 +89,10 @@ class Membership:
         return record
 
     def find(self, to: str | int | WorkerInfo) -> Record:
-        """The living member that ``to`` names."""
+        """Return the record of the living member with this name, id or `WorkerInfo`.
+
+        Raises UnknownWorker if there is none, and UsageError if ``to`` is of another type.
+        """
         if isinstance(to, WorkerInfo):
             to = to.name
         if isinstance(to, str):
@@ -95,37 +106,37 @@ class Membership:
         return record
 
     def why_gone(self, to: str | int | WorkerInfo) -> str | None:
-        """What became of a member that is no more."""
+        """Return what happened to a member that is gone, as in "worker1 ..."; None if it lives or never was one."""
         return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
 
     def get(self, incarnation: int) -> Record | None:
-        """The living member of that incarnation."""
+        """Return the record of the living member with this incarnation; None if there is none."""
         return self._living.get(incarnation)
 
     def ever(self, incarnation: int) -> Record | None:
-        """The record of an incarnation that is or was a member."""
+        """Return the record of a present or former member, by its incarnation; None if it was never one."""
         return self._known.get(incarnation)
 
     def is_gone(self, incarnation: int) -> bool:
-        """Return whether that incarnation was a member and is one no more; one that is not known yet is not gone."""
+        """Return whether this incarnation is a former member. False for an incarnation that is not known yet."""
         return incarnation in self._known and incarnation not in self._living
 
     def name_of(self, incarnation: int) -> str:
-        """The name to print for an incarnation, dead or alive."""
+        """Return the name to show for an incarnation, present or former."""
         record = self._known.get(incarnation)
         return record.name if record is not None else f"an unknown worker ({incarnation:x})"
 
     def info_of(self, incarnation: int) -> WorkerInfo:
-        """The WorkerInfo of an incarnation, dead or alive."""
+        """Return the WorkerInfo of an incarnation, present or former. Raises UnknownWorker if it was never a member."""
         record = self._known.get(incarnation)
         if record is None:
             raise UnknownWorker(f"this world has never had an incarnation {incarnation:x}")
         return WorkerInfo(record.name, record.id)
 
     def members(self) -> list[Record]:
-        """The living, by id."""
+        """Return the records of the living members, sorted by id."""
         return sorted(self._living.values(), key=lambda record: record.id)
 
     def others(self) -> list[Record]:
-        """The living but this one, by id."""
+        """Return the records of the living members except this one, sorted by id."""
         return [record for record in self.members() if record.incarnation != self.me.incarnation]

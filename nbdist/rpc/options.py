@@ -1,4 +1,4 @@
-"""What can be set when an agent starts: torch's options, and ours."""
+"""Options of an agent: those of torch's RPC, and those of nbdist."""
 
 from __future__ import annotations
 
@@ -22,53 +22,60 @@ __all__ = [
 ]
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
+"""Seconds after which a call fails that names no limit; torch's default."""
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 UNSET_RPC_TIMEOUT = -1.0
+"""The ``timeout`` of a call that takes the agent's default."""
 _LEAST_MESSAGE = 64 * 1024
-"""Bytes within which every message lies that nbdist sends of itself."""
+"""Bytes; every message that nbdist sends for its own purposes is shorter."""
 _MOST_MESSAGE = (1 << 63) - 1
-"""What ZeroMQ can be told; far more than any machine has memory for."""
+"""Bytes; the largest limit that ZeroMQ accepts."""
 DEFAULT_ARENA_THRESHOLD = 128 * 1024
+"""Bytes from which a tensor is shared through memory."""
 DEFAULT_SWITCH_INTERVAL = 0.0001
+"""Seconds; Python's own default is 0.005."""
 
 Device = int | str | torch.device
 
 
 class RpcBackendOptions:
-    """Options of `nbdist.rpc.init_rpc`.
+    """Options of `nbdist.rpc.init_rpc`, given by name.
 
-    ``num_worker_threads``
-        how many threads may run functions for others at a time; those that wait for a nested call do not count.
-    ``rpc_timeout``
-        seconds after which a call fails, unless it says otherwise; 0 for never, and so is more than 1e8 or infinity.
-    ``init_method``
-        where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
-    ``device_maps``
-        for each callee, which of its devices a tensor on one of ours becomes.
-    ``secret``
-        what all members share; else ``NBDIST_SECRET_FILE`` names a file with it, else it is this user's own
-        (on one host). At least 16 bytes.
-    ``host``
-        the address to listen at for members on other hosts; else ``NBDIST_HOST``, else this host only.
-    ``suspect_after``, ``lost_after``
-        seconds of silence after which a member on another host is reported, and given up.
-    ``retries``
-        how often a control message is sent again before it is given up.
-    ``max_message``
-        bytes, from 64 KiB on; a longer message from another member ends its connection.
-    ``channel``
-        ``"auto"`` takes the shortest way to each member; ``"zeromq"`` takes ZeroMQ also where there is a shorter one.
-        Else ``NBDIST_CHANNEL`` says it.
-    ``arena_bytes``
-        the most memory, in bytes, in which this agent shares large tensors with others on its host; what finds no
-        room there is sent as anything else is. 0 for none; else ``NBDIST_ARENA_BYTES`` says it, or it is a quarter
-        of the memory there is.
-    ``arena_threshold``
-        bytes from which a tensor is shared. Else ``NBDIST_ARENA_THRESHOLD`` says it.
-    ``switch_interval``
-        seconds that a thread of this process may run Python while another wants to, as by `sys.setswitchinterval`,
-        for as long as the agent lives; so that calls are answered soon though the main thread is busy. 0 leaves it.
+    Args:
+        num_worker_threads: how many threads may run functions for other workers at a time. Threads that wait for a
+            call of their own do not count.
+        rpc_timeout: seconds after which a call fails that names no limit; 0, infinity or more than 1e8 for no limit.
+        init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        device_maps: for each worker to which tensors are sent, a map from devices here to devices there.
+        devices: as in torch; nbdist does not need it.
+        secret: a text of at least 16 bytes that all workers share. None for the text in the file that
+            ``NBDIST_SECRET_FILE`` names; without it, this user's own secret, which serves workers of one host.
+        host: the address at which workers on other hosts reach this one. None for ``NBDIST_HOST``; without it, only
+            workers of this host reach it.
+        suspect_after: seconds of silence after which a warning names a worker on another host.
+        lost_after: seconds of silence after which a worker on another host counts as lost, and its calls fail.
+        retries: how often a message that has not arrived is sent again. After that, a call fails with WorkerLost.
+        max_message: bytes, at least 64 KiB. A longer message ends the connection to its sender.
+        channel: ``"auto"`` takes the fastest way to each worker, ``"zeromq"`` always takes ZeroMQ. None for
+            ``NBDIST_CHANNEL``; without it, ``"auto"``.
+        arena_bytes: how much memory, in bytes, this agent may use to share large tensors with other workers of its
+            host; tensors that do not fit are sent like any other. 0 for none; None for ``NBDIST_ARENA_BYTES``; without
+            it, a quarter of the memory that this process may have.
+        arena_threshold: a tensor of this many bytes or more is shared. None for ``NBDIST_ARENA_THRESHOLD``; without it,
+            128 KiB.
+        switch_interval: seconds after which a thread must let another thread run Python, see
+            `sys.setswitchinterval`, for as long as the agent lives. A short interval lets a worker answer calls while
+            its main thread computes in Python. 0 leaves Python's own.
+
+    Raises:
+        UsageError: a value is out of range; the text says which values are allowed.
+        TypeError: there is no such option, or a time is no number.
+
+    Example:
+        >>> options = rpc.RpcBackendOptions(num_worker_threads=4, rpc_timeout=20)
+        >>> options.rpc_timeout
+        20.0
     """
 
     def __init__(
@@ -93,24 +100,27 @@ class RpcBackendOptions:
     ) -> None:
         unknown = set(ignored) - {"_transports", "_channels"}
         if unknown:
-            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+            raise TypeError(f"RpcBackendOptions has no option {', '.join(sorted(unknown))}")
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
-            raise UsageError(f"num_worker_threads must be a whole number from 1, not {num_worker_threads!r}")
+            raise UsageError(f"num_worker_threads must be a whole number of at least 1, not {num_worker_threads!r}")
         if not isinstance(max_message, int) or not _LEAST_MESSAGE <= max_message <= _MOST_MESSAGE:
             raise UsageError(f"max_message must be a number of bytes from {_LEAST_MESSAGE} on, not {max_message!r}")
         if not isinstance(retries, int) or retries < 0:
-            raise UsageError(f"retries must be a whole number from 0, not {retries!r}")
+            raise UsageError(f"retries must be a whole number of at least 0, not {retries!r}")
         rpc_timeout = time_limit(rpc_timeout)
         suspect_after = durations.seconds(suspect_after, "suspect_after")
         lost_after = durations.seconds(lost_after, "lost_after")
         switch_interval = durations.seconds(switch_interval, "switch_interval")
         if not 0 < suspect_after <= lost_after:
-            raise UsageError(f"0 < suspect_after <= lost_after must hold, not {suspect_after!r} and {lost_after!r}")
+            raise UsageError(
+                "suspect_after must be more than 0 and at most lost_after, which is not so for "
+                f"{suspect_after!r} and {lost_after!r}"
+            )
         channel = channel or os.environ.get("NBDIST_CHANNEL") or "auto"
         if channel not in ("auto", "zeromq"):
             raise UsageError(f'channel must be "auto" or "zeromq", not {channel!r}')
         if switch_interval < 0:
-            raise UsageError(f"switch_interval must be 0 (as it is) or more, not {switch_interval!r}")
+            raise UsageError(f"switch_interval must be 0 (leave Python's own) or more seconds, not {switch_interval!r}")
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
@@ -131,21 +141,36 @@ class RpcBackendOptions:
             self.set_device_map(to, device_map)
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
-        """Say which of ``to``'s devices a tensor on one of ours becomes when it is sent there."""
+        """Set the devices of worker ``to`` on which tensors from devices of this worker arrive.
+
+        Adds to earlier maps for this worker. Raises UsageError if two devices here would share one there; the maps for
+        ``to`` are then gone.
+
+        Args:
+            to: the name of the worker to which tensors are sent.
+            device_map: from devices here to devices there.
+
+        Example:
+            >>> options = rpc.RpcBackendOptions()
+            >>> options.set_device_map("worker1", {"cuda:0": "cuda:1"})
+        """
         known = self.device_maps.setdefault(to, {})
         for ours, theirs in device_map.items():
             known[torch.device(ours)] = torch.device(theirs)
         if len(set(known.values())) != len(known):
             del self.device_maps[to]
-            raise UsageError(f"the device map for {to!r} must be one to one, not {known}")
+            raise UsageError(f"two devices here would share one of {to!r}, which a device map must not do: {known}")
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Name the local devices that calls use; kept for torch's programs, nothing here needs it."""
+        """Set the list of local devices. torch's programs call this; nbdist does not need it."""
         self.devices = [torch.device(device) for device in devices]
 
 
 def time_limit(rpc_timeout: float) -> float:
-    """Return ``rpc_timeout``, the default time limit of calls in seconds, if it can be one; 0 is for none."""
+    """Return ``rpc_timeout``, the default time limit of calls in seconds, as a float; 0 for no limit.
+
+    Raises UsageError if it is negative or NaN, and TypeError if it is no number.
+    """
     found = durations.limit(rpc_timeout, "rpc_timeout")
     if found < 0:
         raise UsageError(f"rpc_timeout must be 0 (never) or more, not {found:g}")
@@ -153,16 +178,19 @@ def time_limit(rpc_timeout: float) -> float:
 
 
 def _from_environment(value: int | None, name: str) -> int | None:
-    """An option that is a number of bytes, from 0 on; None where nobody says it."""
+    """Return an option that is a number of bytes: as given, or from ``NBDIST_NAME``; None if neither is set.
+
+    Raises UsageError for anything but a number from 0 on.
+    """
     said = os.environ.get(f"NBDIST_{name.upper()}") if value is None else value
     try:
         number = int(said) if said else said
     except ValueError:
         number = -1
     if isinstance(number, str) or (number is not None and number < 0):
-        raise UsageError(f"{name} must be a number of bytes, from 0 on, not {said!r}")
+        raise UsageError(f"{name} must be a whole number of bytes, at least 0, not {said!r}")
     return number
 
 
 TensorPipeRpcBackendOptions = RpcBackendOptions
-"""The same thing, for programs that say it so."""
+"""The name of `RpcBackendOptions` in torch's programs."""

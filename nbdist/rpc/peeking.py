@@ -1,7 +1,4 @@
-"""What a value looks like, told by its owner: numbers about it instead of the value itself.
-
-Pure, and run where the value is: a look at ten gigabytes sends one kilobyte.
-"""
+"""Describes a value by numbers, computed where the value is: a look at ten gigabytes sends one kilobyte. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +14,20 @@ from torch.nn.parameter import is_lazy
 __all__ = ["Histogram", "Numbers", "Parameter", "Peek", "look"]
 
 _BINS = 24
+"""The bars of a histogram."""
 _FIRST = 8
+"""The number of a tensor's first elements that are shown."""
 _SHOWN = 400
+"""The most characters of a value's repr."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _ROWS = 40
+"""The most parameters of a module that are printed."""
 _PART = 1 << 20
+"""The number of elements that are computed with at a time."""
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """How many of the finite values lie in each of some equal parts of their range."""
+    """The counts of finite elements in equal parts of the range from ``low`` to ``high``."""
 
     low: float
     high: float
@@ -38,7 +40,10 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """About a tensor."""
+    """The numbers that describe a tensor. ``min`` to ``norm`` are of its finite elements, and None if there are none.
+
+    For complex elements, ``min``, ``max`` and ``mean`` are None. ``first`` has the first elements as texts.
+    """
 
     shape: list[int]
     dtype: str
@@ -47,7 +52,6 @@ class Numbers(msgspec.Struct, frozen=True):
     max: float | None
     mean: float | None
     norm: float | None
-    """Of the finite values, as are those before; None where there are none."""
     nans: int
     infs: int
     first: list[str]
@@ -55,7 +59,7 @@ class Numbers(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A row of a module's table."""
+    """A row of a module's table: one parameter."""
 
     name: str
     shape: list[int]
@@ -67,7 +71,11 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Peek(msgspec.Struct, frozen=True):
-    """What was seen of a value: of a tensor its numbers, of a module its parameters, of others their text."""
+    """The description of a value: ``numbers`` for a tensor, ``parameters`` for a module, ``text`` for anything else.
+
+    ``type`` is the class's name, ``owner`` the worker's. ``length`` is the number of items of a collection. The repr is
+    a table for people.
+    """
 
     type: str
     owner: str
@@ -90,14 +98,17 @@ class Peek(msgspec.Struct, frozen=True):
 
 
 def look(value: Any, owner: str) -> Peek:
-    """Look at a value."""
+    """Return the description of a value, which ``owner`` has.
+
+    Returns a description also where torch cannot compute with the value, or its repr raises an error.
+    """
     kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
         return Peek(kind, owner, numbers=_numbers(value))
     if isinstance(value, torch.nn.Module):
         try:
             found = [_parameter(name, parameter) for name, parameter in value.named_parameters()]
-        except Exception as error:  # a stand-in for a module elsewhere refuses
+        except Exception as error:  # a proxy for a module on another worker refuses
             return Peek(kind, owner, text=f"{type(error).__name__}: {error}")
         return Peek(kind, owner, parameters=found, text="" if found else "no parameters")
     length = len(value) if isinstance(value, Sized) and isinstance(value, Mapping | Sequence | set) else None
@@ -105,9 +116,10 @@ def look(value: Any, owner: str) -> Peek:
 
 
 def _shortly(value: Any) -> str:
+    """Return the repr of a value, shortened to `_SHOWN` characters; if it raises an error, say so."""
     try:
         text = _short.repr(value) if isinstance(value, _LONG) else repr(value)
-    except Exception as error:  # of the user's class
+    except Exception as error:  # from the user's class
         return f"its repr() raises {type(error).__name__}: {error}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
@@ -119,16 +131,21 @@ _short.maxstring = _short.maxother = _short.maxlong = _SHOWN
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
+    """Return the numbers of a tensor.
+
+    A kind of tensor that torch cannot compute with gets only its shape, dtype and device.
+    """
     shape = list(tensor.shape) if not tensor.is_nested else []
     about = shape, _name_of(tensor.dtype), str(tensor.device)
     try:
         with torch.no_grad():
             return _summary(about, _values(tensor))
-    except Exception:  # of a kind of tensor that has no values, or that torch cannot compute with
+    except Exception:  # from a kind of tensor that has no values, or that torch cannot compute with
         return Numbers(*about, None, None, None, None, 0, 0, [], None)
 
 
 def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
+    """Compute the numbers of a flat tensor; ``about`` is its shape, dtype and device."""
     first = [_text(each) for each in flat[:_FIRST].tolist()]
     low, high, total, squares, count, nans, infs = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     for part in _in_parts(flat):
@@ -148,20 +165,24 @@ def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
 
 
 def _histogram(flat: torch.Tensor, low: float, high: float, count: int) -> Histogram:
+    """Count the finite elements in `_BINS` equal parts of the range; in one part if all are equal."""
     if low == high:
         return Histogram(low, high, [count])
     counts = torch.zeros(_BINS, dtype=torch.int64)
     for part in _in_parts(flat):
         finite = part[torch.isfinite(part)]
-        place = (
-            (finite / 2 - low / 2) / (high / 2 - low / 2) * _BINS
-        )  # halves: their range may be too wide for a number
+        # Halves are subtracted, because the whole range may be too wide for a number.
+        place = (finite / 2 - low / 2) / (high / 2 - low / 2) * _BINS
         counts += torch.bincount(place.long().clamp(0, _BINS - 1).cpu(), minlength=_BINS)
     return Histogram(low, high, counts.tolist())
 
 
 def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """In a type that does not overflow in sums, and one after the other: the owner may have no room for a copy."""
+    """Return the elements in parts, one after the other, as float64, which does not overflow in sums.
+
+    The owner may have no room for a copy of the whole. Complex elements come as complex128, and those on Apple's GPU as
+    float32.
+    """
     for start in range(0, flat.numel(), _PART):
         part = flat[start : start + _PART]
         if part.is_complex():
@@ -171,7 +192,7 @@ def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """All that are stored, in a row."""
+    """Return all elements in a row; for a sparse COO tensor, only those that it stores."""
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
@@ -183,6 +204,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parameter(name: str, parameter: torch.Tensor) -> Parameter:
+    """Return a parameter's row. A lazy parameter, which has no shape yet, gets an empty one."""
     found = _numbers(parameter) if not is_lazy(parameter) else None
     return Parameter(
         name,
@@ -200,10 +222,12 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _text(value: Any) -> str:
+    """Return an element as a text of five significant digits."""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _told(numbers: Numbers) -> list[str]:
+    """Return the lines that show a tensor's numbers."""
     lines = [f"  {numbers.dtype}{tuple(numbers.shape)} on {numbers.device}"]
     known = [("min", numbers.min), ("max", numbers.max), ("mean", numbers.mean), ("norm", numbers.norm)]
     if told := ", ".join(f"{name} {value:.5g}" for name, value in known if value is not None):
@@ -219,6 +243,7 @@ def _told(numbers: Numbers) -> list[str]:
 
 
 def _table(rows: Sequence[Parameter]) -> list[str]:
+    """Return the lines of a module's table, with aligned columns."""
     cells = [
         (
             row.name,

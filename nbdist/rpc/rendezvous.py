@@ -1,8 +1,14 @@
 """Opens the store at which members meet, by torch's URLs.
 
-``env://`` and ``tcp://`` are torch's TCPStore, opened here rather than by ``torch.distributed.rendezvous``, which waits
-up to half an hour for all clients. ``file://`` is a file of our own (`nbdist.rpc.meeting_file`). Other schemes, which
-others may have registered, go to torch.
+==========================  ==================================================================================
+URL                         the store
+==========================  ==================================================================================
+``env://``, ``tcp://``      torch's TCPStore, served by rank 0 or by torchrun
+``file://``                 a file of nbdist's own (`nbdist.rpc.meeting_file`)
+another scheme              as torch, or a package that registered the scheme, opens it
+==========================  ==================================================================================
+
+The TCPStore is opened here, not by ``torch.distributed.rendezvous``, which waits up to half an hour for all clients.
 """
 
 from __future__ import annotations
@@ -21,13 +27,17 @@ from nbdist.rpc.roster import Store
 
 __all__ = ["Meeting", "parse", "prefixed", "settle"]
 
-dist: Any = torch.distributed  # which does not declare what it exports
+dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
 
 _EVERY_INTERFACE = ("0.0.0.0", "::")
+"""Addresses at which a server listens on every interface of the machine."""
 
 
 class Meeting:
-    """Where, and as which rank, to meet."""
+    """The place where members meet, and the rank with which this member comes.
+
+    ``scheme`` is ``"tcp"``, ``"file"`` or ``"other"``; ``place`` is a host, a path or a whole URL.
+    """
 
     def __init__(self, scheme: str, place: str, port: int, rank: int) -> None:
         self.scheme = scheme
@@ -37,12 +47,12 @@ class Meeting:
 
     @property
     def is_torchruns(self) -> bool:
-        """Whether torchrun serves the store, so that no member has to."""
+        """True if torchrun serves the store, so that no member has to."""
         return self.scheme == "tcp" and tcp_store.is_torchruns(self.place, self.port)
 
     @property
     def serves(self) -> bool:
-        """Whether this member serves the store."""
+        """True if this member serves the store: rank 0 does, unless torchrun does."""
         return self.scheme == "tcp" and self.rank == 0 and not self.is_torchruns
 
     def is_off_host(self) -> bool:
@@ -50,11 +60,14 @@ class Meeting:
         return self.scheme == "tcp" and not tcp_store.is_own(self.place)
 
     def is_open(self) -> bool:
-        """Return whether the store is still there. A member that leaves asks this before it writes to the store."""
+        """Return whether the store still exists. A member that leaves asks this before it writes to the store."""
         return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
 
     def open(self, timeout: float) -> Store:
-        """Open the store at which the members meet; its operations take at most ``timeout`` seconds."""
+        """Open the store at which the members meet. Each operation of the store takes at most ``timeout`` seconds.
+
+        Raises RendezvousError if it cannot be opened; torch's own errors pass through.
+        """
         if self.scheme != "tcp":
             tcp_store.end_server()
         if self.scheme == "file":
@@ -68,13 +81,17 @@ class Meeting:
 
 
 def prefixed(store: Any) -> Store:
-    """Keep the roster's key apart from the keys that others have in a store of torch's."""
+    """Return a store of torch's with a prefix before each key, so that nbdist's key differs from all others in it."""
     kept_apart: Store = dist.PrefixStore("nbdist", store)
     return kept_apart
 
 
 def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
-    """Read an ``init_method``; what is missing is a ValueError in torch's words."""
+    """Return the meeting that an ``init_method`` describes.
+
+    A negative ``rank`` is read from the URL, or for ``env://`` from the environment. Raises ValueError, in torch's
+    words, if a part is missing.
+    """
     url = urlparse(init_method)
     query = {key: values[0] for key, values in parse_qs(url.query).items()}
 
@@ -103,6 +120,7 @@ def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
 
 
 def _environment(name: str, missing: Any) -> str:
+    """Return an environment variable; raise the error that ``missing(text)`` makes if it is not set."""
     value = os.environ.get(name)
     if value is None:
         raise missing(f"environment variable {name} expected, but not set")
@@ -110,13 +128,15 @@ def _environment(name: str, missing: Any) -> str:
 
 
 def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Refuse to meet where other machines reach the store without a secret, and choose the address of the store.
+    """Check that no other machine reaches the store without a secret, and choose the address of the store.
 
     Args:
         meeting: its ``place`` changes if it names every interface, or is a machine's name that stands for loopback on
             this machine, as on Debian, while members on other machines reach this one at ``host``.
         shared: whether the user gave the members a secret; without one they use the secret of this user on this host.
         host: the address at which this member listens for members on other machines, if any.
+
+    Raises SecurityError, with the settings that are missing.
     """
     _require_shared_secret(meeting, shared, host)
     if meeting.scheme != "tcp" or meeting.is_torchruns or meeting.is_off_host():
@@ -136,7 +156,7 @@ def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
 
 
 def _require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Refuse members on several hosts that do not share a secret, and say how to give them one."""
+    """Raise SecurityError if members on several hosts share no secret, or if this one is not reachable for others."""
     off_host = meeting.is_off_host() or (host is not None and not tcp_store.is_loopback(host))
     if off_host and not shared:
         raise SecurityError(

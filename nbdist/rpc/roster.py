@@ -1,9 +1,14 @@
-"""The list of members that a store keeps while a world forms.
+"""The list of members in a store, by which the members of a world find each other.
 
-It is one value under one key, changed only by compare-and-set, so that all members see the same world. The
-records in it are signed with the cluster's secret and decoded as plain data, never unpickled: a store may
-be open to anybody (G6). Nothing in it is trusted to be current: whoever died without leaving stays listed,
-and is found out by its process or by the handshake.
+The list is one value under one key, changed only by compare-and-set, so that all members see the same world. Its
+records are signed with the cluster's secret and decoded as plain data, never unpickled, because anybody may be able to
+write to the store. The list may be out of date: a member that died without leaving is still in it. Its process, or the
+handshake, shows that it is dead.
+
+The parts of the list (`_Document`), and how a record moves::
+
+    fixed world      gathering ── the last member comes ──▶ formed ── leave ──▶ left
+    dynamic world    dynamic ──── leave ──▶ (removed)
 """
 
 from __future__ import annotations
@@ -24,29 +29,41 @@ from nbdist.wire.messages import VERSION, Record
 __all__ = ["Roster", "Store"]
 
 _KEY = "nbdist/roster"
+"""The key of the list in the store."""
 _POLL = 0.01
+"""Seconds between two looks at the store."""
 _MISSING_NAMED = 20
-"""How many missing ranks an error names."""
+"""The number of missing ranks that an error lists."""
 _MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
 class Store(Protocol):
-    """What a roster needs of a store: a `MeetingFile`, or one of torch's."""
+    """The method of a store that a roster calls: a `MeetingFile` has it, and so have torch's stores."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set ``key`` to ``desired`` if it is ``expected``; its value then."""
+        """Set ``key`` to ``desired`` if its value is ``expected``; return the value that the key has then."""
         ...
 
 
 class _Document(msgspec.Struct):
+    """The list of members in the store: signed records, by how far they have come."""
+
     gathering: list[bytes] = []
+    """The members of a fixed world that have come, until all have."""
     formed: list[bytes] = []
+    """All members of a fixed world, once complete, without those that have left."""
     left: list[bytes] = []
+    """The members that have left a fixed world of which others are still present."""
     dynamic: list[bytes] = []
+    """The members of a dynamic world."""
 
 
 class Roster:
-    """The members, as far as the store knows."""
+    """The list of members in a store, as one member reads and changes it.
+
+    ``reach()`` opens the store, again if its server has gone. ``host`` is this host's identity: processes of this host
+    can be looked up.
+    """
 
     def __init__(self, reach: Callable[[], Store], secret: Secret, host: str) -> None:
         self._reach = reach
@@ -57,7 +74,13 @@ class Roster:
     # -- joining ------------------------------------------------------------------------------
 
     def form(self, me: Record, deadline: float) -> list[Record]:
-        """Wait until a fixed world is complete; its members."""
+        """Register ``me`` in a fixed world, and return the records of all its members, by id, when all have come.
+
+        Raises:
+            RendezvousError: some have not come by the deadline (a time of `time.monotonic`; the text names their
+                ranks), the members disagree about the size of the world, or a dynamic world uses the same store.
+            NotUnique: another process has this rank, or two members have the same name.
+        """
         size = me.world_size
         assert size is not None  # a fixed world has a size
         while True:
@@ -83,16 +106,22 @@ class Roster:
                 more = size - len(came) - len(absent)
                 missing = ", ".join(map(str, absent)) + (f" and {more} more" if more else "")
                 raise RendezvousError(
-                    f"{me.name}: the RPC world of {size} did not form; no sign of rank {missing}; "
-                    f"there were {', '.join(f'{name} (rank {rank})' for rank, name in sorted(came.items()))}"
+                    f"{me.name}: the RPC world of {size} did not form in time, with no sign of rank {missing}; "
+                    f"there were {', '.join(f'{name} (rank {rank})' for rank, name in sorted(came.items()))}. "
+                    "Start the missing ranks, or check that they meet at the same address"
                 )
             time.sleep(_POLL)
 
     def _without_twin(self, gathering: list[Record], me: Record) -> list[Record]:
+        """Remove an earlier record of this process from ``gathering``, and return the rest.
+
+        Raises NotUnique if another process has the rank of ``me``, RendezvousError if members disagree about the size.
+        """
         for record in gathering:
             if record.world_size != me.world_size:
                 raise RendezvousError(
-                    f"{record.name} expects a world of {record.world_size}, {me.name} one of {me.world_size}"
+                    f"{record.name} expects a world of {record.world_size}, {me.name} one of {me.world_size}: give "
+                    "all members the same world_size"
                 )
             if record.id == me.id and (record.host, record.pid) != (me.host, me.pid):
                 raise NotUnique(f"rank {me.id} is not unique: {record.name!r} has it, and {me.name!r} wants it")
@@ -100,6 +129,7 @@ class Roster:
 
     @staticmethod
     def _checked(world: list[Record]) -> list[Record]:
+        """Return the records of a world sorted by id. Raises NotUnique if two members have the same name."""
         names: dict[str, int] = {}
         for record in world:
             if record.name in names:
@@ -111,11 +141,15 @@ class Roster:
         return sorted(world, key=lambda record: record.id)
 
     def join(self, me: Record, deadline: float) -> list[Record]:
-        """Enter a dynamic world; those who seem to be there already."""
+        """Register ``me`` in a dynamic world, and return the records of the members that seem to be alive.
+
+        Raises NotUnique if one of them has the name or the id, and RendezvousError if a fixed world uses the same
+        store.
+        """
         while True:
             text, document = self._read(deadline)
             gathering = self._records(document.gathering)
-            # Who has formed a fixed world and did not leave in order stands for it, dead or alive.
+            # A member of a fixed world that has not left in order counts as present, dead or alive.
             if document.formed or any(self._seems_alive(record) for record in gathering):
                 raise RendezvousError(_MIXED)
             present = [record for record in self._records(document.dynamic) if self._seems_alive(record)]
@@ -124,20 +158,20 @@ class Roster:
             for record in present:
                 if record.name == me.name or record.id == me.id:
                     raise NotUnique(
-                        f"RPC worker name or id is not unique: {record.name!r} (id {record.id}) is there, and "
-                        f"{me.name!r} (id {me.id}) wants in"
+                        f"RPC worker name or id is not unique: {record.name!r} (id {record.id}) is in the world, and "
+                        f"{me.name!r} (id {me.id}) wants to join it"
                     )
             document.dynamic = [self._sealed(record) for record in [*present, me]]
             if self._write(text, document):
                 return present
 
     def leave(self, *leaving: Record) -> None:
-        """Strike members off; the store may be gone already, and then there is nothing to do."""
+        """Remove members from the list. If the store cannot be reached any more, do nothing."""
         gone = {record.incarnation for record in leaving}
         try:
             while True:
                 text, document = self._read(0.0)
-                # Who leaves a fixed world stays known to those of it who have not read yet who was in it.
+                # The other members of a fixed world may not have read the list yet, so they find the record in `left`.
                 departed = [r for r in self._records(document.formed) if r.incarnation in gone]
                 for name in ("gathering", "formed", "dynamic"):
                     records = self._records(getattr(document, name))
@@ -145,15 +179,15 @@ class Roster:
                 document.left = [*document.left, *map(self._sealed, departed)] if document.formed else []
                 if self._write(text, document):
                     return
-        except Exception:  # torch's stores raise what they like when their server has gone
+        except Exception:  # torch's stores raise all kinds of errors when their server has gone
             return
 
     def close(self) -> None:
-        """Release the store; call no other method afterwards."""
+        """Close the store; call no other method afterwards."""
         del self._store
 
     def wait_for_others(self, me: Record, deadline: float) -> None:
-        """Wait until the other members of this fixed world have left, or died; at most until the deadline."""
+        """Wait until all other members of this fixed world have left or died, or until the deadline."""
         while time.monotonic() < deadline:
             try:
                 _, document = self._read(0.0)
@@ -168,14 +202,22 @@ class Roster:
     # -- the store ----------------------------------------------------------------------------
 
     def _read(self, deadline: float) -> tuple[str, _Document]:
+        """Read the list: its text, for a later `_write`, and its contents.
+
+        Opens the store again and retries until the deadline while the store cannot be reached, then raises
+        RendezvousError. At least one attempt is made.
+        """
         while True:
             try:
                 text = self._store.compare_set(_KEY, "", "").decode(errors="replace")
                 break
             except Exception as error:
-                # Its server may be going, with the rank 0 of a world that ends; the next one's is about to come.
+                # Rank 0 of a world that ends may be closing its server, and the next world's server is about to start.
                 if time.monotonic() > deadline:
-                    raise RendezvousError(f"the store cannot be reached: {error}") from error
+                    raise RendezvousError(
+                        f"the store cannot be reached: {error}. Check that the process which serves it (mostly rank 0) "
+                        "runs, and that all members use the same address"
+                    ) from error
                 time.sleep(_POLL)
                 self._store = self._reach()
         if not text:
@@ -184,30 +226,40 @@ class Roster:
             return text, msgspec.msgpack.decode(base64.b64decode(text), type=_Document)
         except (msgspec.MsgspecError, ValueError) as error:
             raise RendezvousError(
-                f"what the store has under {_KEY!r} is not a list of members ({error}): another program uses the same "
+                f"the store's value of {_KEY!r} is not a list of members ({error}): another program uses the same "
                 "store, or its file is damaged. Meet at another path or port, or remove the file"
             ) from error
 
     def _write(self, before: str, document: _Document) -> bool:
+        """Write the list if its text is still ``before``; return whether it was written. A full disk raises OSError."""
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode() if document != _Document() else ""
         try:
             return self._store.compare_set(_KEY, before, text).decode() == text
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-                raise  # of a file, on a full disk say: to ask again does not help
-            return False  # as in `_read`, which comes next and knows how long to be patient
+                raise  # from a file, for example on a full disk: a retry would not help
+            return False  # the caller reads the list next, and `_read` retries until the deadline
 
     def _sealed(self, record: Record) -> bytes:
+        """Return a record as signed bytes, behind the version of the protocol."""
         return self._secret.sign(msgspec.msgpack.encode((record.version, msgspec.msgpack.encode(record))))
 
     def _records(self, sealed: list[bytes]) -> list[Record]:
         return [self._opened(data) for data in sealed]
 
     def _opened(self, data: bytes) -> Record:
+        """Return the record in signed bytes.
+
+        Raises SecurityError for a wrong signature, and VersionMismatch for another version of the protocol.
+        """
         version, inner = msgspec.msgpack.decode(self._secret.verify(data), type=tuple[int, bytes])
         if version != VERSION:
-            raise VersionMismatch(f"a member speaks version {version} of nbdist's protocol, this one {VERSION}")
+            raise VersionMismatch(
+                f"a member uses version {version} of nbdist's protocol, this one {VERSION}: install the same nbdist "
+                "everywhere"
+            )
         return msgspec.msgpack.decode(inner, type=Record)
 
     def _seems_alive(self, record: Record) -> bool:
+        """Return whether a member's process is alive. A member on another host counts as alive."""
         return record.host != self._host or is_alive(record.pid, record.started)

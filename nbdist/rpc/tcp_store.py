@@ -1,12 +1,12 @@
-"""Opens torch's TCPStore at one address: the one that ``tcp://`` or ``env://`` names, and no other.
+"""Opens torch's TCPStore at the one address that ``tcp://`` or ``env://`` names.
 
-A TCPStore believes everybody who reaches it, and left to itself it listens on every interface of the machine. So the
-listener is made here, bound to the address, and handed over (``master_listen_fd``).
+A TCPStore trusts everybody who reaches it, and by itself it listens on every interface of the machine. So this module
+makes the listening socket, bound to the address, and gives it to torch (``master_listen_fd``).
 
 One process may open a store twice at one port: `init_rpc` and `init_process_group` of a program with the same
 ``MASTER_PORT``. torch keeps the servers of its process by port, and gives the second opener the first one's server
-(``multi_tenant``), so both orders work. The server of the first opener decides where it listens: torch's own, opened
-by `init_process_group`, listens everywhere.
+(``multi_tenant``), so both orders work. The first opener decides where the server listens: if this is
+`init_process_group`, torch's own server listens on every interface.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from nbdist.errors import RendezvousError
 
 __all__ = ["end_server", "is_loopback", "is_own", "is_served", "is_torchruns", "open_store", "says_loopback"]
 
-dist: Any = torch.distributed  # which does not declare what it exports
+dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
 
 _SERVER_OF_THIS_PROCESS = -1
-"""No file: torch uses its server at the port if there is one in this process, and fails if there is none."""
+"""No file. torch then uses the server that this process has at the port, and fails if there is none."""
 
 _ANSWER = 2.0
-"""Seconds that a store gets for its answer beyond the time for connecting, so that torch's own error comes first."""
+"""Seconds for the store's answer, beyond the time for connecting, so that torch's own error comes first."""
 
 _PROBE = 1.0
-"""Seconds for a connection to the store: it is made or refused at once unless the other machine is gone."""
+"""Seconds for a connection to the store. It is made or refused at once, unless the other machine is gone."""
 
 
 _served: tuple[str, int, Any] | None = None
-"""The address and the store that this process has served last; the server lives as long as the store."""
+"""The address and the store that this process has served last. The server lives as long as the store."""
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
-    """Open the store at an address, as its client; with ``serve``, serve it there first.
+    """Open the store at an address as its client; with ``serve``, serve it there first.
 
-    The server runs until this process opens another store, calls `end_server`, or ends. Operations of the store end
-    after ``timeout`` seconds. Raises RendezvousError where another program listens at the address.
+    The server runs until this process opens another store, calls `end_server`, or ends. Operations of the store time
+    out after ``timeout`` seconds. Raises RendezvousError if another program listens at the address.
     """
     global _served
     limit = datetime.timedelta(seconds=timeout)
@@ -72,8 +72,8 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
 def _client(host: str, port: int, timeout: float) -> Any:
     """Return a client of the store at an address.
 
-    torch's client tries to connect for ``timeout`` seconds. Once it is connected it waits for the store's answer for
-    ever, and Python handles no Ctrl-C meanwhile. So a thread connects, and is left behind if nobody answers.
+    torch's client tries to connect for ``timeout`` seconds. Once it is connected, it waits for the store's answer for
+    ever, and Python handles no Ctrl-C meanwhile. So a thread connects, and stays behind if nobody answers.
     """
     opened: Future[Any] = Future()
 
@@ -87,25 +87,28 @@ def _client(host: str, port: int, timeout: float) -> Any:
     threading.Thread(target=connect, name="nbdist-store", daemon=True).start()
     if not wait([opened], timeout + _ANSWER).done:
         raise RendezvousError(
-            f"what listens at {host}:{port} has not answered as a store within {timeout:g} s: another program listens "
-            f"there, or rank 0 stands still; start rank 0 first, or choose another port"
+            f"{host}:{port} has not answered as a store within {timeout:g} s: another program listens there, or rank 0 "
+            f"hangs. Start rank 0 first, or choose another port"
         )
     return opened.result()
 
 
 def end_server() -> None:
-    """End the server that `open_store` has started, as soon as nobody else in this process uses its store."""
+    """Close the server that `open_store` started, as soon as nothing else in this process uses its store."""
     global _served
     _served = None
 
 
 def _listen(host: str, port: int) -> int:
-    """Return a listening socket's file; torch closes it with its server."""
+    """Return the file descriptor of a listening socket, which torch closes with its server.
+
+    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use: by this process, or else torch fails.
+    """
     failed = f"{host} has no address"
     for family, address in _addresses(host, port):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a world before may linger
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier world's connections may linger
             listener.bind(address)
             listener.listen()
             return listener.detach()
@@ -113,15 +116,15 @@ def _listen(host: str, port: int) -> int:
             listener.close()
             if error.errno == errno.EADDRINUSE:
                 return _SERVER_OF_THIS_PROCESS
-            failed = str(error)  # the error itself would keep the frames of all callers, and the store with them
+            failed = str(error)  # the error itself would keep the frames of all callers alive, and the store with them
     raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port}: {failed}")
 
 
 def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:
-    """Return the families and addresses of a name, IPv4 first; none if nobody knows the name.
+    """Return the address families and addresses of a host name, IPv4 first; none if the name is unknown.
 
-    A store's client tries all of them, so one listener is enough. IPv4 comes first because programs that write
-    127.0.0.1 and localhost then meet.
+    A store's client tries all of them, so one listener is enough. IPv4 comes first, so that programs that write
+    127.0.0.1 and programs that write localhost meet.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -131,7 +134,7 @@ def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:
 
 
 def is_own(host: str) -> bool:
-    """Return whether a name is one of this machine's: only then can a socket be bound to its address."""
+    """Return whether a host name is this machine's: only then can a socket be bound to its address."""
     for family, address in _addresses(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -143,13 +146,13 @@ def is_own(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name stands for this machine alone, so that no other machine reaches what listens there."""
+    """Return whether a host name stands for this machine alone, so that no other machine reaches a server there."""
     found = [address[0].partition("%")[0] for _, address in _addresses(host)]
     return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
 def says_loopback(host: str) -> bool:
-    """Return whether a name means loopback on every machine, unlike a machine's own name."""
+    """Return whether a host name means loopback on every machine, unlike a machine's own name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -167,9 +170,10 @@ def is_torchruns(host: str, port: int) -> bool:
 
 
 def is_served(host: str, port: int) -> bool:
-    """Return whether somebody listens at an address.
+    """Return whether anything listens at an address.
 
-    torch's client prints a C++ backtrace when it writes to a store that has gone; so a member that leaves asks first.
+    torch's client prints a C++ backtrace when it writes to a store that is gone, so a member that leaves asks this
+    first.
     """
     try:
         socket.create_connection((host, port), timeout=_PROBE).close()

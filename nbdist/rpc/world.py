@@ -1,4 +1,17 @@
-"""Starts an agent and brings it into a world; nothing is left behind where that fails."""
+"""Starts an agent and brings it into a world. If a step fails, everything that was started is closed again.
+
+The steps of `start_agent`::
+
+    1  rendezvous.parse, settle       where to meet; refused if other machines could reach it without a secret
+    2  ZmqChannel, LocalChannel       the sockets at which others reach this agent
+    3  open_arena                     shared memory for large tensors, if the system has it
+    4  Agent.start                    the agent's threads receive messages
+    5  Roster.form or join            the list of members, in the store
+    6  Handshake.join_...             every other member is met
+
+`Agent.close` ends the threads, closes the sockets and frees the memory; last, `_leave` removes the agent from the
+roster.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +40,13 @@ from nbdist.wire.messages import Record
 __all__ = ["start_agent"]
 
 _NO_TIMEOUT = 24 * 3600.0
+"""Seconds for which a world may take to form if the options set no time limit."""
 
 _LARGEST_NUMBER = (1 << 63) - 1
-"""What a message can carry."""
+"""The largest rank or world size that fits in a message."""
 
 _OTHERS_LEAVE = 2.0
-"""Seconds that the member which serves the store stays, after an orderly end, for members that have yet to leave it."""
+"""Seconds for which the worker that serves the store waits, after an orderly end, for the others to leave the store."""
 
 
 def start_agent(
@@ -45,14 +59,16 @@ def start_agent(
     wrap: Callable[[Channel], Channel] | None = None,
     directory: Path | None = None,
 ) -> Agent:
-    """An agent that is a member of its world.
+    """Start an agent, and return it when it is a member of its world.
 
-    ``store`` is used instead of opening one by ``options.init_method``; ``wrap`` puts something around the
-    agent's channel, such as faults; its files are in ``directory`` rather than in the user's own.
+    ``options.rpc_timeout`` limits how long this takes. The name, the rank and the size are those of `init_rpc`, whose
+    errors this raises. ``store`` is a store of torch's to meet at; None opens the one that ``options.init_method``
+    names. ``wrap`` returns the agent's channel with something around it, such as faults. ``directory`` is where the
+    agent's sockets lie; None for a new directory of this user.
     """
     timeout = time_limit(options.rpc_timeout) or _NO_TIMEOUT
     deadline = time.monotonic() + timeout
-    WorkerInfo(name, 0)  # raises for a bad name
+    WorkerInfo(name, 0)  # raises UsageError for a bad name
     meeting = rendezvous.parse(options.init_method, rank, world_size) if store is None else None
     rank = meeting.rank if meeting is not None else rank
     for what, number in (("world_size", world_size or 0), ("rank", rank)):
@@ -99,7 +115,7 @@ def start_agent(
         undo.callback(agent.close, "could not join its world")
         agent.start()
         roster = Roster(lambda: _open(meeting, store, timeout), secret, me.host)
-        undo.callback(tcp_store.end_server)  # what is in the store may be why
+        undo.callback(tcp_store.end_server)  # the contents of the store may be the reason of the failure
         undo.callback(roster.close)
         undo.callback(roster.leave, me)
         if world_size is not None:
@@ -116,11 +132,15 @@ def start_agent(
 
 
 def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float) -> Store:
+    """Open the store of a meeting; without a meeting, return the given store, with a prefix before nbdist's key."""
     return meeting.open(timeout) if meeting is not None else rendezvous.prefixed(store)
 
 
 def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> None:
-    """Strike this member off the roster, while there is a store; the member that serves the store leaves last."""
+    """Remove this member from the roster, if the store still exists, and close the store.
+
+    After an orderly end, the member that serves the store leaves last: it first waits for the others to leave.
+    """
     if meeting is None or meeting.is_open():
         if meeting is not None and meeting.serves and agent.ending.completed:
             roster.wait_for_others(agent.me, time.monotonic() + _OTHERS_LEAVE)
@@ -129,11 +149,15 @@ def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> 
 
 
 def _clean_after(agent: Agent, record: Record) -> None:
-    """What a killed process of this host could not remove itself, whoever saw it die removes (G5)."""
+    """After the loss of a process of this host, remove the files that it could not remove itself.
+
+    A thread of the pool does it, because listeners of a loss must be quick.
+    """
     if record.host == agent.me.host and record.pid != os.getpid():
         agent.pool.submit(_sweep_soon)
 
 
 def _sweep_soon() -> None:
+    """Remove the files of all dead agents of this user; errors are ignored, as the next agent tries again."""
     with contextlib.suppress(OSError, NbdistError):
         sweep()
