@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nbdist.cluster import pins
 from nbdist.cluster.pins import Pin, Roots
-from nbdist.cluster.status import is_users
+from nbdist.cluster.users_code import is_users
 from nbdist.rpc import inert
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.rref import RRef

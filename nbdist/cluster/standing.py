@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.cluster.arrange import say_names
 from nbdist.cluster.in_place import InPlace
-from nbdist.cluster.status import is_users
+from nbdist.cluster.users_code import is_users
 
 if TYPE_CHECKING:
     from nbdist.cluster.cells import Cell, Part

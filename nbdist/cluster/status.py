@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import os
 import sys
-import sysconfig
 import threading
 import time
 from collections import Counter
@@ -28,13 +26,14 @@ from nbdist.autograd.api import recorder
 from nbdist.cluster import where
 from nbdist.cluster.labels import is_cell
 from nbdist.cluster.process_memory import own_bytes
+from nbdist.cluster.users_code import is_users
 from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
     from nbdist.cluster.workers import Worker
 
-__all__ = ["WorkerStatus", "collect", "gpu_memory", "is_users"]
+__all__ = ["WorkerStatus", "collect", "gpu_memory"]
 
 _PATIENCE = 0.5
 """Seconds to wait for a worker's report."""
@@ -129,15 +128,6 @@ def _told(name: str, number: int, line: str) -> str:
     return f"{name}:{number}" + (f": {line[:_SHOWN]}" if line else "")
 
 
-def is_users(file: str) -> bool:
-    """Return whether a file holds the user's code, not Python's, an installed package's or nbdist's.
-
-    Compiled code, such as Cython's, names its files by relative paths, which count as not the user's.
-    """
-    installed = "/site-packages/" in file or "/dist-packages/" in file  # even those of another environment
-    return os.path.isabs(file) and not (installed or file.startswith(_INNER))
-
-
 def _status(worker: Worker, report: Report) -> WorkerStatus:
     """Join a worker's report with what the notebook knows of the worker."""
     cell = worker.cells[0] if worker.cells else None
@@ -218,9 +208,3 @@ def _where() -> str:
                 return _told(name, number, linecache.getline(file, number).strip())
             frame = frame.f_back
     return ""
-
-
-_INNER = tuple(
-    {sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parents[1])}
-)
-"""The folders of code that is not the user's: Python's library, installed packages, and nbdist."""
