@@ -61,6 +61,15 @@ def portions(rows: int, micro_batches: int) -> list[int]:
     return [rows // count + (number < rows % count) for number in range(count)]
 
 
+def check_micro_batches(micro_batches: int) -> int:
+    """Return the number of micro-batches of a batch. Raises UsageError if it is no whole number or less than 1."""
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise UsageError(
+            f"a batch has at least one micro-batch: micro_batches is a whole number, not {micro_batches!r}"
+        )
+    return micro_batches
+
+
 def split(values: Values, sizes: Sequence[int]) -> list[Values]:
     """Return the micro-batches of a batch: tensors are split by rows, every micro-batch gets all other values.
 

@@ -26,7 +26,7 @@ import torch
 
 from nbdist.autograd.api import recorder
 from nbdist.errors import NbdistError, NotInitialized, UsageError
-from nbdist.nn.batches import Values, as_tuple, join, portions, rows_of, split
+from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split
 from nbdist.nn.cutting import Maker, check_sharing, parts_of
 from nbdist.nn.losses import Reduction, total
 from nbdist.nn.placement import place_of
@@ -149,10 +149,7 @@ class Pipeline:
                 f"{len(parts)} stages do not go evenly onto {len(places)} workers: the number of stages must be a "
                 "multiple of the number of workers"
             )
-        if not isinstance(micro_batches, int) or micro_batches < 1:
-            raise UsageError(
-                f"a batch has at least one micro-batch: micro_batches is a whole number, not {micro_batches!r}"
-            )
+        check_micro_batches(micro_batches)
         if schedule is None:
             schedule = "1f1b" if len(parts) == len(places) else "interleaved"
         if schedule not in SCHEDULES:
@@ -458,7 +455,7 @@ class Pipeline:
         """Load the weights and buffers of a model's ``state_dict()`` into all stages; the count of steps stays.
 
         Raises:
-            UsageError: a name is missing, or unknown. Nothing has been changed.
+            UsageError: a name is missing or unknown, or a shape is another one. Nothing has been changed.
             WorkerLost: a worker is gone. Some workers may have loaded their part.
 
         Example:
@@ -466,13 +463,21 @@ class Pipeline:
             >>> pipe = Pipeline(model, ["worker0", "worker1"])
             >>> pipe.load_model(model.state_dict())
         """
-        names = self._gather("names")
-        stage_of = {name: stage for stage, own in names.items() for name in own}
+        shapes = self._gather("shapes")
+        stage_of = {name: stage for stage, own in shapes.items() for name in own}
         missing, unexpected = stage_of.keys() - state.keys(), state.keys() - stage_of.keys()
         if missing or unexpected:
             raise UsageError(
                 f"this is not the state of these stages: {differing(missing, unexpected)}. Nothing was loaded"
             )
+        for name, value in state.items():
+            shape = shapes[stage_of[name]][name]
+            if shape is not None and shape != getattr(value, "shape", None):
+                raise UsageError(
+                    f"this is not the state of these stages: {name} has the shape {tuple(shape)}, and the state has "
+                    f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}. Nothing was "
+                    "loaded"
+                )
         by_stage: dict[int, dict[str, Any]] = {}
         for name, value in state.items():
             by_stage.setdefault(stage_of[name], {})[name] = value

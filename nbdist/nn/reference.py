@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from nbdist.nn.batches import as_tuple, join, portions, rows_of, split
+from nbdist.nn.batches import as_tuple, check_micro_batches, join, portions, rows_of, split
 from nbdist.nn.losses import Reduction, loss_of, total
 from nbdist.nn.stage import Stage
 
@@ -48,7 +48,7 @@ class Reference:
         reduction: Reduction = "mean",
     ) -> None:
         self.stages = [Stage(module, index, seed=seed, checkpoint=checkpoint) for index, module in enumerate(stages)]
-        self.micro_batches = micro_batches
+        self.micro_batches = check_micro_batches(micro_batches)
         self.reduction: Literal["mean", "sum"] = reduction
         self.steps = 0
 

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nbdist import trace
 from nbdist.autograd.api import recorder
@@ -230,10 +231,17 @@ class Station:
             for index, stage in self.stages.items()
         }
 
-    def names(self) -> dict[int, list[str]]:
-        """Return the names in the state of each stage, as `state` has them."""
+    def shapes(self) -> dict[int, dict[str, torch.Size | None]]:
+        """Return the shape of each tensor in the state of each stage, by name as in `state`.
+
+        The shape is None for a value that is no tensor, and for a parameter of a lazy module that has not run yet.
+        """
         return {
-            index: [stage.prefix + name for name in stage.module.state_dict()] for index, stage in self.stages.items()
+            index: {
+                stage.prefix + name: None if is_lazy(value) else getattr(value, "shape", None)
+                for name, value in stage.module.state_dict().items()
+            }
+            for index, stage in self.stages.items()
         }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:

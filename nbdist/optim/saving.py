@@ -181,8 +181,11 @@ def same(one: Any, other: Any) -> bool:
 def differing(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
     """Return a phrase for an error message that says which names are missing and which are unknown."""
     missing, unexpected = list(missing), list(unexpected)
-    told = [f"{len(missing)} names are missing ({some(missing)})"] if missing else []
-    told += [f"{len(unexpected)} are unknown ({some(unexpected)})"] if unexpected else []
+    told = [
+        f"{len(names)} {'name is' if len(names) == 1 else 'names are'} {what} ({some(names)})"
+        for names, what in ((missing, "missing"), (unexpected, "unknown"))
+        if names
+    ]
     return ", ".join(told)
 
 

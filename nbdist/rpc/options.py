@@ -143,8 +143,8 @@ class RpcBackendOptions:
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Set the devices of worker ``to`` on which tensors from devices of this worker arrive.
 
-        Adds to earlier maps for this worker. Raises UsageError if two devices here would share one there; the maps for
-        ``to`` are then gone.
+        Adds to earlier maps for this worker. Raises UsageError if two devices here would share one there; the earlier
+        maps stay.
 
         Args:
             to: the name of the worker to which tensors are sent.
@@ -154,12 +154,11 @@ class RpcBackendOptions:
             >>> options = rpc.RpcBackendOptions()
             >>> options.set_device_map("worker1", {"cuda:0": "cuda:1"})
         """
-        known = self.device_maps.setdefault(to, {})
-        for ours, theirs in device_map.items():
-            known[torch.device(ours)] = torch.device(theirs)
+        known = dict(self.device_maps.get(to, {}))
+        known |= {torch.device(ours): torch.device(theirs) for ours, theirs in device_map.items()}
         if len(set(known.values())) != len(known):
-            del self.device_maps[to]
             raise UsageError(f"two devices here would share one of {to!r}, which a device map must not do: {known}")
+        self.device_maps[to] = known
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Set the list of local devices. torch's programs call this; nbdist does not need it."""
@@ -182,12 +181,14 @@ def _from_environment(value: int | None, name: str) -> int | None:
 
     Raises UsageError for anything but a number from 0 on.
     """
-    said = os.environ.get(f"NBDIST_{name.upper()}") if value is None else value
+    said = (os.environ.get(f"NBDIST_{name.upper()}") or None) if value is None else value
+    if said is None:
+        return None
     try:
-        number = int(said) if said else said
+        number = int(said) if isinstance(said, int | str) else -1
     except ValueError:
         number = -1
-    if isinstance(number, str) or (number is not None and number < 0):
+    if number < 0:
         raise UsageError(f"{name} must be a whole number of bytes, at least 0, not {said!r}")
     return number
 

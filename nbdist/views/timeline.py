@@ -102,7 +102,7 @@ class Timeline:
         for name, latch in begun.items():
             try:
                 found[name] = latch.wait() if latch is not None else NbdistError(f"{name} is gone")
-            except NbdistError as error:
+            except Exception as error:  # whatever one worker raises, the others must end their recordings
                 found[name] = error
         return found
 

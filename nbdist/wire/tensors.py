@@ -366,8 +366,8 @@ class TensorPacker:
         if device is None:
             raise EncodeError(
                 f"cannot be sent: a tensor is on {plain.device}, and no device map says where it goes on "
-                f"{self._receiver or 'the other worker'}. Send tensor.cpu(); or before init_rpc give the options of the "
-                f"worker that makes the call set_device_map(NAME OF THE WORKER CALLED, {{DEVICE HERE: DEVICE THERE}}), "
+                f"{self._receiver or 'the other worker'}. Send tensor.cpu(); or before init_rpc give the options of "
+                f"the worker that makes the call set_device_map(WORKER THAT IS CALLED, {{DEVICE HERE: DEVICE THERE}}), "
                 f"which also holds for results, the other way"
             )
         return plain.cpu(), device

@@ -274,6 +274,7 @@ def test_a_cut_model_keeps_its_names_and_its_state_comes_back(world):
         (lambda: Pipeline(stages(4), ["worker0", "worker1"], schedule="1f1b"), 'use "interleaved"'),
         (lambda: Pipeline(stages(2), ["worker0", "worker1"], schedule="zb"), "there is no 'zb'"),
         (lambda: Pipeline(stages(1), ["worker0"], micro_batches=0), "at least one micro-batch"),
+        (lambda: Reference(stages(1), micro_batches=0), "at least one micro-batch"),
         (lambda: Pipeline(stages(1), ["worker9"]), "worker9"),
         (lambda: Pipeline(stages(1), ["worker0/cuda:0/1"]), "not a place"),
     ],

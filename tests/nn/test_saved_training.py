@@ -119,6 +119,7 @@ def test_a_state_without_a_count_of_steps_or_of_another_cut_is_refused(world):
             r"begin at 0; those of this one begin at 0, 1, .* draw other numbers",
         ),
         ({**before, "model": {"0.0.weight": torch.ones(1)}}, r"13 names are missing \(0\.0\.bias, "),
+        ({**before, "model": {**before["model"], "1.0.bias": torch.ones(1)}}, r"1\.0\.bias has the shape \(.*\), and "),
     ):
         with pytest.raises(nbdist.UsageError, match=told):
             pipe.load_state_dict(state)

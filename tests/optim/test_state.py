@@ -165,9 +165,9 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(world):
     old = {"worker1": {"state": {}, "param_groups": []}, "worker2": {"state": {}, "param_groups": []}}
     refused(torch.optim.Adam, weights.rrefs, r"an older form, keyed by workers \(worker1, worker2\)", old)
     refused(torch.optim.Adam, weights.rrefs, r"not what the state_dict\(\) of the optimizer returns", {"state": 3})
-    refused(torch.optim.Adam, weights.rrefs[1:], r"other parameters: 1 are unknown \(3\)")
+    refused(torch.optim.Adam, weights.rrefs[1:], r"other parameters: 1 name is unknown \(3\)")
     pairs = list(zip("abcd", weights.rrefs, strict=True))
-    refused(torch.optim.Adam, pairs, r"4 names are missing \(a, b, c, …\), 4 are unknown \(0, 1, 2, …\)")
+    refused(torch.optim.Adam, pairs, r"4 names are missing \(a, b, c, …\), 4 names are unknown \(0, 1, 2, …\)")
     refused(
         torch.optim.Adam,
         [{"params": weights.rrefs[:2]}, {"params": weights.rrefs[2:]}],

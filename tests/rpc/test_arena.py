@@ -282,9 +282,19 @@ def test_the_options(monkeypatch):
     options = rpc.RpcBackendOptions()
     assert (options.arena_bytes, options.arena_threshold) == (1000, 7)
     assert rpc.RpcBackendOptions(arena_bytes=0).arena_bytes == 0
-    for wrong in ({"arena_bytes": -1}, {"arena_threshold": "many"}):
+    for wrong in ({"arena_bytes": -1}, {"arena_threshold": "many"}, {"arena_bytes": 1.5}):
         with pytest.raises(nbdist.UsageError, match="number of bytes"):
             rpc.RpcBackendOptions(**wrong)
+    monkeypatch.setenv("NBDIST_ARENA_BYTES", "")
+    assert rpc.RpcBackendOptions().arena_bytes is None
+
+
+def test_a_device_map_that_is_refused_leaves_the_earlier_one():
+    options = rpc.RpcBackendOptions()
+    options.set_device_map("worker1", {"cuda:0": "cuda:1"})
+    with pytest.raises(nbdist.UsageError, match="two devices here"):
+        options.set_device_map("worker1", {"cuda:1": "cuda:1"})
+    assert options.device_maps == {"worker1": {torch.device("cuda:0"): torch.device("cuda:1")}}
 
 
 def test_processes():
