@@ -28,6 +28,6 @@ def long(like, **options):
         like,
         derandomize=False,
         database=None,
-        max_examples=int(os.environ.get("NBDIST_SOAK_EXAMPLES", "10000")),
+        max_examples=int(os.environ.get("NBDIST_SOAK_EXAMPLES", "1000")),
         **options,
     )

@@ -344,15 +344,34 @@ class RecordedCache:
             "and a new cache"
         )
 
-    def grow(self, batch: int, tokens: int) -> None:
-        """Note that ``tokens`` more tokens of ``batch`` sequences are in the caches of all layers.
+    @contextlib.contextmanager
+    def growing(self, batch: int, tokens: int) -> Iterator[None]:
+        """Return a context manager to enter around a step of ``tokens`` new tokens of ``batch`` sequences.
 
-        The real entries are on the servers. The cache gets entries of one byte, by its own `update`, so that lengths,
-        crops and sliding windows come out as they would with real ones. Does nothing if the cache is gone.
+        On entry, the cache gets entries for the new tokens. If that or the ``with`` block raises, the cache becomes as
+        it was before. Does nothing if the cache is gone.
         """
         cache = self._cache()
-        if cache is None:
-            return
+        # Copies of the attributes are enough: these layers never change a tensor in place.
+        before = [(layer, vars(layer).copy()) for layer in cache.layers] if cache is not None else []
+        try:
+            if cache is not None:
+                self._grow(cache, batch, tokens)
+            yield
+        except BaseException:
+            if cache is not None:
+                del cache.layers[len(before) :]
+                for layer, attributes in before:
+                    vars(layer).clear()
+                    vars(layer).update(attributes)
+            raise
+
+    def _grow(self, cache: Any, batch: int, tokens: int) -> None:
+        """Add entries of one byte for each new token to all layers of the cache, by the cache's own `update`.
+
+        The real entries are on the servers. With these, lengths, crops and sliding windows come out as they would with
+        the real ones.
+        """
         little = torch.zeros(batch, 1, tokens, 1, dtype=torch.int8)
         known: dict[tuple[Any, ...], dict[str, Any]] = {}
         for number in range(self._count):

@@ -86,7 +86,8 @@ class Crew:
     ) -> None:
         self.options = options
         self.step_timeout = step_timeout
-        self.points = spend
+        self.spend = spend
+        """Returns the points to spend on a request of a kind and a number of tokens; an argument of `serve`."""
         self.ban_seconds = _BAN
         """Seconds of the first ban of a server."""
         self._folder = folder
@@ -235,6 +236,7 @@ class Crew:
                 member.blocks = blocks
             self._changed.notify_all()
         if member.state != "online":
+            self.check_open()  # if the swarm was closed meanwhile, that is the cause
             raise Gone(f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died")
         self._journal.tell(f"{member.name} serves {named(blocks)}")
 
@@ -501,7 +503,7 @@ class Crew:
         """
         began = time.perf_counter()
         reply: Reply = self.ask(
-            member, method, *map(leave, args), points=self.points(method, tokens), patience=self.step_timeout
+            member, method, *map(leave, args), points=self.spend(method, tokens), patience=self.step_timeout
         )
         member.answered(reply, time.perf_counter() - began, tokens, blocks)
         return reply.result

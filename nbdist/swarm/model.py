@@ -14,6 +14,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Passage", "remote_model"]
 
+_NOT_RETURNED = {
+    "output_hidden_states": "Swarm.sequential()[:n] returns the hidden states behind the first n layers.",
+    "output_attentions": "A model in one process returns attentions.",
+    "output_router_logits": "A model in one process returns router logits.",
+}
+"""Arguments of models that ask for values from inside of the layers, and what a user can do instead."""
+
 
 class _Probe(BaseException):
     """Ends a call of a model at its first layer; carries the hidden states and the arguments of that layer."""
@@ -48,7 +56,7 @@ class _Notes(threading.local):
     cache: Any = None
     """The cache among those arguments."""
     only = False
-    """Whether layers only note their arguments, and nothing is sent to servers."""
+    """Whether layers only note their arguments: nothing is sent to servers, and the cache stays as it is."""
     expected = 0
     """Tokens that the next session will have in the end; 0 if unknown."""
 
@@ -71,25 +79,34 @@ class Passage:
         servers' caches, so the session of an empty cache refuses further steps. The model's attribute
         ``deep_prompts``, if it has one, is added before each block.
 
+        Counts the new tokens in the cache. After an error the cache is as before; if some servers may have taken the
+        step, its session refuses further steps.
+
         Raises:
-            UsageError: gradients are wanted, but the cache has tokens already.
+            UsageError: gradients are wanted, but the cache has tokens already; or its session refuses further steps.
         """
         prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
-        if cache is not None:
-            session: Session = cache.nbdist[1]
+        if cache is None:
+            return stateless.through(self.swarm, 0, hidden, calls, prompts)
+        recorded: adapter.RecordedCache
+        session: Session
+        recorded, session = cache.nbdist
+        session.check_usable()
+        if wanted and session.tokens:
+            raise UsageError(
+                "gradients cannot pass through a cache that has tokens: call the model with the whole text and "
+                "use_cache=False, or with a new cache under torch.no_grad()"
+            )
+        with recorded.growing(hidden.shape[0], hidden.shape[1]):
             if not wanted:
                 return session.step(hidden.detach(), calls, prompts.detach() if prompts is not None else None)
-            if session.tokens:
-                raise UsageError(
-                    "gradients cannot pass through a cache that has tokens: call the model with the whole text and "
-                    "use_cache=False, or with a new cache under torch.no_grad()"
-                )
+            found = stateless.through(self.swarm, 0, hidden, calls, prompts)
             session.refuse(
                 "this cache is of a call with gradients, so it has nothing in it: call the model under torch.no_grad() "
                 "to fill a new cache"
             )
-        return stateless.through(self.swarm, 0, hidden, calls, prompts)
+            return found
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Notes]:
@@ -133,8 +150,6 @@ class _StandIn(nn.Module):
             notes.given = args, kwargs
         if self._number == self._count - 1:
             notes.given = notes.cache = None
-            if cache is not None:
-                cache.nbdist[0].grow(hidden.shape[0], hidden.shape[1])
             if not notes.only:
                 calls, notes.calls = notes.calls, []
                 hidden = passage.take(hidden, calls, cache)
@@ -164,7 +179,34 @@ def remote_model(swarm: Swarm, kind: str, *, recover: Recover, num_labels: int |
         model.generate = _Generate(passage, model.generate)
     model.nbdist = passage
     _probe(passage)
+    model.base_model.register_forward_pre_hook(_OutputCheck(passage, model.base_model), with_kwargs=True)
     return model
+
+
+class _OutputCheck:
+    """A hook that raises UsageError if a call asks for values from inside of the layers: they stay on the workers.
+
+    transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
+    """
+
+    def __init__(self, passage: Passage, model: Any) -> None:
+        self._passage = passage
+        self._names = list(inspect.signature(model.forward).parameters)
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._passage.notes.only:
+            return  # what the model returns is not used
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        for name, instead in _NOT_RETURNED.items():
+            value = given.get(name)
+            if value is None:
+                value = getattr(model.config, name, None)
+            if value:
+                raise UsageError(
+                    f"{name}={value!r} is not possible: the layers of this model run on workers, which return only the "
+                    "output of their last layer. Leave it out, and set it to False in the model's config and "
+                    f"generation_config if it is True there. {instead}"
+                )
 
 
 def _probe(passage: Passage) -> None:

@@ -102,22 +102,24 @@ class RemoteSequential(nn.Module):
             raise UsageError(
                 f"prompts for {prompts.shape[0]} blocks do not fit {len(self)}: their first dimension counts blocks"
             )
+        wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
+        if cache is not None and torch.is_grad_enabled() and wanted:
+            raise UsageError(
+                "no gradient passes through a session: call the blocks without a session, or take the step under "
+                "torch.no_grad()"
+            )
         calls = self._calls(hidden, attention_mask, cache)
         if cache is None:
             return stateless.through(self._swarm, self._begin, hidden, calls, prompts)
-        wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
-        if torch.is_grad_enabled() and wanted:
-            raise UsageError(
-                "no gradient passes through a session: call the blocks without a session, or begin a new session and "
-                "take its steps under torch.no_grad()"
+        recorded, session = cache.nbdist
+        with recorded.growing(hidden.shape[0], hidden.shape[1]):
+            found: torch.Tensor = session.step(
+                hidden.detach(), calls, prompts.detach() if prompts is not None else None
             )
-        found: torch.Tensor = cache.nbdist[1].step(
-            hidden.detach(), calls, prompts.detach() if prompts is not None else None
-        )
         return found
 
     def _calls(self, hidden: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> list[Any]:
-        """Return how the model would call each of these blocks; counts the tokens in ``cache``, calls no server."""
+        """Return how the model would call each of these blocks; calls no server, and leaves ``cache`` as it is."""
         with self._passage.noting() as notes, torch.no_grad():
             self._passage.model(
                 inputs_embeds=torch.zeros_like(hidden),
@@ -159,8 +161,9 @@ class BlockSession:
     def step(self, hidden: torch.Tensor, prompts: torch.Tensor | None = None) -> torch.Tensor:
         """Take the hidden states of new tokens through the blocks; return the hidden states behind the last block.
 
-        Servers that die are replaced. After an error, begin a new session. For the arguments and errors see
-        `RemoteSequential.forward`.
+        Servers that die are replaced. A step that is refused before it is sent, such as one with gradients, changes
+        nothing. After any other error, begin a new session: further steps raise UsageError. For the arguments and
+        errors see `RemoteSequential.forward`.
         """
         found: torch.Tensor = self._blocks(hidden, prompts=prompts, cache=self.cache)
         return found

@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from nbdist.swarm.member import Member
     from nbdist.swarm.swarm import Swarm
 
-__all__ = ["Recover", "Session"]
+__all__ = ["Recover", "Session", "check_recover"]
 
 Recover = Literal["exact", "fast"]
 
@@ -78,6 +78,13 @@ class _Part:
     """Whether the server may have computed something for the session, so that its caches are not empty."""
     linked: _Part | None = field(default=None, repr=False)
     """The part to which the server has been told to push its output."""
+
+
+def check_recover(value: Any) -> Recover:
+    """Return ``value``, a user's argument ``recover``; raise UsageError if it is not one of `Recover`."""
+    if not isinstance(value, str) or value not in get_args(Recover):
+        raise UsageError(f'recover must be "exact" or "fast", not {value!r}')
+    return cast("Recover", value)
 
 
 class Session:
@@ -129,6 +136,11 @@ class Session:
         """Fail all further steps with UsageError and this message; the first message stays."""
         self._refusal = self._refusal or why
 
+    def check_usable(self) -> None:
+        """Raise UsageError with the message of `refuse` if the session takes no further steps."""
+        if self._refusal:
+            raise UsageError(self._refusal)
+
     # -- steps --------------------------------------------------------------------------------
 
     def step(self, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None = None) -> torch.Tensor:
@@ -149,15 +161,17 @@ class Session:
             UsageError: the session is over.
         """
         with self._lock:
-            if self._refusal:
-                raise UsageError(self._refusal)
+            self.check_usable()
             before, self._before = tuple(self._before), []
             self.state = "writing"
             try:
                 with self._crew.working():
                     found = self._step(before, hidden, calls, prompts)
+                self._journal.stepped(self, hidden.shape[1])
+                return found
             except BaseException as error:
-                # Some servers have taken the step; others have not, or still wait for its input.
+                # Some servers have taken the step; others have not, or still wait for its input. Before an interrupt,
+                # all may have taken it, but then the client's cache does not count its tokens: `RecordedCache.growing`.
                 self.refuse(
                     f"this cache is of a call that failed: {type(error).__name__}: {error}\n"
                     "Its contents are incomplete: start again with a new cache."
@@ -166,8 +180,6 @@ class Session:
                 raise
             finally:
                 self.state = "idle"
-            self._journal.stepped(self, hidden.shape[1])
-            return found
 
     def _step(
         self, before: tuple[Operation, ...], hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
@@ -236,7 +248,7 @@ class Session:
         """
         self._link()
         crew, tokens = self._crew, hidden.shape[1]
-        points = crew.points("step", hidden.shape[0] * tokens)
+        points = crew.spend("step", hidden.shape[0] * tokens)
         nothing = hidden.new_empty(0)
         found = {}
         for number, part in enumerate(self._parts[at:]):

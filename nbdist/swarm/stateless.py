@@ -87,10 +87,11 @@ def _one(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[_Entr
 
 
 def _count(tries: int, gone: Gone) -> int:
-    """Return ``tries`` and one more; raise `NoRoute` if that is too many."""
-    if tries >= _TRIES:
+    """Return ``tries``, the servers that failed before this one, and one more; raise `NoRoute` if that is too many."""
+    tries += 1
+    if tries > _TRIES:
         raise NoRoute(f"{tries} servers failed one after the other, the last: {gone}. Swarm.log says why.") from gone
-    return tries + 1
+    return tries
 
 
 def _of_blocks(item: Item, hidden: torch.Tensor, first: int, begin: int, end: int) -> Item:

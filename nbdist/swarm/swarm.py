@@ -21,7 +21,7 @@ from nbdist.swarm.journal import Journal
 from nbdist.swarm.names import folder_of
 from nbdist.swarm.routing import Span, named
 from nbdist.swarm.server import Info, Options
-from nbdist.swarm.session import Recover, Session
+from nbdist.swarm.session import Recover, Session, check_recover
 from nbdist.swarm.stacking import ANY, Layout
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def serve(
         The swarm. It ends with `Swarm.close`, or when the swarm and all models made from it are garbage-collected.
 
     Raises:
-        UsageError: ``model`` is no model, the spans do not fit the model or the workers, or a time is not valid.
+        UsageError: ``model`` is no model, the spans do not fit the model or the workers, or ``recover`` or a time is
+            not valid.
         TypeError: there is no such option, or a time is no number.
         WorkerLost: a worker died while it loaded its blocks.
 
@@ -91,6 +92,7 @@ def serve(
         >>> sw.close()
     """
     servers = Options(**options)  # first of all, because a name of an option may be wrong
+    recover = check_recover(recover)
     durations.positive(servers.session_timeout, "session_timeout")
     step_timeout = durations.positive(step_timeout, "step_timeout")
     cache_timeout = durations.bounded(cache_timeout, "cache_timeout")
@@ -240,8 +242,9 @@ class Swarm:
 
         Raises:
             NoRoute: a block is with nobody, and no worker can take it.
-            UsageError: there are no such blocks.
+            UsageError: there are no such blocks, or the swarm is closed.
         """
+        self.crew.check_open()
         end = self.check(begin, end)
         with self.crew.working():
             return [span for span, _ in self.crew.way(begin, end)]
@@ -311,6 +314,7 @@ class Swarm:
             UnknownWorker: there is no such worker.
             WorkerLost: the worker died while it loaded the blocks. Any other error of loading is raised as it is.
         """
+        self.crew.check_open()
         end = self.check(begin, end)
         with self.crew.working():
             self.crew.join(worker, begin, end, trace.steps())
@@ -323,9 +327,10 @@ class Swarm:
         again. See notebooks/09_swarm.ipynb.
 
         Raises:
-            UsageError: the worker does not serve.
+            UsageError: the worker does not serve, or the swarm is closed.
             NoRoute: no other worker can take its blocks. The worker goes on serving.
         """
+        self.crew.check_open()
         member = self.crew.member(worker)
         with self.crew.working():
             self.crew.relieve(member)
@@ -340,8 +345,10 @@ class Swarm:
         Sessions move along with their caches. The worker keeps the blocks that it had. See notebooks/09_swarm.ipynb.
 
         Raises:
-            UsageError: there are no such blocks, or the worker does not serve: it has to `join` first.
+            UsageError: there are no such blocks, the worker does not serve and has to `join` first, or the swarm is
+                closed.
         """
+        self.crew.check_open()
         member = self.crew.member(worker)
         end = self.check(begin, end)
         with self.crew.working():
@@ -358,8 +365,9 @@ class Swarm:
         Returns at once; the next call to the worker, or this process's agent, notices the death.
 
         Raises:
-            UsageError: the worker does not serve, or is this very process.
+            UsageError: the worker does not serve, or is this very process; or the swarm is closed.
         """
+        self.crew.check_open()
         with self.crew.working():
             self.crew.kill(self.crew.member(worker))
 
@@ -395,15 +403,17 @@ class Swarm:
             recover: as for `serve`; by default as the swarm's.
 
         Raises:
-            UsageError: ``cache`` is of another class.
+            UsageError: ``cache`` is of another class, ``recover`` is not valid, or the swarm is closed.
         """
+        self.crew.check_open()
+        recover = self._way_to_recover(recover)
         recorded = adapter.RecordedCache(cache, len(self))
         session = Session(
             self,
             recorded.empty,
             begin=begin,
             end=len(self) if end is None else end,
-            recover=recover or self.recover,
+            recover=recover,
             expected=expected,
         )
         recorded.tell = session.note
@@ -430,7 +440,12 @@ class Swarm:
     # -- models -------------------------------------------------------------------------------
 
     def tokenizer(self) -> Any:
-        """Load and return the model's tokenizer; raises transformers' error if the model came without one."""
+        """Load and return the model's tokenizer; raises transformers' error if the model came without one.
+
+        Raises UsageError if the swarm is closed and has removed its folder.
+        """
+        if not self.checkpoint.folder.exists():
+            self.crew.check_open()
         return self.checkpoint.tokenizer()
 
     def causal_lm(self, *, recover: Recover | None = None) -> Any:
@@ -439,13 +454,15 @@ class Swarm:
         The embeddings and the head are in this process. The model takes what any such model takes: ``generate()``, a
         DynamicCache, ``labels``. All its weights are frozen. Gradients pass through the blocks where no cache is used
         (``use_cache=False``), for example to ``inputs_embeds``. Calls raise `NoRoute` if no worker can serve a block,
-        and `CacheFull` if the servers' memory for caches does not suffice.
+        and `CacheFull` if the servers' memory for caches does not suffice. The hidden states and attentions of single
+        blocks stay on the workers: ``output_hidden_states=True`` and ``output_attentions=True`` raise UsageError, and
+        `sequential` gives the hidden states behind any block.
 
         Args:
             recover: "exact" or "fast", as for `serve`; by default as the swarm's.
 
         Raises:
-            UsageError: the swarm is closed, or the model came without a head.
+            UsageError: the swarm is closed, ``recover`` is not valid, or the model came without a head.
 
         Example:
             >>> import transformers
@@ -481,8 +498,9 @@ class Swarm:
     def sequential(self) -> RemoteSequential:
         """Return the blocks as one module, from hidden states to hidden states; slices of it are some of the blocks.
 
-        `nbdist.swarm.sequential.RemoteSequential` has an example.
+        `nbdist.swarm.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed.
         """
+        self.crew.check_open()
         from nbdist.swarm.sequential import RemoteSequential
 
         return RemoteSequential(self)
@@ -491,7 +509,11 @@ class Swarm:
         from nbdist.swarm.model import remote_model
 
         self.crew.check_open()
-        return remote_model(self, kind, recover=recover or self.recover, num_labels=num_labels)
+        return remote_model(self, kind, recover=self._way_to_recover(recover), num_labels=num_labels)
+
+    def _way_to_recover(self, recover: Recover | None) -> Recover:
+        """Return ``recover``, or the swarm's where it is None; raise UsageError if it is not valid."""
+        return check_recover(self.recover if recover is None else recover)
 
 
 def _settle(swarm: weakref.ref[Swarm], over: queue.SimpleQueue[str | None]) -> None:
