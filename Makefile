@@ -5,6 +5,8 @@
 # make bench    measure, beside the peers that are installed; writes benchmarks/README.md and the table in README.md
 # make soak     the long sweeps that `make test` leaves out, and `make test` on the newest torch, in build/newest
 # make chaos    kills, stops, full file tables, cut links and bad frames at random: make chaos SEED=7 MINUTES=30
+# make docs     install, make the documentation: build/docs/index.html
+# make dist     build what is published, dist/*, and check it
 # make notebooks  run all notebooks, put their outputs into them
 # make clean    remove everything that the above made
 #
@@ -17,6 +19,7 @@
 #   PAGE        the page that `make demo` leaves
 #   SEED        the seed of `make chaos`
 #   MINUTES     how long `make chaos` runs
+#   NBDIST_SOAK_EXAMPLES  how many examples `make soak` tries in each test of random ones: 1000, or 10000 for a night
 #   NBDIST_PROGRAMS  the folder of pytorch/examples' RPC programs, which `make soak` runs on torch and on nbdist
 #   BENCH       which of benchmarks/ `make bench` runs, e.g. make bench BENCH=peers ARGS="--rounds 3"
 #
@@ -53,7 +56,7 @@ GENERAL_WAY := tests/rpc tests/wire tests/channel tests/conformance tests/autogr
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
-.PHONY: demo lab notebooks test check bench soak chaos clean always
+.PHONY: demo lab docs dist notebooks test check bench soak chaos clean always
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
 
@@ -74,6 +77,15 @@ check: $(VENV)/.nbdist
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PYTEST) tests/test_installed.py tests/test_layers.py tests/test_exported_names.py
+
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "Read build/docs/index.html"
+
+dist: $(VENV)/.release
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
 
 bench: $(VENV)/.nbdist
 	set -e; for name in $(BENCH); do $(PY) benchmarks/$$name.py $(ARGS); done
@@ -133,6 +145,16 @@ $(VENV)/.smollm2: $(VENV)/.created
 # JupyterLab is for people, no test needs it; it comes when it is first asked for.
 $(VENV)/.lab: $(VENV)/.nbdist
 	wheel=$$(echo $(WHEELS)/nbdist-*.whl) && $(PIP) install --quiet "$$wheel[lab]"
+	@touch $@
+
+# What makes the documentation, which the tests do not need.
+$(VENV)/.docs: $(VENV)/.nbdist
+	wheel=$$(echo $(WHEELS)/nbdist-*.whl) && $(PIP) install --quiet "$$wheel[docs]"
+	@touch $@
+
+# What builds a release.
+$(VENV)/.release: $(VENV)/.nbdist
+	wheel=$$(echo $(WHEELS)/nbdist-*.whl) && $(PIP) install --quiet "$$wheel[release]"
 	@touch $@
 
 # Files that hold a value and change only when the value does, so that others can depend on it.
