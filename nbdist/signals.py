@@ -26,7 +26,7 @@ The handler of SIGCHLD raises one where torch's DataLoader has workers.
 """
 
 
-_TRIES = 1000
+_HANDLERS_THAT_MAY_RAISE = 1000
 """The number of handlers that may raise an error, one after the other, while the others are restored or run."""
 
 
@@ -74,7 +74,7 @@ class Deferral:
         if not self._before:  # not the main thread
             return
         raised: BaseException | None = None
-        for _ in range(_TRIES):
+        for _ in range(_HANDLERS_THAT_MAY_RAISE):
             try:
                 self.put_back()
                 if self._came:

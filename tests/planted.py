@@ -231,8 +231,8 @@ FAULTS = {
     ),
     "a look that another thread stalls is followed by the next": Fault(
         "channel/spinning.py",
-        "looked > _STALLED",
-        "looked > 1000 * _STALLED",
+        "looked > _STALLED_LOOK",
+        "looked > 1000 * _STALLED_LOOK",
         "channel/test_spinning.py",
     ),
     "a caller that does not read keeps the gate shut": Fault(

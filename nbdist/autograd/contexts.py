@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Contexts"]
 
-_BITS = 48
+_COUNTER_BITS = 48
 """The ids of contexts and messages are the worker's id, and below it a count of this many bits."""
-_REMEMBERED = 10_000
+_ENDED_CONTEXTS_REMEMBERED = 10_000
 """The number of ended contexts that a worker remembers, to recognise messages that come too late."""
 
 
@@ -197,7 +197,7 @@ class Contexts:
 
     def __init__(self, worker_id: int, incarnation: int) -> None:
         self._incarnation = incarnation
-        self._first = worker_id << _BITS
+        self._first = worker_id << _COUNTER_BITS
         self._numbers = itertools.count()
         self._messages = itertools.count()
         self._contexts: dict[int, Context] = {}
@@ -217,7 +217,7 @@ class Contexts:
     @property
     def last_id(self) -> int:
         """The highest id that a context of this worker could have."""
-        return self._first + (1 << _BITS) - 1
+        return self._first + (1 << _COUNTER_BITS) - 1
 
     def next_message(self) -> int:
         """Return a new number for an edge; no other worker has the same."""
@@ -321,7 +321,7 @@ class Contexts:
     def _note_over(self, id: int, maker: int) -> None:
         """Remember that a context has ended, for messages that come too late; called with the lock held."""
         self._over[id, maker] = None
-        if len(self._over) > _REMEMBERED:
+        if len(self._over) > _ENDED_CONTEXTS_REMEMBERED:
             self._over.popitem(last=False)
 
     def made_by(self, incarnation: int) -> Iterable[Context]:

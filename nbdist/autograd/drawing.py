@@ -27,13 +27,13 @@ WIDEST = 880
 _NARROWEST = 420
 """The smallest width of a picture, in pixels, which leaves room for the legend."""
 _NARROW, _BROAD = "iljtfrI.,:;'|()[]/ ", f"mwMW@%…→←{TIMES}"
-_LONGEST = 18
+_NAME_LENGTH = 18
 """The number of characters of a name that are drawn."""
-_LANES = 130
+_NAME_COLUMN_WIDEST = 130
 """The largest width of the column with the names of the workers, in pixels."""
-_LINE = 15
+_LEGEND_LINE = 15
 """The height of a line of the legend, in pixels."""
-_SHOWN = 12
+_NAMES_A_LINE = 12
 """The number of names in one line of text."""
 
 _INK, _FAINT, _RULE = "#1f2328", "#6b7280", "#d0d7de"
@@ -120,10 +120,10 @@ _KINDS = ("operation", "receive", "leaf")
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names in a row, each with its count, and only the first `_SHOWN` of them."""
+    """Return names in a row, each with its count, and only the first `_NAMES_A_LINE` of them."""
     counted = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
-    more = [f"{len(counted) - _SHOWN} more"] if len(counted) > _SHOWN else []
-    return ", ".join(counted[:_SHOWN] + more)
+    more = [f"{len(counted) - _NAMES_A_LINE} more"] if len(counted) > _NAMES_A_LINE else []
+    return ", ".join(counted[:_NAMES_A_LINE] + more)
 
 
 def _node(trace: Trace, key: Key) -> NodeInfo:
@@ -171,7 +171,7 @@ class _Drawing:
         self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
         self.edges = {edge.autograd_message_id: edge for edge in trace.edges}
         self.diagram: Diagram = diagram_of(trace)
-        self.left = min(_LANES, 26 + 7.2 * max(map(len, trace.nodes), default=0))
+        self.left = min(_NAME_COLUMN_WIDEST, 26 + 7.2 * max(map(len, trace.nodes), default=0))
         self.layout: Layout = lay_out(self.diagram, self.width_of, self.left, WIDEST)
         self.steps = set(itertools.pairwise(marks.path)) if marks is not None else set()
         self.path = set(marks.path) if marks is not None else set()
@@ -333,11 +333,11 @@ class _Drawing:
         for text, sample, length in self._samples():
             need = length + 5 + _width(text) * 0.93
             if x + need > width - 6 and x > 8:
-                x, y = 8.0, y + _LINE
+                x, y = 8.0, y + _LEGEND_LINE
             parts.append(f'<g transform="translate({x:.1f} {y:g})">{sample}')
             parts.append(f'<text x="{length + 4:.1f}" y="10" font-size="10" fill="#4b5563">{escape(text)}</text></g>')
             x += need + 12
-        return "".join(parts), y - top + _LINE + 2
+        return "".join(parts), y - top + _LEGEND_LINE + 2
 
     def _samples(self) -> list[tuple[str, str, float]]:
         """Return the entries of the legend: the text, the sample drawn before the text, and the width of the sample."""
@@ -382,7 +382,7 @@ def _width(text: str) -> float:
     return sum(4.3 if c in _NARROW else 10.2 if c in _BROAD else 8.0 if c.isupper() else 6.9 for c in text)
 
 
-def _short(name: str, most: float = _LONGEST) -> str:
+def _short(name: str, most: float = _NAME_LENGTH) -> str:
     """Return a name cut to at most ``most`` characters: a dotted name loses its beginning, any other its end."""
     if len(name) <= most:
         return name

@@ -36,9 +36,9 @@ __all__ = ["Carried", "Inherited", "explain", "explain_sent", "told"]
 
 _OUTPUTS = ("result", "output", "out", "values")
 """The beginnings of the names under which torch's nodes save their outputs; all other names are of inputs."""
-_MOST = 3
+_PERHAPS_NAMED = 3
 """The number of messages to name in ``Inherited.perhaps``."""
-_PATIENCE = 2.0
+_ANSWER_TIMEOUT = 2.0
 """Seconds to wait for the answer of another worker; the pass waits meanwhile."""
 
 Edge = tuple[Node, int]
@@ -246,7 +246,7 @@ class _Search:
         """Return an answer that ends at a node of this worker."""
         kind: Any = type(node)
         name = type(node.variable).__name__ if kind is ACCUMULATE else node.name()
-        perhaps = tuple(self._doubtful(node))[:_MOST] if how in ("unknown", "hidden") else ()
+        perhaps = tuple(self._doubtful(node))[:_PERHAPS_NAMED] if how in ("unknown", "hidden") else ()
         number = self._context.numbers.of([node])[node]
         return Inherited(value, how, self._worker, number, name, perhaps=perhaps)
 
@@ -291,7 +291,7 @@ def _ask(worker: str, *args: Any) -> Inherited | None:
     """Ask another worker for its `explain_sent`; None if it does not answer in time, fails or does not know."""
     here = cast("Recorder", current_agent().recorder)
     with here.contexts.outside(), contextlib.suppress(NbdistError, RuntimeError):
-        found: Inherited | None = rpc_async(worker, explain_sent, args=args, timeout=_PATIENCE).wait()
+        found: Inherited | None = rpc_async(worker, explain_sent, args=args, timeout=_ANSWER_TIMEOUT).wait()
         return found
     return None
 
@@ -306,7 +306,7 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
     if found.end == "hidden":
         return (
             f"the first NaN or Inf was seen at {node}, but the forward pass may have made it: the values saved there "
-            f"are packed by hooks or recomputed by a checkpoint, and were not checked{_perhaps(found)}; {_TELLS}"
+            f"are packed by hooks or recomputed by a checkpoint, and were not checked{_perhaps(found)}; {_ADVICE}"
         )
     parts, receiver = [], ""
     for message in found.messages:
@@ -319,13 +319,13 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
         "leaf": f"held by the leaf {end}",
         "data": f"held by an input, which needs no gradient, of {end}",
         "kept": f"kept by {end}, which got it as an input or made it",
-        "unknown": f"it came out of {end}{_perhaps(found)}; {_TELLS}" if end else _TELLS,
+        "unknown": f"it came out of {end}{_perhaps(found)}; {_ADVICE}" if end else _ADVICE,
     }
     already = f"{node} was given {found.value} by the forward pass already: "
     return already + "; ".join([way, ends[found.end]] if way else [ends[found.end]])
 
 
-_TELLS = 'context(check="nan") names the operation that made it'
+_ADVICE = 'context(check="nan") names the operation that made it'
 """The advice that ends a sentence without a certain answer."""
 
 

@@ -36,7 +36,7 @@ BOX = 22
 """The height of a box."""
 _ROW = BOX + 6
 """The height of a box with the gap below it."""
-_PASS = 9
+_PASSING_LINE_HEIGHT = 9
 """The height of the place of a line that passes a column."""
 _GAP = 22
 """The gap between two columns, in which lines have their curves."""
@@ -128,12 +128,12 @@ class _Item:
     @property
     def height(self) -> float:
         """The height of the item."""
-        return _ROW * len(self.boxes) if self.boxes else _PASS
+        return _ROW * len(self.boxes) if self.boxes else _PASSING_LINE_HEIGHT
 
     @property
     def port(self) -> float:
         """The distance from the top of the item to the point where lines come in."""
-        return BOX / 2 if self.boxes else _PASS / 2
+        return BOX / 2 if self.boxes else _PASSING_LINE_HEIGHT / 2
 
 
 def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, widest: float) -> Layout:

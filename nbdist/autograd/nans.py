@@ -55,17 +55,17 @@ _NAMES = """
     stack swapaxes swapdims t t_ take take_along_dim tensor_split tile to transpose transpose_ tril triu type type_as
     unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real vsplit vstack where
 """
-_PASSES_ON = frozenset(_NAMES.split())
+_UNCHECKED_FUNCTIONS = frozenset(_NAMES.split())
 """Functions that make no NaN themselves: they pass values on, overwrite what was there, or only read."""
 
 _jit: Any = torch.jit  # Any, because is_tracing has no annotations
 _TORCH = str(Path(torch.__file__).parent)
-_OF_UPDATES = tuple(
+_UPDATE_FILES = tuple(
     str(Path(torch.__file__).parent / part) for part in ("optim", "nn/utils/clip_grad.py", "amp/grad_scaler.py")
 )
 """The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass."""
-_OURS = str(Path(nbdist.__file__).parent)
-_CALLS, _STAGES = (str(Path(nbdist.__file__).parent / part) for part in ("rpc", "nn"))
+_NBDIST_FOLDER = str(Path(nbdist.__file__).parent)
+_RPC_FOLDER, _STAGES = (str(Path(nbdist.__file__).parent / part) for part in ("rpc", "nn"))
 """The folders of nbdist that call user functions for others, and run the stages of pipelines."""
 
 Named = tuple[str, Any]
@@ -133,7 +133,7 @@ class Check:
         forward pass that a checkpoint recomputes is checked.
         """
         return (
-            name not in _PASSES_ON
+            name not in _UNCHECKED_FUNCTIONS
             and (graph_task() < 0 or torch.is_grad_enabled())
             and not is_transforming()
             and not _jit.is_tracing()
@@ -299,7 +299,7 @@ def _like(tensor: torch.Tensor) -> str:
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
-    A frame of `_OF_UPDATES` decides, else the innermost frame outside of torch. An optimizer or the autograd engine
+    A frame of `_UPDATE_FILES` decides, else the innermost frame outside of torch. An optimizer or the autograd engine
     hands on the NaN of a backward pass, which is no fault of the operation that hands it on. ``given`` says that an
     input held a NaN, ``in_module`` that a module's forward runs.
     """
@@ -309,12 +309,12 @@ def _is_of_gradients(given: bool, in_module: bool) -> bool:
             return False
         frame = frame.f_back
     while frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_filename.startswith(_OF_UPDATES):
+        if frame.f_code.co_filename.startswith(_UPDATE_FILES):
             return True
         if frame.f_back is None:
             return False
         frame = frame.f_back
     file = frame.f_code.co_filename
-    if in_module or not file.startswith(_OURS) or file.startswith(_CALLS):
+    if in_module or not file.startswith(_NBDIST_FOLDER) or file.startswith(_RPC_FOLDER):
         return False
     return given or not file.startswith(_STAGES)

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Observer", "Stopped", "are_finite"]
 
-_START = time.time() - time.monotonic()
+_CLOCK_OFFSET = time.time() - time.monotonic()
 """Added to the monotonic clock, this gives a time of day that does not jump while the process runs."""
-_AT_ONCE = 200
+_BATCH_SIZE = 200
 """The number of happenings at which a batch is sent."""
-_AT_LATEST = 0.05
+_BATCH_SECONDS = 0.05
 """Seconds since the last batch after which the next happening is sent at once, with those that were kept back."""
 
 Gradients = Sequence[torch.Tensor | None]
@@ -112,8 +112,8 @@ class Observer:
     def note(self, what: str, **known: Any) -> None:
         """Note a happening, with the fields of a `Happening` that are known; send the batch if it is full or old."""
         with self._sending:
-            self._seen.append(Happening(_START + time.monotonic(), what, **known))
-            soon = len(self._seen) < _AT_ONCE and time.monotonic() - self._sent_at < _AT_LATEST
+            self._seen.append(Happening(_CLOCK_OFFSET + time.monotonic(), what, **known))
+            soon = len(self._seen) < _BATCH_SIZE and time.monotonic() - self._sent_at < _BATCH_SECONDS
         if not soon:
             self.flush()
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Observing"]
 
-_AWAITED = 64
+_CLOSED_WATCHES_KEPT = 64
 """The number of closed watches to keep for batches that may still come; older ones have all, or never will."""
 
 
@@ -76,7 +76,7 @@ class Observing:
         """Tell the workers of the context that a watch is closed; keep the watch while batches are on their way."""
         if not watch.complete:
             self._awaiting[watch.context_id, watch.id] = watch
-            while len(self._awaiting) > _AWAITED:
+            while len(self._awaiting) > _CLOSED_WATCHES_KEPT:
                 self._awaiting.popitem(last=False)
         context = self._contexts.find(watch.context_id)
         if context is not None:

@@ -39,7 +39,7 @@ from nbdist.torch_private import function_modes, pop_function_mode, push_functio
 __all__ = ["Origin", "noted", "origin_of"]
 
 _KEY = "nbdist.origin"
-_INNER = (
+_FRAMES_SKIPPED = (
     *(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, nbdist)),
     threading.__file__,  # the outermost frame of a thread that runs one of torch's functions for a call
 )
@@ -97,7 +97,7 @@ def origin_of(node: Node) -> Origin:
     if found is None:
         backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
         code = getattr(inspect.unwrap(backward) if backward is not None else None, "__code__", None)
-        if code is not None and not code.co_filename.startswith(_INNER):
+        if code is not None and not code.co_filename.startswith(_FRAMES_SKIPPED):
             file, number = code.co_filename, code.co_firstlineno
             while (text := linecache.getline(file, number).strip()).startswith("@"):  # a decorator
                 number += 1
@@ -271,7 +271,7 @@ def _here() -> Origin:
 def _line() -> tuple[str, int, str]:
     """Return the file, number and text of the user's line at which the calling thread is; empty if there is none."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_INNER):
+    while frame.f_code.co_filename.startswith(_FRAMES_SKIPPED):
         if frame.f_back is None:
             return "", 0, ""
         frame = frame.f_back

@@ -100,10 +100,10 @@ def _part(module: Any, name: str) -> dict[str, Any]:
     if module is None or not _is_a(type(module), torch.nn.Module):
         return {}
     found = _PARTS.__get__(module).get(name)
-    return dict(found) if type(found) in _PLAIN else {}
+    return dict(found) if type(found) in _PART_TYPES else {}
 
 
-_PLAIN = (dict, type(torch.nn.Module()._modules))
+_PART_TYPES = (dict, type(torch.nn.Module()._modules))
 """The types of dictionary in which torch keeps the parts of a module."""
 
 

@@ -72,11 +72,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Marks", "Part", "Roots", "State"]
 
-_LAST = 0
+_RUNS_LAST = 0
 """The sequence number of barriers. Of the nodes that are ready, torch's engine runs the one with the highest number."""
-_FIRST = 1 << 62
+_RUNS_FIRST = 1 << 62
 """The sequence number of a gate that is to run before all other nodes."""
-_MOST = 16
+_MOST_MESSAGES_APART = 16
 """If more messages than this are ready, they run in one step: they are likely to be small."""
 _one = torch.ones((), device="cpu")
 
@@ -390,7 +390,7 @@ class Part:
         if not entries and not kept:
             return None
         chosen = list(entries)
-        if not kept and not ddp.living and len(groups := _by_message(entries)) <= _MOST:
+        if not kept and not ddp.living and len(groups := _by_message(entries)) <= _MOST_MESSAGES_APART:
             chosen = self._first_free(groups) if len(groups) > 1 or self._running else chosen
             region = self._joint([self._region(entry) for entry in chosen], ())
         else:
@@ -555,7 +555,7 @@ class Part:
                     gradients.append(gradient)
                 else:  # the engine takes no root without a gradient; but the gate's node may return None
                     assert entry.slot is not None  # roots have gradients
-                    entry.slot.node._set_sequence_nr(_FIRST)  # it may have been a barrier of an earlier step
+                    entry.slot.node._set_sequence_nr(_RUNS_FIRST)  # it may have been a barrier of an earlier step
                     roots.append(entry.slot.gate)
                     gradients.append(_one)
         for crossing in kept:
@@ -591,11 +591,11 @@ class Part:
         self._barriers = set(missing)
         handles = [node.register_hook(self._keeper(crossing)) for node, crossing in crossings.items()]
         for node in free:
-            if node._sequence_nr() == _LAST:
-                node._set_sequence_nr(_LAST + 1)
+            if node._sequence_nr() == _RUNS_LAST:
+                node._set_sequence_nr(_RUNS_LAST + 1)
         barriers = Roots([], [])
         for slot in missing:
-            slot.node._set_sequence_nr(_LAST)
+            slot.node._set_sequence_nr(_RUNS_LAST)
             barriers.edges.append((slot.node, 0))
             barriers.gradients.append(_one)
         try:

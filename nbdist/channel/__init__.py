@@ -1,1 +1,1 @@
-"""Moving frames between agents: one contract, several channels."""
+"""Channels, which move frames between agents. Every channel keeps the contract in `nbdist.channel.contract`."""

@@ -1,9 +1,17 @@
-"""An agent's own memory, in which it hands tensors to the other processes of this host: one copy in, none out.
+"""Holds the shared memory in which an agent passes large tensors to other processes of its host.
 
-A block is one receiver's from the moment it is written until that receiver gives it back (`nbdist.channel.leases`),
-so a received tensor is the receiver's own, to write to as well. If the receiver dies, its blocks are free again. If
-it is only gone from this world, it may still have its tensors: such a block is never used again, and its file is
-closed, so that the memory is whose who has it mapped.
+The sender copies a tensor into a block once; the receiver reads the block in place (`nbdist.channel.leases`). The life
+of a block, whose bookkeeping is in `nbdist.channel.blocks`::
+
+    free ── `put` ──> Slot ── `send` ──> lent ──┬── `give_back` by the receiver ─────────────────────────────> free
+                        │                       ├── `take_back`: its message certainly was not sent ─────────> free
+                        │                       ├── `forget`: the receiver has died ─────────────────────────> free
+                        │                       └── `lose`, or `forget` of a receiver that is alive ──> never again
+                        └── the slot is collected unsent ────────────────────────────────────────────────────> free
+
+One receiver at a time has a block, so it may also write to the tensors in it. A receiver that has left the world but is
+alive may still use its tensors: such a block is never used again, and the arena closes the file of its segment. The
+memory then lives for as long as the receiver has it mapped.
 """
 
 from __future__ import annotations
@@ -26,22 +34,27 @@ from nbdist.wire.messages import Place
 __all__ = ["PROBE", "Arena", "Slot", "default_bound", "file_name", "open_arena"]
 
 PROBE = 0
-"""The number of a segment that holds nothing: who can open that one can open the others."""
+"""The number of an empty segment. A process that can open it can open the other segments, too."""
 PROBE_SIZE = 4096
+"""The bytes of the empty segment."""
 
 
 def file_name(incarnation: int, segment: int) -> str:
-    """What a segment's file is called, by which others know that it is the right one."""
+    """Return the name of a segment's file. Readers check it, so that they never map another file."""
     return f"nbdist-{incarnation:x}-{segment}"
 
 
 def default_bound() -> int:
-    """Return the bound of an arena, in bytes, that is not given one: a quarter of the memory this process may have."""
+    """Return the bound, in bytes, of an arena without a given one: a quarter of this process's memory limit."""
     return memory.total() // 4
 
 
 def open_arena(incarnation: int, bound: int | None, threshold: int) -> Arena | None:
-    """An arena for an agent; None where it is not wanted (``bound`` is 0), or the system cannot have one."""
+    """Return an arena for an agent; None if ``bound`` is 0 or the system cannot provide one.
+
+    ``bound`` is the most bytes that the arena may hold, None for `default_bound`. Tensors of at least ``threshold``
+    bytes travel through the arena.
+    """
     if bound == 0 or not memory.is_available():
         return None
     try:
@@ -62,12 +75,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Slot:
-    """A block with something in it for one receiver; unless it is sent, it goes back."""
+    """A block with a copy of a tensor, for one receiver. A slot that is collected unsent returns its block."""
 
     __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
 
     def __init__(self, arena: Arena, block: Block, hold: Hold, receiver: int, place: Place) -> None:
-        """``hold`` is of the block; its end, with that of the slot, gives the block back."""
+        """Make a slot; ``hold`` ends together with the slot, and its end returns an unsent block to the arena."""
         self.place = place
         self._arena = arena
         self._block = block
@@ -75,36 +88,40 @@ class Slot:
         self._receiver = receiver
 
     def send(self) -> None:
-        """It is the receiver's from now on."""
-        with Deferral():  # or a Ctrl-C in between would leave it nobody's
+        """Lend the block to the receiver. Call this before the message that names `place` is sent."""
+        with Deferral():  # Ctrl-C in the middle would leave a block that is neither free nor lent
             self._arena.send(self._block, self._hold, self._receiver)
 
     def take_back(self) -> None:
-        """It certainly has not gone out."""
+        """Free the block after `send`, because its message certainly did not go out. Before `send`, does nothing."""
         self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
 
 
 class Space:
-    """The arena as it is for one receiver."""
+    """The arena as a place for tensors to one receiver."""
 
     def __init__(self, arena: Arena, receiver: int) -> None:
         self.threshold = arena.threshold
+        """The bytes from which on a tensor travels through the arena."""
         self._arena = arena
         self._receiver = receiver
 
     def put(self, pointer: int, length: int) -> Slot | None:
-        """A copy of what is there; None where there is no room."""
+        """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room."""
         return self._arena.put(pointer, length, self._receiver)
 
 
 class Arena:
-    """The memory of one agent."""
+    """The shared memory of one agent. Any thread may use it."""
 
     def __init__(self, incarnation: int, bound: int, threshold: int) -> None:
+        """Make an empty arena that grows to at most ``bound`` bytes. Raises MemoryFailure if the system has none."""
         self.threshold = threshold
+        """The bytes from which on a tensor travels through the arena."""
         self._unsent: Holds[Block] = Holds()
-        """Of the blocks of slots that are not sent."""
+        """A hold for the block of each slot that is not sent."""
         self.falls_back = 0
+        """How often `put` had no room, so that a tensor travelled in its message's frames instead."""
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._blocks = Blocks(bound, max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16)
@@ -116,13 +133,16 @@ class Arena:
 
     @property
     def probe(self) -> int:
-        """The file by which others find out whether they can read this arena."""
+        """The number of the open file by which other processes test whether they can read this arena."""
         return self._files[PROBE]
 
     # -- out ----------------------------------------------------------------------------------
 
     def put(self, pointer: int, length: int, receiver: int) -> Slot | None:
-        """Copy what is there into a block for ``receiver``; None where there is no room."""
+        """Copy ``length`` bytes at the address ``pointer`` into a block for ``receiver``.
+
+        Returns None, and counts that in `falls_back`, if the arena has no room for them or is closed.
+        """
         was_closed = this_thread.is_closed
         try:
             this_thread.is_closed = True
@@ -132,7 +152,7 @@ class Arena:
                     self.falls_back += 1
                     return None
                 segment = block.segment
-                # The mapping is held here, too: the arena may be closed while this thread copies.
+                # This local keeps the segment mapped if another thread closes the arena during the copy below.
                 file, mapping = self._files[segment.number], self._mappings[segment.number]
                 place = Place(segment.number, file, segment.size, block.offset, length)
                 slot = Slot(self, block, self._unsent.hold(block), receiver, place)
@@ -142,6 +162,7 @@ class Arena:
         return slot
 
     def _take(self, length: int) -> Block | None:
+        """Take a block for ``length`` bytes; return None if there is no room or no memory. The lock is held."""
         self._collect()
         block, instructions = self._blocks.take(length)
         try:
@@ -153,7 +174,7 @@ class Arena:
         return block
 
     def send(self, block: Block, hold: Hold, receiver: int) -> None:
-        """Note that a block is with its receiver. A `Deferral` must be around it (`Slot.send`)."""
+        """Note that a block is lent to ``receiver``. The caller defers signals (`Slot.send`)."""
         with self._lock:
             self._unsent.forget(hold)
             self._blocks.send(block, receiver)
@@ -161,33 +182,35 @@ class Arena:
     # -- and back -----------------------------------------------------------------------------
 
     def give_back(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """A receiver needs these no longer."""
+        """Free ``blocks``, by segment and offset, that ``receiver`` has given back. Others than its own are ignored."""
         with Deferral(), self._lock:
             for segment, offset in blocks:
                 self._do(self._blocks.give_back(receiver, segment, offset))
 
     def lose(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """A receiver needs these no longer, but somebody may still read them."""
+        """Never use ``blocks`` again: ``receiver`` may have them or not, or a process that it forked reads them."""
         with self._lock:
             for segment, offset in blocks:
                 self._do(self._blocks.lose(receiver, segment, offset))
 
     def forget(self, receiver: int, *, is_dead: bool) -> None:
-        """A receiver is gone."""
+        """Take back all blocks of a receiver that is gone; never use them again unless its process is dead."""
         with self._lock:
             self._do(self._blocks.forget(receiver, is_dead=is_dead))
 
     def trim(self) -> None:
-        """To be called every few seconds: let go of memory that was not needed lately."""
+        """Free memory that was not needed lately. An agent calls this every 5 s."""
         with self._lock:
             self._collect()
             self._do(self._blocks.trim())
 
     def _collect(self) -> None:
+        """Take back the blocks of slots that were collected unsent. The lock is held."""
         for block in self._unsent.take_ended():
             self._do(self._blocks.put_back(block))
 
     def _do(self, instructions: Sequence[Instruction]) -> None:
+        """Carry out what `Blocks` asks for. Raises MemoryFailure if a segment cannot be made. The lock is held."""
         if self._is_closed:
             return
         for instruction in instructions:
@@ -197,7 +220,7 @@ class Arena:
                 self._mappings[instruction.segment] = Mapping(file, instruction.size)
             elif isinstance(instruction, Empty):
                 mapping = self._mappings.get(instruction.segment)
-                if mapping is not None:  # it is a segment that could be made
+                if mapping is not None:  # None if the segment could not be made
                     mapping.empty(instruction.offset, instruction.size)
             elif isinstance(instruction, Close):
                 self._close(instruction.segment)
@@ -211,20 +234,23 @@ class Arena:
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of everything; what receivers have mapped is theirs."""
+        """Release all segments. The memory that receivers have mapped lives on until they unmap it."""
         with self._lock:
             self._is_closed = True
             for segment in list(self._files):
                 self._close(segment)
 
     def forked(self) -> None:
-        """In a child process: nothing of the parent's is to be held here. No lock: its holder may not be here."""
+        """Release the parent's segments in a forked process.
+
+        The lock is not taken: the thread that held it at the fork does not exist in the child.
+        """
         self._is_closed = True
         for segment in list(self._files):
             self._close(segment)
 
     def statistics(self) -> dict[str, int]:
-        """Counters."""
+        """Return counters for `nbdist.views`: bytes held and used, blocks lent, segments, and failed `put` calls."""
         with Deferral(), self._lock:
             self._collect()
             return {

@@ -1,9 +1,20 @@
-"""Which part of an arena's memory is whose. Pure: it touches no memory, it says what to do with it.
+"""Keeps the books of an arena: which block is free, taken or lent, and to whom.
 
-Memory comes in segments, each one file; a segment is cut into blocks of one size. A block that has been written to
-has pages of its own, and a write to it again costs a tenth of the first: so a block that comes back is kept *warm*,
-and the one that came back last is taken first. What is kept is bounded by what was lately in use. A block is *cold*
-before its first use, and after its pages have been given up; a segment all of whose blocks are cold is closed.
+Pure: no function here touches memory. The functions return instructions (`Open`, `Empty`, `Close`), and the arena
+carries them out in order. Memory comes in segments, each of them one file, cut into blocks of one size::
+
+                           take                       send
+    cold (no pages) ──┬────────────> taken (a slot) ────────> lent to a receiver
+       ^              │                 │ put_back              │ give_back, forget(is_dead=True)
+       │ `Empty`      │ take            v                       │
+       └─────────── warm (keeps its pages) <────────────────────┘
+                                        lose, forget(is_dead=False): the block is never used again, and its segment is
+                                        *retired*: no other block of it is taken any more
+
+A block that has been written to has pages. Writing to it again costs a tenth of the first time, so a free block keeps
+its pages for a while (*warm*), and the block that was freed last is taken first. The arena holds at most 4 times
+(`_HELD_PER_USED`) the bytes that were lately in use at once; beyond that, warm blocks lose their pages. A segment
+without warm, taken and lent blocks is closed.
 """
 
 from __future__ import annotations
@@ -14,38 +25,40 @@ from typing import NamedTuple
 
 __all__ = ["Block", "Blocks", "Close", "Empty", "Instruction", "Open", "size_class"]
 
-_SMALLEST = 1 << 16
-_SEGMENT = 1 << 24
-"""Bytes of a segment that has several blocks: a file for each small block would be many files."""
-_KEPT = 4
-"""How many times what was lately in use may be held."""
+_SMALLEST_BLOCK = 1 << 16
+"""The bytes of the smallest blocks."""
+_SEGMENT_SIZE = 1 << 24
+"""The bytes of a segment of small blocks. A file for each block would take too many files."""
+_HELD_PER_USED = 4
+"""The arena holds at most this many times the bytes that were lately in use at once."""
 
 
 def size_class(length: int) -> int:
-    """The size of block for so many bytes: four sizes between a power of two and the next."""
-    if length <= _SMALLEST:
-        return _SMALLEST
+    """Return the size of the block for ``length`` bytes: the next of four sizes for each power of two."""
+    if length <= _SMALLEST_BLOCK:
+        return _SMALLEST_BLOCK
     step = 1 << ((length - 1).bit_length() - 3)
     return -(-length // step) * step
 
 
 class Segment:
-    """One file's worth of memory."""
+    """The blocks of one file, all of one size."""
 
     __slots__ = ("blocks", "is_retired", "number", "size", "warm")
 
     def __init__(self, number: int, block_size: int) -> None:
-        count = max(1, _SEGMENT // block_size)
+        count = max(1, _SEGMENT_SIZE // block_size)
         self.number = number
         self.size = count * block_size
         self.blocks = {index * block_size: Block(self, index * block_size, block_size) for index in range(count)}
         self.warm = 0
-        """How many blocks have pages that are the arena's."""
+        """The number of blocks that have pages: warm, taken or lent ones. A lost block does not count."""
         self.is_retired = False
+        """True if no block of the segment is taken any more."""
 
 
 class Block:
-    """One storage's worth of a segment."""
+    """A part of a segment, for one storage."""
 
     __slots__ = ("freed", "offset", "segment", "size")
 
@@ -54,17 +67,18 @@ class Block:
         self.offset = offset
         self.size = size
         self.freed = 0
+        """When the block was last freed: the number of that event among all of its kind."""
 
 
 class Open(NamedTuple):
-    """Do: make a segment."""
+    """Tells the arena to make a segment: a file of ``size`` bytes."""
 
     segment: int
     size: int
 
 
 class Empty(NamedTuple):
-    """Do: give up the pages of a block, which nobody reads any more."""
+    """Tells the arena to free the pages of a block, which no process reads."""
 
     segment: int
     offset: int
@@ -72,7 +86,7 @@ class Empty(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Do: let go of a segment; who still reads it keeps it alive."""
+    """Tells the arena to close a segment. Processes that still read from the segment keep its memory alive."""
 
     segment: int
 
@@ -81,38 +95,46 @@ Instruction = Open | Empty | Close
 
 
 class Blocks:
-    """The books of one arena."""
+    """The books of one arena. One thread at a time may use them."""
 
     def __init__(self, bound: int, segments: int) -> None:
-        """Never hold more than ``bound`` bytes, in that many segments."""
+        """Hold at most ``bound`` bytes, in at most ``segments`` segments."""
         self.held = 0
-        """Bytes of all blocks that have pages."""
+        """The bytes of all blocks that have pages: warm, taken or lent ones."""
         self.used = 0
-        """Bytes of those that are taken, or with somebody."""
+        """The bytes of all blocks that are taken or lent."""
         self._bound = bound
         self._most = segments
         self._segments: dict[int, Segment] = {}
+        """The segments that are not closed, by number."""
         self._numbers = itertools.count(1)
         self._frees = itertools.count(1)
         self._warm: dict[int, deque[Block]] = {}
+        """The warm blocks of each size, the one that was freed last at the end."""
         self._cold: dict[int, list[Block]] = {}
+        """The cold blocks of each size."""
         self._with: dict[int, dict[tuple[int, int], Block]] = {}
+        """The lent blocks of each receiver, by segment and offset."""
         self._peak = self._peak_before = 0
+        """The most bytes in use at once, since the last `trim` and between the last two."""
 
     @property
     def segments(self) -> int:
-        """How many there are."""
+        """The number of segments that are not closed."""
         return len(self._segments)
 
     @property
     def outstanding(self) -> int:
-        """How many blocks are with receivers."""
+        """The number of lent blocks."""
         return sum(map(len, self._with.values()))
 
     # -- out ----------------------------------------------------------------------------------
 
     def take(self, length: int) -> tuple[Block | None, list[Instruction]]:
-        """A block for so many bytes; None where the bound allows none."""
+        """Take a block for ``length`` bytes; return it, or None if the bounds allow none, and the instructions.
+
+        Carry out the instructions even without a block. If a segment cannot be made, call `discard` with the block.
+        """
         size = size_class(length)
         if self.used + size > self._bound:
             return None, []
@@ -138,38 +160,39 @@ class Blocks:
         return block, instructions
 
     def send(self, block: Block, to: int) -> None:
-        """A block that was taken is now with a receiver, until it gives it back."""
+        """Lend a taken block to the receiver ``to``."""
         self._with.setdefault(to, {})[block.segment.number, block.offset] = block
 
     # -- and back -----------------------------------------------------------------------------
 
     def put_back(self, block: Block) -> list[Instruction]:
-        """A block that was taken has not been sent."""
+        """Free a taken block that was not lent."""
         return self._free(block)
 
     def discard(self, block: Block) -> list[Instruction]:
-        """The segment of a block that was taken could not be made."""
+        """Forget a taken block, and retire its segment, because the arena could not make the segment."""
         block.segment.is_retired = True
         return self._free(block)
 
     def give_back(self, by: int, segment: int, offset: int) -> list[Instruction]:
-        """A receiver needs a block no longer. What it does not have it cannot give back."""
+        """Free the block at ``segment`` and ``offset``, lent to ``by``. Does nothing if it is not lent to ``by``."""
         block = self._with.get(by, {}).pop((segment, offset), None)
         return [] if block is None else self._free(block)
 
     def lose(self, by: int, segment: int, offset: int) -> list[Instruction]:
-        """A receiver no longer needs a block, but it may still be read: it is never used again."""
+        """Never use a block again that was lent to ``by``: a process may still read it. Its segment is retired."""
         block = self._with.get(by, {}).pop((segment, offset), None)
         return [] if block is None else self._lose(block)
 
     def forget(self, receiver: int, *, is_dead: bool) -> list[Instruction]:
-        """A receiver is gone; if it may live on, so may its tensors."""
+        """Free all blocks that are lent to a receiver whose process is dead; if it is alive, never use them again."""
         instructions: list[Instruction] = []
         for block in self._with.pop(receiver, {}).values():
             instructions += self._free(block) if is_dead else self._lose(block)
         return instructions
 
     def _free(self, block: Block) -> list[Instruction]:
+        """Make a taken or lent block warm; in a retired segment, cold."""
         self.used -= block.size
         if block.segment.is_retired:
             return self._empty(block)
@@ -178,11 +201,12 @@ class Blocks:
         return []
 
     def _lose(self, block: Block) -> list[Instruction]:
+        """Strike a block out of the books, and retire its segment. The segment's warm blocks become cold."""
         self.used -= block.size
         self.held -= block.size
         segment = block.segment
         instructions: list[Instruction] = []
-        if not segment.is_retired:  # the sooner its file is closed, the sooner the memory is the reader's alone
+        if not segment.is_retired:  # its file is closed as soon as possible: the memory then ends with its readers
             segment.is_retired = True
             self._cold[block.size] = [cold for cold in self._cold.get(block.size, ()) if cold.segment is not segment]
             warm = self._warm.setdefault(block.size, deque())
@@ -195,17 +219,18 @@ class Blocks:
     # -- what is kept -------------------------------------------------------------------------
 
     def trim(self) -> list[Instruction]:
-        """A while has passed: give up what was not needed in this one and the one before."""
+        """Free pages that were needed neither since the last call nor in the interval before it. Call it every 5 s."""
         instructions: list[Instruction] = []
         self._empty_until(self._worth_holding(), instructions)
         self._peak, self._peak_before = self.used, self._peak
         return instructions
 
     def _worth_holding(self) -> int:
-        return _KEPT * max(self._peak, self._peak_before)
+        """Return the most bytes to hold, in view of what was lately in use."""
+        return _HELD_PER_USED * max(self._peak, self._peak_before)
 
     def _empty_until(self, most: int, instructions: list[Instruction]) -> None:
-        """Give up warm blocks, the longest unused first, until no more than that is held."""
+        """Make warm blocks cold, the one that was freed first first, until at most ``most`` bytes are held."""
         while self.held > most:
             oldest = min((warm for warm in self._warm.values() if warm), key=lambda warm: warm[0].freed, default=None)
             if oldest is None:
@@ -213,6 +238,7 @@ class Blocks:
             instructions += self._empty(oldest.popleft())
 
     def _empty(self, block: Block) -> list[Instruction]:
+        """Make a block cold; in a retired segment, it is not taken again."""
         segment = block.segment
         self.held -= block.size
         segment.warm -= 1
@@ -221,6 +247,7 @@ class Blocks:
         return [Empty(segment.number, block.offset, block.size), *self._close_if_idle(segment)]
 
     def _close_if_idle(self, segment: Segment) -> list[Instruction]:
+        """Close a segment none of whose blocks has pages that the arena knows of."""
         if segment.warm:
             return []
         size = next(iter(segment.blocks.values())).size

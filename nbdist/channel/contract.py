@@ -1,9 +1,21 @@
-"""What an agent asks of a channel.
+"""Defines the contract between an agent and its channel.
 
-It is little: frames to an address, from any thread, without blocking; frames from anybody, to whoever
-waits for them. No promise of order, of arrival or of arriving once: `nbdist.wire.peer` makes those. A
-channel does promise that what it delivers came from a member (G6), and that one message's frames arrive
-together or not at all.
+A channel sends a message, which is a list of frames, to an address. Any thread may send, and sending never waits for
+the receiver. A channel also returns the messages of all other agents, one at a time, to the threads in `receive`.
+
+A channel promises two things: all frames of a message arrive together, or none does; and each message that arrives was
+sent by a member (G6). It may lose, double and reorder messages: `nbdist.wire.peer` sends lost ones again, and drops
+second copies.
+
+Two kinds of threads wait in `receive`. The *readers* are threads of the agent's pool. The *guest* is a thread that
+waits for the answer of its own call, and reads that answer itself (`nbdist.rpc.guest`); there is one at a time::
+
+    caller                      channel
+    expect() ─────────────────> messages wake no reader
+    send the call
+    receive(guest=True) ──────> the next message wakes the guest
+      or call() by a reader ──> the guest returns None, until called()
+    expect_no_more() ─────────> messages wake readers again
 """
 
 from __future__ import annotations
@@ -19,80 +31,92 @@ Buffer = bytes | memoryview
 
 
 class ChannelError(NbdistError):
-    """The channel cannot take a message for that address."""
+    """The channel cannot take a message for that address, or cannot be opened. The message was not sent."""
 
 
 class TooManyFiles(ChannelError):
-    """This process's file table is full: nothing is wrong with the other agent, and later there may be room."""
+    """This process cannot open another file. The other agent is well, so the same `connect` may succeed later."""
 
 
 class Link(Protocol):
-    """The way to one other agent."""
+    """The sending end of a channel towards one other agent, made by `Channel.connect`."""
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send ``frames``, from any thread, without waiting for the receiver.
+        """Send ``frames``, without waiting for the receiver. Any thread may call this.
 
-        ``kind`` is the message's word (`nbdist.wire.messages.Message.kind`), for channels that inject faults.
-        Raises ChannelError where the message certainly does not go out.
+        ``kind`` names the type of the message (`nbdist.wire.messages.Message.kind`); only channels that inject faults
+        use it. Raises ChannelError if the message certainly was not sent. A message may be lost without an error.
         """
         ...
 
     def close(self, *, at_once: bool = False) -> None:
-        """Let go of the way; what was sent may still arrive, unless ``at_once``."""
+        """Close the link. Messages that were sent before may still arrive; with ``at_once``, they are dropped."""
         ...
 
 
 @runtime_checkable
 class Channel(Protocol):
-    """An agent's door: one address to be reached at, and ways to others."""
+    """Receives an agent's messages at one or more addresses, and makes links to other agents."""
 
     @property
     def addresses(self) -> list[str]:
-        """Where others reach this channel, the best first."""
+        """The addresses at which other agents reach this channel, the fastest first."""
         ...
 
     def connect(self, addresses: Sequence[str]) -> Link:
-        """The way to a channel with one of these addresses."""
+        """Return a link to the agent with these ``addresses``, by the first of them that this process can reach.
+
+        Raises ChannelError if none can be reached or the channel is closed, TooManyFiles if no file can be opened.
+        """
         ...
 
     @property
     def readers(self) -> int:
-        """How many threads should wait in `receive`: 2 where one is woken for a message and the other sleeps on."""
+        """The number of pool threads that should wait in `receive`.
+
+        It is 2 where a message wakes only one of them: the other one can take the next message.
+        """
         ...
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
-        """Return the next message's frames; None after ``timeout`` seconds, on `wake`, and once closed.
+        """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
-        As many threads as `readers` may wait here, and beside them one more as ``guest``: messages wake the guest
-        rather than another, and `call` the guest alone. ``soon`` says that no other thread of the agent has anything
-        to do, so that one which does not sleep while it waits is in nobody's way.
+        Up to `readers` threads may wait here, and one more with ``guest=True``. A message wakes the guest rather than
+        a reader, and `call` wakes only the guest. A reader passes ``soon=True`` if no other thread of the agent has
+        work: then the channel may look for a message for a millisecond without sleeping (`nbdist.channel.spinning`).
         """
         ...
 
     def has_more(self) -> bool:
-        """Whether something has come for which no thread that waits in `receive` will be woken."""
+        """Return whether a message has come for which no thread in `receive` will be woken.
+
+        Somebody must then call `receive`, or `wake` a thread that does.
+        """
         ...
 
     def wake(self) -> None:
-        """Make a `receive` that waits return None; from any thread."""
+        """Make one waiting `receive`, or else the next one, return None. Any thread may call this."""
         ...
 
     def expect(self) -> None:
-        """Let messages wake no other thread: the calling one is about to `receive` as guest, and may do so awake."""
+        """Keep messages from waking readers, because the calling thread will read its answer itself, as guest.
+
+        Does nothing where the thread would sleep in `receive` anyway. `expect_no_more` must follow.
+        """
         ...
 
     def expect_no_more(self) -> None:
-        """End what `expect` began, if the calling thread has begun it and it has not ended by itself."""
+        """Let messages wake readers again, if the calling thread's `expect` still prevents it."""
         ...
 
     def call(self) -> None:
-        """Make the guest's `receive` return None, until `called`; from any thread."""
+        """Make the guest's `receive` return None, again and again until `called`. Any thread may call this."""
         ...
 
     def called(self) -> None:
-        """Who was called has come."""
+        """End what `call` began: the guest has returned from `receive`."""
         ...
 
     def close(self) -> None:
-        """Stop receiving, and leave nothing behind."""
+        """Stop receiving, close all links, and remove the channel's files. A second call does nothing."""
         ...

@@ -1,7 +1,7 @@
-"""A channel that goes wrong on purpose: fails, drops, delays, doubles and reorders, by kind of message.
+"""Injects faults into a channel: messages of chosen kinds fail, get lost, come late, twice or in another order.
 
-It wraps any other channel, so faults meet the same code as on a healthy one. Users test the failure
-paths of their own programs with it, through `nbdist.testing`.
+`FaultyChannel` wraps any other channel, so everything above it runs unchanged. Programs use it through `nbdist.testing`
+to test how they handle failures.
 """
 
 from __future__ import annotations
@@ -22,35 +22,54 @@ __all__ = ["Faults", "FaultyChannel"]
 
 @dataclass
 class Faults:
-    """What goes wrong; kinds are those of `nbdist.wire.messages.Message.kind`, and ``"*"`` is any.
+    """The faults to inject. Each rule maps a kind of messages, such as ``"call"`` or ``"reply"``, to a number.
 
-    ``fail``: the first so many sends of a kind to one receiver raise. ``drop``, ``duplicate``,
-    ``reorder``: the share of messages of a kind that this happens to (a reordered one waits up to 50 ms).
-    ``delay``: seconds that messages of a kind are held back. ``match`` widens or narrows a kind: it maps
-    (kind, frames) to the word that the rules are looked up by.
+    Kinds are the values of `nbdist.wire.messages.Message.kind`; the kind ``"*"`` stands for all that a rule does not
+    name. Rules may be changed while the channel is in use.
+
+    Example:
+        >>> with World(2, faults=Faults(fail={"call": 1})) as world:
+        ...     with world[0].activate():
+        ...         try:
+        ...             rpc.rpc_sync("worker1", max, args=(1, 2))
+        ...         except nbdist.NbdistError as error:
+        ...             print(type(error).__name__)
+        ...         rpc.rpc_sync("worker1", max, args=(1, 2))
+        ChannelError
+        2
     """
 
     fail: Mapping[str, int] = field(default_factory=dict)
+    """How many of the first messages of a kind to each receiver fail: `Link.send` raises ChannelError."""
     drop: Mapping[str, float] = field(default_factory=dict)
+    """The share of messages that are lost, from 0 to 1."""
     delay: Mapping[str, float] = field(default_factory=dict)
+    """The seconds by which messages come late."""
     duplicate: Mapping[str, float] = field(default_factory=dict)
+    """The share of messages that are sent twice."""
     reorder: Mapping[str, float] = field(default_factory=dict)
+    """The share of messages that come up to 50 ms late, so that later messages overtake them."""
     seed: int = 0
+    """The seed of the random numbers that choose the messages."""
     match: Callable[[str, Sequence[Buffer]], str] | None = None
+    """A function that is called with a message's kind and frames, and returns the kind to look up in the rules."""
 
 
 def _rule(rules: Mapping[str, float], word: str) -> float:
+    """Return a rule's number for a kind of messages; 0 if the rule names neither the kind nor ``"*"``."""
     return rules.get(word, rules.get("*", 0))
 
 
 class FaultyChannel:
-    """Another channel, with faults."""
+    """A channel that wraps another one and injects `Faults` into what it sends. Receiving is not affected."""
 
     def __init__(self, inner: Channel, faults: Faults) -> None:
+        """Wrap the channel ``inner``, which is closed together with this one."""
         self.inner = inner
         self.faults = faults
         self.random = random.Random(faults.seed)
         self._later: list[tuple[float, int, Callable[[], None]]] = []
+        """A heap of delayed sends: the moment of each, as of `time.monotonic`, its number, and the function to call."""
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -58,44 +77,55 @@ class FaultyChannel:
 
     @property
     def addresses(self) -> list[str]:
+        """The addresses of the wrapped channel."""
         return self.inner.addresses
 
     def connect(self, addresses: Sequence[str]) -> FaultyLink:
+        """Return a link of the wrapped channel, with faults. Raises ChannelError as that channel does."""
         return FaultyLink(self, self.inner.connect(addresses))
 
     @property
     def readers(self) -> int:
+        """The number of threads that should wait in `receive`, as of the wrapped channel."""
         return self.inner.readers
 
     def has_more(self) -> bool:
+        """Return the wrapped channel's answer: see `Channel.has_more`."""
         return self.inner.has_more()
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
+        """Return the wrapped channel's next message, without faults: see `Channel.receive`."""
         return self.inner.receive(timeout, guest, soon)
 
     def wake(self) -> None:
+        """Wake a thread in `receive`: see `Channel.wake`."""
         self.inner.wake()
 
     def expect(self) -> None:
+        """Pass the call on to the wrapped channel: see `Channel.expect`."""
         self.inner.expect()
 
     def expect_no_more(self) -> None:
+        """Pass the call on to the wrapped channel: see `Channel.expect_no_more`."""
         self.inner.expect_no_more()
 
     def call(self) -> None:
+        """Pass the call on to the wrapped channel: see `Channel.call`."""
         self.inner.call()
 
     def called(self) -> None:
+        """Pass the call on to the wrapped channel: see `Channel.called`."""
         self.inner.called()
 
     def close(self) -> None:
+        """Close the wrapped channel. Messages that are still delayed are dropped. A second call does nothing more."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self.inner.close()
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
-        """Do ``action`` in ``delay`` seconds, on the channel's own thread."""
+        """Call ``action`` in ``delay`` seconds, on a thread of this channel; never, if the channel is closed before."""
         with self._changed:
             heapq.heappush(self._later, (time.monotonic() + delay, next(self._numbers), action))
             if self._thread is None:
@@ -116,7 +146,7 @@ class FaultyChannel:
 
 
 class FaultyLink:
-    """The way to another agent, with faults on it."""
+    """A `Link` that injects the faults of its channel. It counts failures of its own, by kind of message."""
 
     def __init__(self, channel: FaultyChannel, inner: Link) -> None:
         self._channel = channel
@@ -124,12 +154,13 @@ class FaultyLink:
         self._failed: dict[str, int] = {}
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
+        """Send a message with the faults that the rules name for its kind. Raises ChannelError for ``fail``."""
         faults, chance = self._channel.faults, self._channel.random.random
         word = faults.match(kind, frames) if faults.match else kind
         failed = self._failed.get(word, 0)
         if failed < _rule(faults.fail, word):
             self._failed[word] = failed + 1
-            raise ChannelError(f"injected fault: {word} message not sent")
+            raise ChannelError(f"injected fault: {word} message not sent, as Faults(fail=...) asks for")
         if chance() < _rule(faults.drop, word):
             return
         kept = [bytes(frame) for frame in frames]
@@ -144,8 +175,10 @@ class FaultyLink:
                 self._inner.send(kept, kind)
 
     def _send_late(self, frames: Sequence[Buffer], kind: str) -> None:
-        with contextlib.suppress(ChannelError):  # a message that is lost late is lost
+        """Send a delayed message. If the link is closed by now, the message is lost: its sender has gone on."""
+        with contextlib.suppress(ChannelError):
             self._inner.send(frames, kind)
 
     def close(self, *, at_once: bool = False) -> None:
+        """Close the wrapped link. Delayed messages are lost."""
         self._inner.close(at_once=at_once)

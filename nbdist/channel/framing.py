@@ -1,13 +1,19 @@
-"""Cut the messages out of a stream of bytes, and write what goes in front of their frames.
+"""Cuts messages out of a stream of bytes, and writes the head that goes in front of each message's frames.
 
-A message is its length and its number of frames, their sizes, and the frames. `Cutter.feed` cuts a small message out of
-the bytes it came in. A large one gets memory of its size as soon as its length is known, for the socket to write to:
+A message in the stream::
+
+    length   8 bytes: the number of bytes after `count`
+    count    4 bytes: the number of frames
+    sizes    8 bytes each: the length of each frame
+    frames   one after the other
+
+A message that has come as a whole is cut at once (`Cutter.feed`). For any other, the cutter allocates memory of the
+message's length as soon as it has read the length, and the caller reads the rest from the socket into this memory::
 
     feed(beginning) -> room -> wrote(count) -> room -> wrote(count) -> [Large] -> frames()
 
-Nobody fills that memory with zeros, as `bytearray(length)` would, so a header that announces much takes none of it
-until the bytes come. `Large.frames` copies, which takes as long as the message is large, so it is called where no other
-thread waits.
+The memory is not filled with zeros, as `bytearray(length)` would be. So a head that announces many bytes takes no
+memory until the bytes come. `Large.frames` copies the whole message, so it is called where no other thread waits.
 """
 
 from __future__ import annotations
@@ -23,54 +29,55 @@ __all__ = ["Cutter", "Large", "head"]
 
 _HEAD = struct.Struct("<QI")
 _SIZE = 8
-_WEIGHED = 64 * 1024 * 1024
-"""Bytes from which a message is compared with the memory that is left, which takes about 50 µs."""
+"""The bytes of each frame's size in the head."""
+_COMPARED_WITH_MEMORY = 64 * 1024 * 1024
+"""Messages of at least this many bytes are refused if the machine has too little memory left. Asking takes 50 µs."""
 _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
-"""By the number of frames: all that goes in front of a usual message."""
+"""The layout of the whole head by the number of frames, for messages of up to 7 frames."""
 
 _unfilled: Callable[[None, int], bytearray] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
-"""A bytearray of so many bytes, whatever they are: the system maps large memory when it is first written to."""
+"""Returns a bytearray of the given length with arbitrary contents. Large memory is mapped when first written to."""
 
 
 def head(sizes: Sequence[int]) -> bytes:
-    """What goes in front of frames of these sizes."""
+    """Return the head of a message whose frames have these ``sizes``, in bytes."""
     count = len(sizes)
     layout = _HEADS[count] if count < len(_HEADS) else struct.Struct(f"<QI{count}Q")
     return layout.pack(_SIZE * count + sum(sizes), count, *sizes)
 
 
 class Large:
-    """A message in the memory that it came into, not cut into frames yet."""
+    """A whole message in its own memory, not cut into frames yet."""
 
     def __init__(self, whole: memoryview) -> None:
         self._whole = whole
 
     def frames(self) -> list[bytes]:
-        """Copy the frames out. Raises ProtocolError where their sizes are not those that the header announced."""
+        """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length."""
         return _frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
 
 
 class Cutter:
-    """Cuts the bytes that come over one connection into messages."""
+    """Cuts the bytes of one connection into messages. One thread at a time may use it."""
 
     def __init__(self, max_message: int) -> None:
-        """``max_message`` is the length, in bytes, of the longest message that is taken."""
+        """Accept messages of at most ``max_message`` bytes."""
         self._max_message = max_message
         self._rest = b""
         self.large: memoryview | None = None
-        """The memory of a large message that has begun: more bytes belong in `room` then, else into `feed`."""
+        """The memory of a message that has come in part. While it is set, read into `room`; else call `feed`."""
         self._filled = 0
 
     @property
     def room(self) -> memoryview:
-        """Where the rest of a large message should be written."""
+        """The memory into which the rest of the message must be read."""
         assert self.large is not None
         return self.large[self._filled :]
 
     def wrote(self, count: int) -> list[Large]:
-        """Note that ``count`` bytes were written to `room`. Returns the message, if it is whole now."""
+        """Note that ``count`` bytes were written to `room`. Returns the message if it is whole now, else nothing."""
         assert self.large is not None
         self._filled += count
         if self._filled < len(self.large):
@@ -79,11 +86,11 @@ class Cutter:
         return [Large(whole)]
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Take bytes that have come. Returns the messages that are whole now.
+        """Take bytes that have come while `large` is None. Returns the messages that are whole now.
 
         Raises:
             ProtocolError: no link of nbdist sends such bytes, or the message is longer than ``max_message``.
-            OSError, MemoryError: there is not as much memory as the message announces.
+            OSError, MemoryError: the machine has less memory left than the message announces.
         """
         if self._rest:
             data = self._rest + data
@@ -93,9 +100,12 @@ class Cutter:
         while end - start >= _HEAD.size:
             length, count = _HEAD.unpack_from(data, start)
             if length > self._max_message:
-                raise ProtocolError(f"a message of {length} bytes, where no more than {self._max_message} are taken")
+                raise ProtocolError(
+                    f"a message of {length} bytes is too long: this agent accepts {self._max_message}. Raise its "
+                    "option max_message, or send less at once"
+                )
             if not 0 < _SIZE * count <= length:
-                raise ProtocolError(f"a message of {length} bytes in {count} frames")
+                raise ProtocolError(f"a message of {length} bytes claims {count} frames: nbdist never sends this")
             if end - start < _HEAD.size + length:
                 self._begin_large(data, start, _HEAD.size + length)
                 return messages
@@ -106,9 +116,9 @@ class Cutter:
         return messages
 
     def _begin_large(self, data: bytes, start: int, length: int) -> None:
-        """Get memory for a message of which only the beginning is there; the rest needs no search for its end."""
-        if length >= _WEIGHED and length > (left := memory.available()):
-            raise MemoryError(f"a message of {length} bytes, and the machine has {left} bytes of memory left")
+        """Allocate memory for the message of ``length`` bytes that begins at ``start``, and copy in what has come."""
+        if length >= _COMPARED_WITH_MEMORY and length > (left := memory.available()):
+            raise MemoryError(f"a message of {length} bytes does not fit: the machine has {left} bytes of memory left")
         large = memoryview(_unfilled(None, length))
         self._filled = len(data) - start
         large[: self._filled] = memoryview(data)[start:]
@@ -116,13 +126,13 @@ class Cutter:
 
 
 def _frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:
-    """Copy the frames of the message that begins at ``start``."""
+    """Return copies of the ``count`` frames of the message whose head begins at ``start``."""
     if count < len(_HEADS):
         _, _, *sizes = _HEADS[count].unpack_from(data, start)
     else:
         sizes = list(struct.unpack_from(f"<{count}Q", data, start + _HEAD.size))
     if sum(sizes) + _SIZE * count != length:
-        raise ProtocolError(f"a message of {length} bytes has frames of {sum(sizes)}")
+        raise ProtocolError(f"a message of {length} bytes claims frames of {sum(sizes)}: nbdist never sends this")
     at = start + _HEAD.size + _SIZE * count
     frames = []
     for size in sizes:

@@ -1,14 +1,15 @@
-"""Tells the threads of the pool that some file has news, unless another thread has shut the gate.
+"""Wakes sleeping threads when a file becomes readable, unless another thread has shut the gate to read it alone.
 
-For each news the kernel wakes one of the threads that sleep here, and now and then a second one, which finds nothing.
-A thread that looks for a message without sleeping would not keep the kernel from that, and the woken one would get in
-its way. So it shuts the gate first::
+When a file becomes readable, the kernel wakes one of the threads that sleep here, and now and then a second one, which
+finds nothing to read. A thread that looks for messages without sleeping (`nbdist.channel.spinning`) does not keep the
+kernel from waking others, and they would compete with it for the core. So that thread shuts the gate first::
 
-    file --- news --> `news` (an epoll of all files) -----> the gate (an epoll of that one) ---> who sleeps in `wait`
-                        |                             ^
-                        +--> who has shut it          `shut` and `open` work here
+    file ── readable ──> `news` (an epoll of all files) ──┬──> the gate (an epoll of `news`) ──> threads in `wait`
+                           │                              │
+                           │                              └ `shut` cuts the line here, `open` restores it
+                           └──> the thread that shut the gate polls `news` itself
 
-News that came in between wake somebody when the gate is opened, if they are still news.
+A file that became readable while the gate was shut wakes a thread when the gate is opened, if it is still readable.
 """
 
 from __future__ import annotations
@@ -19,51 +20,55 @@ import time
 
 __all__ = ["Gate"]
 
-OVERDUE = 0.01
-"""Seconds after which a gate that is still shut is opened by whoever ends a sleep here without news.
+OPEN_AFTER = 0.01
+"""Seconds after which a gate that is still shut is opened by the next thread whose `wait` times out.
 
-Its owner may have been kept from it by Ctrl-C. An agent's threads sleep for 0.2 s at most.
+Ctrl-C may have kept the owner from opening it. An agent's threads wait for 0.2 s at most, so it opens within that time.
 """
 
 
 class Gate:
-    """A place for threads to sleep in until some file has news."""
+    """A place where threads sleep until a file is readable. Any thread may call any method."""
 
     def __init__(self) -> None:
         self.news = select.epoll()
-        """The files; whoever has shut the gate asks this."""
+        """The epoll of all files. The thread that has shut the gate polls it directly."""
         self._gate = select.epoll()
         self._gate.register(self.news, select.EPOLLIN)
-        self._lock = threading.RLock()  # a user's ``__del__``, which may run anywhere, may come here again
+        self._lock = threading.RLock()  # a user's ``__del__`` may run while it is held, and call in here again
         self._owner = 0
-        """The ident of the thread that has shut it; 0 while it is open."""
+        """The ident of the thread that has shut the gate; 0 while it is open."""
         self._since = 0.0
+        """The moment at which the gate was last shut, as of `time.monotonic`."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until there is news, for ``timeout`` seconds at most; return whether there is."""
+        """Sleep until a file is readable, for ``timeout`` seconds at most. Returns whether one is."""
         if self._gate.poll(timeout, 1):
             return True
         owner = self._owner
-        if owner and time.monotonic() - self._since > OVERDUE:
+        if owner and time.monotonic() - self._since > OPEN_AFTER:
             self.open(owner)
         return False
 
     def shut(self) -> bool:
-        """Keep news from waking others; return whether the calling thread is now the one to open it again."""
+        """Keep files from waking the threads in `wait`. Returns False if another thread has shut the gate already.
+
+        After True, the calling thread must call `open`, and must poll `news` itself.
+        """
         with self._lock:
             if self._owner:
                 return False
-            # First: after Ctrl-C `open` finds the owner, whether or not the rest has been done.
+            # The owner is set first: if Ctrl-C comes here, `open` still knows that the gate may be shut.
             self._since, self._owner = time.monotonic(), threading.get_ident()
             self._let_through(0)
             return True
 
     def is_shut_by(self, thread: int) -> bool:
-        """Return whether the thread of that ident has shut it."""
+        """Return whether the thread with this ident has shut the gate."""
         return self._owner == thread
 
     def open(self, owner: int) -> None:
-        """Open it, if the thread of ident ``owner`` has shut it and nobody has opened it since."""
+        """Open the gate if it is still shut by the thread with the ident ``owner``; else do nothing."""
         if self._owner != owner:
             return
         with self._lock:
@@ -72,17 +77,18 @@ class Gate:
                 self._owner = 0
 
     def _let_through(self, events: int) -> None:
+        """Set which events of `news` wake the threads in `wait`: 0 for none."""
         try:
             self._gate.modify(self.news, events)
-        except (OSError, ValueError):  # it is closed
+        except (OSError, ValueError):  # the gate is closed
             return
 
     def forked(self) -> None:
-        """In a child process: whoever holds the lock or has shut the gate may not be here."""
+        """Reset the lock and the owner in a forked process, which lacks the threads that may have held them."""
         self._lock = threading.RLock()
         self._owner = 0
 
     def close(self) -> None:
-        """Close both."""
+        """Close both epolls. No thread may be in `wait`."""
         self._gate.close()
         self.news.close()

@@ -1,4 +1,4 @@
-"""Agents of one process: a queue for each, in a network of their own."""
+"""Connects agents of one process, by a queue for each. Tests, doctests and `nbdist.testing.World` use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ __all__ = ["InProcessChannel", "Network"]
 
 
 class Network:
-    """The channels that can reach each other."""
+    """A group of in-process channels that can reach each other, and no others. Any thread may use it.
+
+    Example:
+        >>> network = Network()
+        >>> receiver, sender = network.open(), network.open()
+        >>> sender.connect(receiver.addresses).send([b"hello"], "call")
+        >>> receiver.receive(timeout=1.0)
+        [b'hello']
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -21,54 +29,66 @@ class Network:
         self._lock = threading.Lock()
 
     def open(self) -> InProcessChannel:
-        """A new channel in this network."""
+        """Return a new channel in this network."""
         channel = InProcessChannel(self, f"inprocess://{id(self):x}/{next(self._numbers)}")
         with self._lock:
             self._open[channel.address] = channel
         return channel
 
     def find(self, address: str) -> InProcessChannel | None:
-        """The open channel at ``address``."""
+        """Return the open channel at ``address``; None if it is closed or belongs to another network."""
         return self._open.get(address)
 
     def remove(self, address: str) -> None:
-        """A channel has been closed."""
+        """Remove a channel that has been closed: messages to it are lost from now on."""
         with self._lock:
             self._open.pop(address, None)
 
 
 class InProcessChannel:
-    """One agent's queue."""
+    """A channel inside one process: one queue, into which links put messages. Make one with `Network.open`.
+
+    It has one reader and no guest, so `expect`, `expect_no_more` and `called` do nothing.
+    """
 
     def __init__(self, network: Network, address: str) -> None:
         self.address = address
+        """The channel's only address, ``inprocess://…``."""
         self._network = network
         self._queue: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._closed = False
 
     @property
     def addresses(self) -> list[str]:
+        """The channel's only address, in a list."""
         return [self.address]
 
     def connect(self, addresses: Sequence[str]) -> InProcessLink:
+        """Return a link to the first address of an in-process channel. Raises ChannelError if there is none.
+
+        The other channel need not be open: messages to a closed one are lost.
+        """
         for address in addresses:
             if address.startswith("inprocess://"):
                 return InProcessLink(self._network, address)
-        raise ChannelError(f"none of {list(addresses)} is in this process")
+        raise ChannelError(f"none of the addresses {list(addresses)} is in this process")
 
     def deliver(self, frames: list[bytes]) -> None:
-        """Put a message where `receive` finds it."""
+        """Put a message into the queue. Does nothing after `close`."""
         if not self._closed:
             self._queue.put(frames)
 
     @property
     def readers(self) -> int:
+        """The number of threads that should wait in `receive`: 1."""
         return 1
 
     def has_more(self) -> bool:
+        """Return False: each message in the queue wakes a thread."""
         return False
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
+        """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed."""
         if self._closed:
             return None
         try:
@@ -77,37 +97,45 @@ class InProcessChannel:
             return None
 
     def expect(self) -> None:
+        """Do nothing: there is no guest."""
         pass
 
     def expect_no_more(self) -> None:
+        """Do nothing: there is no guest."""
         pass
 
     def call(self) -> None:
+        """Make a waiting `receive` return None."""
         self.wake()
 
     def called(self) -> None:
+        """Do nothing: `call` has no lasting effect."""
         pass
 
     def wake(self) -> None:
+        """Make one waiting `receive`, or else the next one, return None."""
         self._queue.put(None)
 
     def close(self) -> None:
+        """Leave the network; `receive` returns None from now on. A second call has no further effect."""
         self._closed = True
         self._network.remove(self.address)
         self.wake()
 
 
 class InProcessLink:
-    """The way to another queue of the network."""
+    """A `Link` to another channel of the network."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network = network
         self._address = address
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
+        """Put a copy of the message into the other channel's queue; if that channel is closed, the message is lost."""
         target = self._network.find(self._address)
-        if target is not None:  # else it is lost, as on a wire
+        if target is not None:
             target.deliver([bytes(frame) for frame in frames])
 
     def close(self, *, at_once: bool = False) -> None:
+        """Do nothing: the link holds no resources."""
         pass

@@ -1,11 +1,15 @@
-"""Report at once that a process of this host has ended.
+"""Reports, as soon as it happens, that a process of this host has ended.
 
-A process is named by its pid and the time it started, because the kernel reuses pids. Linux reports an end through a
-pidfd, within a millisecond; where there is none, the process table is read every 50 ms.
+A process is identified by its pid and the time at which it started, because the kernel reuses pids. Each watched
+process is in one of two tables of `ProcessWatch`::
+
+    watch ──> _polled: asked every 50 ms ── a pidfd can be opened ──> _files: the kernel tells within a millisecond
+                        │                                                              │
+                        └── no such process, another start time, zombie ──> on_end <───┴── the pidfd is readable
 
 Only these answers of the kernel mean that a process has ended: no such process (ENOENT, ESRCH), another start time,
-or state Z (zombie) or X (dead). Every other error, such as EMFILE when this process has too many files open, means
-that the kernel did not answer: the process counts as alive and is asked about again.
+or state Z (zombie) or X (dead). Any other error, such as EMFILE when this process has too many files open, means
+that the kernel did not answer: the process counts as alive, and the kernel is asked again.
 """
 
 from __future__ import annotations
@@ -22,37 +26,42 @@ from nbdist.channel.resources import refusals_in_words
 
 __all__ = ["ProcessWatch", "is_alive", "started_at"]
 
-_POLL_MS = 50
+_LOOK_EVERY_MS = 50
+"""Milliseconds between two looks at the processes that have no pidfd."""
 _ENDED = 0
+"""The start time that `_look_up` returns for a process that has ended."""
 
 _log = logging.getLogger("nbdist.channel")
 
 
 def started_at(pid: int) -> int:
-    """Return when the process started, in the kernel's ticks; 0 where it has ended or the kernel does not say."""
+    """Return when the process started, in clock ticks since boot; 0 if it has ended or the kernel does not answer."""
     return _look_up(pid) or 0
 
 
 def _look_up(pid: int) -> int | None:
-    """Return when the process started; `_ENDED` where it has ended, None where the kernel does not say."""
+    """Return when the process started; `_ENDED` if it has ended, None if the kernel does not answer."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return _ENDED
-    except OSError:  # above all EMFILE and ENFILE: the look-up itself needs a file
+    except OSError:  # mostly EMFILE and ENFILE: reading the process table needs a file
         return None
     fields = stat.rpartition(")")[2].split()
     return _ENDED if fields[0] in "ZX" else int(fields[19])
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Return whether the process with this pid and start time runs; True where the kernel does not say."""
+    """Return whether the process with this pid and start time runs; True if the kernel does not answer.
+
+    With ``started`` 0, a start time that is not known, any process with this pid counts, even a zombie.
+    """
     if started:
         found = _look_up(pid)
         if found is not None:
             return found == started
     try:
-        os.kill(pid, 0)  # needs no file, but cannot tell a zombie or a reused pid from the process
+        os.kill(pid, 0)  # needs no file, but takes a zombie or another process with a reused pid for this process
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -61,7 +70,10 @@ def is_alive(pid: int, started: int) -> bool:
 
 
 class ProcessWatch:
-    """Calls ``on_end(pid)`` once for each watched process that ends, in a thread of its own."""
+    """Calls ``on_end(pid)`` once for each watched process that ends, in the watch's own thread.
+
+    The thread starts with the first `watch`. An exception of ``on_end`` is logged.
+    """
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
         self._on_end = on_end
@@ -76,7 +88,10 @@ class ProcessWatch:
             self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def watch(self, pid: int, started: int) -> None:
-        """Report the end of this process; at once, if it has ended. Does nothing for a pid that is watched."""
+        """Report the end of this process; at once if it has ended already.
+
+        Does nothing for a pid that is watched already, and nothing after `close`.
+        """
         with self._lock:
             if self._closed or pid in self._polled or pid in self._files.values():
                 return
@@ -87,6 +102,7 @@ class ProcessWatch:
         self._wake()
 
     def _wake(self) -> None:
+        """Make the thread look at the tables again, without waiting for its time-out."""
         with contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
 
@@ -100,7 +116,7 @@ class ProcessWatch:
                 poller.register(self._wake_out, select.POLLIN)
                 for file in self._files:
                     poller.register(file, select.POLLIN)
-                timeout = 0 if ended else _POLL_MS if self._polled else None
+                timeout = 0 if ended else _LOOK_EVERY_MS if self._polled else None
             for file, _ in poller.poll(timeout):
                 if file == self._wake_out:
                     with contextlib.suppress(OSError):
@@ -118,20 +134,24 @@ class ProcessWatch:
                 try:
                     self._on_end(pid)
                 except Exception:
-                    _log.exception("a listener failed to hear of the end of process %d", pid)
+                    _log.exception("process %d has ended; the function that was to handle this failed", pid)
 
     def _has_ended(self, pid: int, started: int) -> bool:
-        """With the lock held: look at a polled process, and watch it by a pidfd instead if there is one to be had."""
+        """Return whether a polled process has ended; if it has not, move it to `_files` if a pidfd can be opened.
+
+        The caller holds the lock.
+        """
         try:
             file = os.pidfd_open(pid)
         except ProcessLookupError:
             return True
         except (AttributeError, OSError):
             return not is_alive(pid, started)
-        # Looked up after the pidfd is open: so the pidfd is that process's, and not of one that has its pid now.
+        # The start time is read after the pidfd is open. So if it is right, the pidfd belongs to this very process, and
+        # not to a later one with the same pid.
         found = _look_up(pid) if started else None
         if started and found is None:
-            os.close(file)  # the kernel does not say now; ask again
+            os.close(file)  # the kernel did not answer; the next look asks again
             return False
         if started and found != started:
             os.close(file)
@@ -153,6 +173,6 @@ class ProcessWatch:
         for file in self._files:
             os.close(file)
         self._files.clear()
-        wake_in, self._wake_in = self._wake_in, -1  # the number may soon be another file's
+        wake_in, self._wake_in = self._wake_in, -1  # `_wake` must not write to another file that gets this number
         os.close(wake_in)
         os.close(self._wake_out)

@@ -1,15 +1,22 @@
-"""The short way between two processes of one host, beside ZeroMQ: unix sockets that agents read themselves.
+"""Moves frames between processes of one host over unix sockets, and uses a ZeroMQ channel for all other agents.
 
-ZeroMQ hands every message to a thread of its own and back, on either side; that is most of what a small call costs
-with it. Here the thread that sends writes to the socket, and the thread that reads is woken by the kernel. The
-agent stays reachable by ZeroMQ, for members on other hosts and those that have no unix sockets; both ways end in one
-`receive`, which waits for all of them at once. Who waits in it, and for what the kernel wakes whom::
+With ZeroMQ, each message goes through a thread of ZeroMQ's own on both sides, which is most of the time of a small
+call. Here the sending thread writes to the socket itself, and the kernel wakes the thread that reads. The agent is
+still reached over ZeroMQ (the channel ``beside``) by agents on other hosts, or without unix sockets. One `receive`
+waits for all of them::
 
-    file --- news --> guests   (an epoll of all files): the guest sleeps or looks here, and is asked first
-                 +--> the gate (`nbdist.channel.gate`): the threads of the pool sleep here, if there is no guest
+    a connection ──────────────┐                     ┌──> guests, an epoll: the guest polls or sleeps here; it is
+    the ZeroMQ channel's file ─┼── becomes readable ─┤    woken first
+    `wake` ────────────────────┤                     └──> the gate (`nbdist.channel.gate`): readers sleep here
+    a new connection ──────────┘
+    `call` ─────────────────────────────────────────────> guests only
 
-Only processes of this user get in: the socket is in the agent's own directory (0700), and the kernel says who is at
-the other end (G6).
+The epolls are edge-triggered: each reports a file once when bytes have come, not again while they are unread. So
+`receive` keeps a list of connections that may have unread bytes (`_ready`), reads a part of each in turn, and puts
+the messages that are whole into a queue (`_arrived`), from which it returns one at a time.
+
+Only processes of this user can connect: the socket is in the agent's own directory (mode 0700), and the kernel tells
+which user is at the other end (G6).
 """
 
 from __future__ import annotations
@@ -33,27 +40,32 @@ from nbdist.channel.contract import ChannelError, Link, TooManyFiles
 from nbdist.channel.framing import Cutter, Large
 from nbdist.channel.gate import Gate
 from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
-from nbdist.channel.spinning import MOST, Spinning
+from nbdist.channel.spinning import POLL_SECONDS, Spinning
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.errors import ProtocolError
 from nbdist.finalisers import this_thread
 
-__all__ = ["SLEEPS", "LocalChannel", "is_available"]
+__all__ = ["WAITING_CODE", "LocalChannel", "is_available"]
 
 _SCHEME = "unix://"
-_AT_ONCE = 64 * 1024
+_BYTES_PER_READ = 64 * 1024
+"""The most bytes that are read from a connection before other connections have their turn."""
 _LINGER = 0.5
-_PAUSE = 0.1
-_FEWEST = 16
-"""Connections that are let in however few files this process may have open."""
-_EVENTS = 16
-_NEWS = select.EPOLLIN | select.EPOLLET | select.EPOLLEXCLUSIVE if hasattr(select, "epoll") else 0
+"""Seconds for which `LocalChannel.close` waits until all backlogs are sent."""
+_ACCEPT_AGAIN_AFTER = 0.1
+"""Seconds after a failed accept before the next attempt."""
+_FEWEST_CONNECTIONS = 16
+"""The connections that are accepted even if this process may have very few files open."""
+_EVENTS_PER_POLL = 16
+"""The most files that one poll reports."""
+_READABLE_ONCE = select.EPOLLIN | select.EPOLLET | select.EPOLLEXCLUSIVE if hasattr(select, "epoll") else 0
+"""The events of a file that wake threads: readable, reported once, to one thread rather than to all."""
 
 _log = logging.getLogger("nbdist.channel")
 
 
 def is_available() -> bool:
-    """Whether this system has what the channel needs."""
+    """Return whether this system has unix sockets, their peers' user ids, and epoll."""
     return hasattr(socket, "AF_UNIX") and hasattr(socket, "SO_PEERCRED") and hasattr(select, "epoll")
 
 
@@ -69,28 +81,41 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class LocalChannel:
-    """Unix sockets to the agents of this host, and a ZeroMQ channel to all others."""
+    """Reaches the agents of this host over unix sockets, and all others over a ZeroMQ channel."""
 
     def __init__(self, beside: ZmqChannel, *, max_message: int) -> None:
-        """``beside`` is this channel's from now on: its directory holds the socket, and it is closed with it."""
+        """Listen at a unix socket in the directory of ``beside``, which is closed together with this channel.
+
+        ``max_message`` is the most bytes of a message. Raises ChannelError if the socket cannot be made.
+        """
         if beside.directory is None:
-            raise ChannelError("a channel that is not for this host has no directory for a unix socket")
+            raise ChannelError(
+                "the ZeroMQ channel has no directory for a unix socket: it was opened without local addresses"
+            )
         self._beside = beside
         self._max_message = min(max_message, memory.total())
         self._closed = False
         self._lock = threading.Lock()
         self._turn = threading.Lock()
+        """Held while a thread reads connections, one thread at a time."""
         self._waiting: set[int] = set()
+        """The idents of the threads in `_wait`."""
         self._arrived: deque[list[bytes] | _Uncut] = deque()
-        self._more_beside = True  # its file tells of news, not of what was there before
+        """The messages that have come and that `receive` has not returned."""
+        self._more_beside = True  # messages may have come before the file of `beside` was watched
+        """True if the ZeroMQ channel may have messages."""
         self._links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
         self._incoming: dict[int, _Incoming] = {}
-        # Half of the files that this process may have open stay free for what it is there for.
-        self._most_incoming = max(_FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        """The connections from other agents, by file number."""
+        # Half of the files that this process may have open are left to the program.
+        self._most_incoming = max(_FEWEST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._ready: set[int] = set()
+        """The file numbers of connections that may have unread bytes."""
         self._try_again_at = math.inf
-        self._may_look = (os.cpu_count() or 1) > 1  # or who is to send something would have no core
-        self._spinning = Spinning(), Spinning()  # of other threads, and of guests
+        """The moment at which to accept connections again after a failure, as of `time.monotonic`."""
+        # On a single core, a thread that polls would keep the sender from running.
+        self._may_look = (os.cpu_count() or 1) > 1
+        self._spinning = Spinning(), Spinning()  # for readers, and for guests
         path = str(beside.directory / "un")
         self._address = _SCHEME + path
         with contextlib.ExitStack() as undo:
@@ -111,26 +136,32 @@ class LocalChannel:
             self._beside_file = beside.file
             for file in (self._listener.fileno(), self._wake, self._beside_file):
                 self._register(file)
-            self._guests.register(self._call, select.EPOLLIN)  # the guest is told, and again, until it is read
+            self._guests.register(self._call, select.EPOLLIN)  # not edge-triggered: reported until `called` reads it
             self._outbox = Outbox()
             self._resources = undo.pop_all()
         _channels.add(self)
 
     @property
     def addresses(self) -> list[str]:
+        """The channel's addresses: ``unix://`` first, then those of the ZeroMQ channel."""
         return [self._address, *self._beside.addresses]
 
     def connect(self, addresses: Sequence[str]) -> Link:
+        """Return a link over a unix socket if one of the addresses is one and accepts, else a link over ZeroMQ.
+
+        Raises ChannelError if no address can be reached or the channel is closed, TooManyFiles if no file can be
+        opened.
+        """
         with self._lock:
             if self._closed:
                 raise ChannelError("the channel is closed")
             for address in addresses:
                 if address.startswith(_SCHEME):
-                    # Its file may be another host's, or of one that has died: then the other addresses count.
+                    # The address may be on another host, or its agent may have died: then the others are tried.
                     try:
                         link = LocalLink(address.removeprefix(_SCHEME), self._outbox)
                     except TooManyFiles:
-                        raise  # the short way is there, and can be taken later
+                        raise  # the caller tries again later, rather than using ZeroMQ for good
                     except ChannelError:
                         continue
                     self._links.add(link)
@@ -140,30 +171,37 @@ class LocalChannel:
     # -- receiving ----------------------------------------------------------------------------
 
     def _register(self, file: int) -> None:
-        """Have threads woken by news of a file: the guest if one waits, which is asked first, or else another thread.
+        """Watch a file: when it becomes readable, the kernel wakes the guest, or a reader if no guest waits.
 
-        So the readers sleep while a guest reads what it waits for, and none of them is woken by `call`.
+        The order matters: the kernel asks the epoll that was registered first, and stops where a thread was woken. So
+        readers sleep while a guest reads its answer.
         """
-        self._guests.register(file, _NEWS)
-        self._gate.news.register(file, _NEWS)
+        self._guests.register(file, _READABLE_ONCE)
+        self._gate.news.register(file, _READABLE_ONCE)
 
     @property
     def readers(self) -> int:
+        """The number of threads that should wait in `receive`: 2, because a message wakes only one of them."""
         return 2
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
+        """Return the next message's frames; None after ``timeout`` seconds, after `wake` or `call`, and once closed.
+
+        The arguments are those of `Channel.receive`. The thread that returns a large message cuts it into frames first,
+        outside of the lock.
+        """
         end = None
         if self._try_again_at != math.inf:
             self._try_to_accept()
         while True:
-            # As it is now: by the time of the turn, another thread may have taken all of it.
+            # Read once, here: by the time this thread has the lock, another one may have taken everything.
             has_some = bool(self._arrived or self._ready or self._more_beside)
             if has_some:
                 events = () if self._arrived else self._wait(self._guests if guest else self._gate.news, 0) or ()
             elif (watched := self._watch(timeout, guest, soon)) is not None:
                 events = watched
             else:
-                events, has_some = (), True  # it sleeps on
+                events, has_some = (), True  # woken for nothing: wait again
             with self._turn:
                 woken = False
                 for number, what in events:
@@ -185,16 +223,16 @@ class LocalChannel:
                     return frames
             if woken or self._closed or not (events or has_some):
                 return None
-            if timeout is not None:  # a part of a message has come
+            if timeout is not None:  # only a part of a message has come: wait for the rest of the time
                 end = end or time.monotonic() + timeout
                 timeout = end - time.monotonic()
                 if timeout < 0:
                     return None
 
     def _watch(self, timeout: float | None, guest: bool, soon: bool) -> Sequence[tuple[int, int]] | None:
-        """Return the files that have news, after a look without sleep where that is worth while.
+        """Wait until files are readable, polling first if that pays; return them, with their events.
 
-        Returns nothing after ``timeout`` seconds, and None where this thread was woken and another has taken the news.
+        Returns () after ``timeout`` seconds, and None if this thread was woken but another one has read the file.
         """
         me, begun, spinning = threading.get_ident(), time.monotonic(), self._spinning[guest]
         looks = (guest and self._gate.is_shut_by(me)) or (
@@ -203,7 +241,7 @@ class LocalChannel:
         events: Sequence[tuple[int, int]] | None = ()
         looked = 0.0
         if looks:
-            look_until = begun + (MOST if timeout is None else min(MOST, timeout))
+            look_until = begun + (POLL_SECONDS if timeout is None else min(POLL_SECONDS, timeout))
             events = self._wait(self._guests if guest else self._gate.news, timeout, look_until)
             looked = time.monotonic() - begun
             if not events:
@@ -217,13 +255,13 @@ class LocalChannel:
     def _wait(
         self, epoll: select.epoll | None, timeout: float | None, look_until: float = 0.0
     ) -> Sequence[tuple[int, int]] | None:
-        """Return the files that have news, of those in ``epoll``, or behind the gate where that is None, as `_watch`.
+        """Wait until files in ``epoll`` (None: behind the gate) are readable; return them as `_watch` does.
 
-        Of all threads that sleep, the kernel wakes one or two for each news, and says it once. Until ``look_until``, if
-        that is given, this thread asks again and again and does not sleep. In between others may run on its core.
+        With ``look_until``, a moment as of `time.monotonic`, the thread polls until then without sleeping, and yields
+        its core between two polls.
 
-        A guest waits here as any of the user's threads may: a signal's handler or a finaliser that runs meanwhile may
-        call and wait, which others read for. So the thread is open here to what they call.
+        While a guest waits here, a signal handler or a finaliser of the user may run in its thread, make calls, and
+        wait for them: readers read the answers. So a guest's thread is not closed here (`nbdist.finalisers`).
         """
         me = threading.get_ident()
         events: Sequence[tuple[int, int]] | None = ()
@@ -234,15 +272,15 @@ class LocalChannel:
             self._waiting.add(me)
             if look_until and epoll is not None:
                 while not events and not self._closed and time.monotonic() < look_until:
-                    events = epoll.poll(0, _EVENTS)
+                    events = epoll.poll(0, _EVENTS_PER_POLL)
                     if not events:
                         os.sched_yield()
             elif self._closed:
                 pass
             elif epoll is not None:
-                events = epoll.poll(timeout, _EVENTS)
+                events = epoll.poll(timeout, _EVENTS_PER_POLL)
             elif self._gate.wait(timeout):
-                events = self._gate.news.poll(0, _EVENTS) or None
+                events = self._gate.news.poll(0, _EVENTS_PER_POLL) or None
             self._waiting.discard(me)
             this_thread.is_closed = was_closed
             return events
@@ -253,7 +291,7 @@ class LocalChannel:
             raise
 
     def _look_everywhere(self) -> None:
-        """News may have been lost, and are not told twice: have another thread look what there is."""
+        """Wake a thread that looks at everything: Ctrl-C may have lost the only report that a file is readable."""
         with self._turn:
             self._ready.update(self._incoming)
             self._more_beside = True
@@ -261,10 +299,11 @@ class LocalChannel:
         self.wake()
 
     def has_more(self) -> bool:
+        """Return whether there may be messages that this channel has not returned: no thread is woken for them."""
         return bool(self._arrived or self._ready or self._more_beside)
 
     def _note(self, number: int) -> bool:
-        """One of the channel's own files has news; whether they are that somebody called `wake`."""
+        """Handle one of the channel's own files, which is readable. Returns whether `wake` or `call` was called."""
         if number == self._wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
@@ -278,7 +317,7 @@ class LocalChannel:
         return False
 
     def _gather(self) -> None:
-        """Take of every way that has something a part, so that none has to wait for another."""
+        """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none must wait long."""
         for number in [*self._ready]:
             incoming = self._incoming[number]
             try:
@@ -296,6 +335,7 @@ class LocalChannel:
                 self._more_beside = False
 
     def _try_to_accept(self) -> None:
+        """Accept connections again, `_ACCEPT_AGAIN_AFTER` seconds after that failed."""
         with self._turn:
             if time.monotonic() > self._try_again_at:
                 self._try_again_at = math.inf
@@ -303,12 +343,13 @@ class LocalChannel:
                     self._accept()
 
     def _accept(self) -> None:
+        """Accept all new connections, except those of other users and those beyond half of this process's files."""
         while True:
             sock = None
             try:
                 sock, _ = self._listener.accept()
                 if not is_own_user(sock):
-                    _log.warning("a process of another user was turned away")
+                    _log.warning("a connection from a process of another user was turned away")
                     sock.close()
                     continue
                 if len(self._incoming) >= self._most_incoming:
@@ -320,15 +361,20 @@ class LocalChannel:
             except BlockingIOError:
                 return
             except OSError as error:
-                _log.warning("cannot let another agent in: %s", error)
+                _log.warning("cannot accept a connection from another agent; will try again soon: %s", error)
                 if sock is not None:
-                    sock.close()  # it will connect again
-                self._try_again_at = time.monotonic() + _PAUSE  # of who waits there, the kernel does not tell again
+                    sock.close()  # the other agent will connect again
+                self._try_again_at = (
+                    time.monotonic() + _ACCEPT_AGAIN_AFTER
+                )  # the kernel does not report waiting connections again
                 return
             self._incoming[sock.fileno()] = _Incoming(sock, Cutter(self._max_message))
 
     def _cut(self, message: _Uncut) -> list[bytes] | None:
-        """Cut a large message into frames, which no other thread waits for; None where it was no message."""
+        """Cut a large message into frames without holding a lock.
+
+        If the bytes are no message, or there is no memory for the frames, closes the connection and returns None.
+        """
         try:
             return message.large.frames()
         except (ProtocolError, MemoryError) as error:
@@ -339,10 +385,10 @@ class LocalChannel:
             return None
 
     def _give_up(self, number: int, incoming: _Incoming, error: Exception) -> None:
-        """Close a connection that ended, or over which something came that no link of nbdist sends."""
+        """Close a connection that has ended, failed, or carried bytes that no link of nbdist sends."""
         if not isinstance(error, EOFError):
-            _log.warning("a connection is given up: %s", error)
-        # Also by name where the number is not closed for good: a forked process may hold the same socket.
+            _log.warning("a connection from another agent is closed, because of an error: %s", error)
+        # Closing the socket would not be enough: while a forked process holds it, the epolls keep reporting it.
         self._guests.unregister(number)
         self._gate.news.unregister(number)
         del self._incoming[number]
@@ -350,34 +396,43 @@ class LocalChannel:
         incoming.socket.close()
 
     def expect(self) -> None:
+        """Shut the gate, if the calling thread would poll for its answer as guest: see `Channel.expect`."""
         if self._may_look and self._spinning[True].is_worth_while:
             self._gate.shut()
 
     def expect_no_more(self) -> None:
+        """Open the gate, if the calling thread has shut it."""
         self._gate.open(threading.get_ident())
 
     def call(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed
+        """Make the guest's `receive` return None, again and again until `called`. Does nothing once closed."""
+        with contextlib.suppress(OSError, ValueError):  # the channel is closed
             os.eventfd_write(self._call, 1)
 
     def called(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # read already, or closed
+        """End what `call` began. Does nothing if nobody called, or once closed."""
+        with contextlib.suppress(OSError, ValueError):  # nobody called, or the channel is closed
             os.eventfd_read(self._call)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed
+        """Make one waiting `receive`, or else the next one, return None. Does nothing once closed."""
+        with contextlib.suppress(OSError, ValueError):  # the channel is closed
             os.eventfd_write(self._wake, 1)
 
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
+        """Send the backlogs, for half a second at most, then close everything, the ZeroMQ channel too.
+
+        Threads in `receive` return None first. A second call does nothing.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._may_look = False
         self._outbox.close(_LINGER)
-        while self._waiting:  # what they wait for must not be closed under them
+        while self._waiting:  # epolls must not be closed while threads wait in them
             self.wake()
             time.sleep(0.0005)
         with self._turn:
@@ -390,14 +445,15 @@ class LocalChannel:
             self._beside.close()
 
     def _release(self) -> None:
+        """Close all files but those of links and of the ZeroMQ channel."""
         for incoming in self._incoming.values():
             incoming.socket.close()
         self._incoming.clear()
-        self._wake = self._call = -1  # their numbers may soon be other files'
+        self._wake = self._call = -1  # `wake` and `call` must not write to other files that get these numbers
         self._resources.close()
 
     def forked(self) -> None:
-        """In a child process: what is open must not outlive the parent."""
+        """Close all files in a forked process; else the parent's sockets would stay open after its death."""
         if self._closed:
             return
         self._closed = True
@@ -409,28 +465,35 @@ class LocalChannel:
         self._release()
 
 
-SLEEPS = LocalChannel._wait.__code__
-"""Where a thread sleeps until there is a message."""
+WAITING_CODE = LocalChannel._wait.__code__
+"""The code in which a thread sleeps until a message comes. `nbdist.signals.Deferral` lets signal handlers run in it."""
 
 
 class _Incoming:
-    """A connection that another agent has made, to send to this one."""
+    """A connection that another agent has made, over which it sends messages to this one."""
 
     def __init__(self, sock: socket.socket, cutter: Cutter) -> None:
         self.socket = sock
         self.is_empty = False
+        """True if the last `read` took all bytes, so that the kernel reports when more have come."""
         self.has_ended = False
+        """True once the other end has closed the connection, perhaps with unread bytes in it."""
         self._cutter = cutter
 
     def read(self) -> Sequence[list[bytes] | _Uncut]:
-        """Take a part of the bytes that have come. Returns the messages that are whole; raises EOFError at the end."""
+        """Read some of the bytes that have come, without waiting; return the messages that are whole now.
+
+        Raises EOFError at the end of the connection, and the errors of `Cutter.feed`.
+        """
         cutter = self._cutter
         try:
             if cutter.large is None:
-                data = self.socket.recv(_AT_ONCE)
+                data = self.socket.recv(_BYTES_PER_READ)
                 if not data:
                     raise EOFError
-                self.is_empty = len(data) < _AT_ONCE and not self.has_ended  # of an end, too, we are told but once
+                self.is_empty = (
+                    len(data) < _BYTES_PER_READ and not self.has_ended
+                )  # the end is not reported again: read on
                 return cutter.feed(data)
             room = cutter.room
             count = self.socket.recv_into(room)
@@ -444,7 +507,7 @@ class _Incoming:
 
 
 class _Uncut(NamedTuple):
-    """A large message that has come, and the connection that it came over."""
+    """A large message that has come as a whole, and its connection."""
 
     incoming: _Incoming
     large: Large

@@ -1,9 +1,11 @@
-"""Memory that processes of one host share: anonymous files, made by one and opened by the others through ``/proc``.
+"""Makes memory that processes of one host share, and measures how much memory there is.
 
-Not files in ``/dev/shm``, of which containers give 64 MB, and which who is killed leaves behind. And not descriptors
-passed over a unix socket, which would tie tensors to one channel: a file is opened through its maker's ``/proc``
-entry, whatever way the message went. The kernel allows that to processes of the same user; what is opened is checked
-to be the file that was meant, and sealed, so that nobody can make it shorter under those who read it.
+Shared memory is an anonymous file (``memfd_create``). Its maker creates it, and another process opens it through the
+maker's entry in ``/proc``, which the kernel allows to processes of the same user. The other process checks that it has
+opened the right file, and that the file is sealed: nobody can make it shorter while others read it.
+
+Two more usual ways do not fit. Containers often allow only 64 MB in ``/dev/shm``, and files there outlive a process
+that is killed. Descriptors can be passed over a unix socket only, but tensors should not depend on the channel.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from nbdist.errors import NbdistError
 __all__ = ["Mapping", "MemoryFailure", "available", "create", "is_available", "open_of", "total"]
 
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+"""The names of the seals of each file: its size and its seals cannot change."""
 _MADV_REMOVE = 9
+"""Linux's number of the advice to free pages, in the file as well."""
 _FAILED = ctypes.c_void_p(-1).value
+"""The address that a failed mmap returns."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -33,23 +38,26 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MemoryFailure(NbdistError):
-    """Shared memory cannot be had."""
+    """The system refuses shared memory, or the memory of another process cannot be opened."""
 
 
 def is_available() -> bool:
-    """Whether this system has what is needed."""
+    """Return whether this system has anonymous files, seals and ``/proc``."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os.path.isdir("/proc/self/fd")
 
 
 def total() -> int:
-    """Return how much memory, in bytes, this process may have: all of the machine's or of its control group's."""
+    """Return the bytes of memory that this process may use: the machine's, or the limit of its control group."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_of_group("memory.max"), sys.maxsize)
 
 
 def available() -> int:
-    """Return how much more memory, in bytes, this process could have now, before the kernel has to kill somebody."""
+    """Return the bytes of memory that this process can still take before the kernel must kill a process.
+
+    A number that cannot be read is left out; if none can be read, the result is `total`.
+    """
     found = [total()]
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # nor can it be read while the file table is full
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # reading fails while the file table is full
         lines = Path("/proc/meminfo").read_text().splitlines()
         found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     for limit, used in zip(_of_group("memory.max"), _of_group("memory.current"), strict=False):
@@ -58,19 +66,20 @@ def available() -> int:
 
 
 def _of_group(name: str) -> list[int]:
-    """Return a number of this process's control group; none where there is no such file, or it says "max"."""
+    """Return a number from a file of this process's control group; [] if the file is missing or says "max"."""
     with contextlib.suppress(OSError, ValueError):
         return [int(Path("/sys/fs/cgroup", name).read_text())]
     return []
 
 
 class Mapping:
-    """A file as this process's memory, for as long as something refers to it."""
+    """A file that is mapped into this process's memory until the object is collected."""
 
-    # By hand: Python's own mmap would keep a second descriptor of the file for as long.
+    # Python's own mmap is not used: it would keep another descriptor of the file open for each mapping.
     __slots__ = ("_unmap", "address", "size")
 
     def __init__(self, file: int, size: int) -> None:
+        """Map ``size`` bytes of an open file for reading and writing. Raises MemoryFailure if the kernel refuses."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
         if address == _FAILED or address is None:
@@ -78,11 +87,11 @@ class Mapping:
             raise MemoryFailure(f"cannot map {size} bytes: {explain(OSError(error, os.strerror(error)))}")
         self.address: int = address
         self.size = size
-        self._unmap = _libc.munmap  # by the time that the last tensor dies, this module may be no more
+        self._unmap = _libc.munmap  # kept here: the last tensor may be collected after this module's globals are gone
 
     def empty(self, offset: int, size: int) -> None:
-        """Give up the pages there, for all who have them mapped."""
-        _libc.madvise(self.address + offset, size, _MADV_REMOVE)  # where it cannot be done, they stay
+        """Free the pages of a part of the file, in every process that has it mapped. They read as zeros afterwards."""
+        _libc.madvise(self.address + offset, size, _MADV_REMOVE)  # if the kernel refuses, the pages stay
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
@@ -90,7 +99,10 @@ class Mapping:
 
 
 def create(name: str, size: int) -> int:
-    """A new file of that size, which takes memory as it is written to."""
+    """Return the descriptor of a new anonymous file of ``size`` bytes, which takes memory as it is written to.
+
+    Raises MemoryFailure if the system refuses. The caller closes the descriptor.
+    """
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -105,11 +117,15 @@ def create(name: str, size: int) -> int:
 
 
 def _seals() -> int:
+    """Return the bits of all `_SEALS`."""
     return int(sum(getattr(fcntl, seal) for seal in _SEALS))
 
 
 def open_of(pid: int, file: int, name: str, size: int) -> Mapping:
-    """The file that process ``pid`` has under that number; it must be the one of that name and size."""
+    """Map a file that process ``pid`` has open under the number ``file``.
+
+    Raises MemoryFailure if it cannot be opened or mapped, or if it does not have this name, size and all seals.
+    """
     opened = -1
     try:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
@@ -118,7 +134,7 @@ def open_of(pid: int, file: int, name: str, size: int) -> Mapping:
             or os.fstat(opened).st_size != size
             or ~fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _seals()
         ):
-            raise MemoryFailure(f"file {file} of process {pid} is not its {name}")
+            raise MemoryFailure(f"file {file} of process {pid} is not its shared memory {name}, or has another size")
         return Mapping(opened, size)
     except OSError as error:
         raise MemoryFailure(f"cannot open {name} of process {pid}: {explain(error)}") from error

@@ -1,9 +1,15 @@
-"""The sending end of a unix socket, and what becomes of messages that its buffer has no room for.
+"""Sends messages over unix sockets, and queues the bytes that a socket has no room for.
 
-A message goes out on the thread that sends it, without waiting. What the socket does not take at once stays in
-order behind the link, and a thread of the channel's own, started when that first happens, sends it when there is
-room. So nobody ever waits for a receiver: not a sender, and not the thread that reads, on which the other side of
-two agents that send each other much at once depends.
+The thread that calls `LocalLink.send` writes the message to the socket itself, without waiting. Bytes that the socket
+does not accept go into the link's backlog, in order, and the thread of the `Outbox` writes them when the socket has
+room again::
+
+    send ──> backlog empty? ── yes ──> socket ── accepts a part ──> rest into the backlog, `Outbox.watch`
+                 └─ no ──> backlog                                        │
+                                        socket has room ──> `flush` <─────┘
+                                                               └── backlog empty ──> `Outbox.forget`
+
+So no thread ever waits for a receiver. If two agents send each other much at once, both keep reading.
 """
 
 from __future__ import annotations
@@ -25,19 +31,22 @@ from nbdist.finalisers import this_thread
 
 __all__ = ["LocalLink", "Outbox", "is_own_user"]
 
-_JOINED = 64 * 1024
-_AT_ONCE = 64
-_BUFFER = 4 << 20
+_JOINED_BELOW = 64 * 1024
+"""A message of fewer bytes is copied into one piece before it is written: one piece costs less to send than several."""
+_PIECES_PER_WRITE = 64
+"""The most pieces that are passed to the kernel in one call; Linux allows 1024."""
+_SEND_BUFFER = 4 << 20
+"""The bytes that are asked for as the socket's send buffer."""
 
 
 def is_own_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end belongs to the user that this one belongs to."""
+    """Return whether the process at the other end of a connected unix socket runs as this process's user."""
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.getuid())
 
 
 class Outbox:
-    """Sends on what links could not send at once."""
+    """Writes the backlogs of a channel's links to their sockets, in a thread that starts when there is a backlog."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, LocalLink] = {}
@@ -49,7 +58,7 @@ class Outbox:
         self._closed = False
 
     def watch(self, link: LocalLink, number: int) -> None:
-        """Have ``link.flush`` called when the socket of that number has room."""
+        """Call ``link.flush`` whenever the socket with this file number has room, until `forget`."""
         with self._lock:
             if self._closed:
                 return
@@ -60,9 +69,9 @@ class Outbox:
                 self._thread.start()
 
     def forget(self, number: int) -> None:
-        """That socket has nothing more to send, or is about to be closed."""
+        """Stop watching a socket, because its backlog is empty or it is about to be closed."""
         with self._lock:
-            # Also where the number is not closed for good: a forked process may hold the same socket.
+            # Closing the socket would not be enough: while a forked process holds it, the epoll keeps reporting it.
             if self._waiting.pop(number, None) is not None and not self._closed:
                 self._epoll.unregister(number)
 
@@ -75,7 +84,7 @@ class Outbox:
                     link.flush()
 
     def close(self, linger: float) -> None:
-        """Stop, after what waits has gone, or ``linger`` seconds have."""
+        """Stop the thread and close the files, once all backlogs are sent or ``linger`` seconds have passed."""
         deadline = time.monotonic() + linger
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -88,15 +97,16 @@ class Outbox:
         self.release()
 
     def release(self) -> None:
-        """Close the files; in a forked process, which has not the thread, that is all."""
+        """Close the files. A forked process, which has no copy of the thread, calls only this."""
         self._epoll.close()
         os.close(self._wake)
 
 
 class LocalLink:
-    """The way to another agent of this host: a socket that threads take turns at."""
+    """A `Link` to another agent of this host, over one unix socket. Threads take turns at it."""
 
     def __init__(self, path: str, outbox: Outbox) -> None:
+        """Connect to the socket at ``path``. Raises ChannelError, or TooManyFiles if no file can be opened."""
         self._path = path
         self._outbox = outbox
         self._lock = threading.Lock()
@@ -111,10 +121,10 @@ class LocalLink:
             raise TooManyFiles(f"cannot connect to {self._path}: {error}") from error
         try:
             sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)  # the kernel gives what it allows
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # the kernel may give less
             sock.connect(self._path)
             if not is_own_user(sock):
-                raise ChannelError(f"another user listens at {self._path}")
+                raise ChannelError(f"a process of another user listens at {self._path}; nbdist sends it nothing")
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError):
@@ -123,56 +133,61 @@ class LocalLink:
         return sock
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
+        """Send a message as `Link.send` does. Reconnects a broken socket; if that fails, the message is lost silently.
+
+        If Ctrl-C interrupts it, the socket is closed: the receiver drops a message that breaks off.
+        """
         sizes = [*map(len, frames)]
         pieces: list[Buffer] = [head(sizes), *frames]
-        if sum(sizes) < _JOINED:
+        if sum(sizes) < _JOINED_BELOW:
             pieces = [b"".join(pieces)]
         with self._lock:
             if self._closed:
                 raise ChannelError("the link is closed")
             if self._socket is None:
-                # The connection broke. If who listened there has died, that becomes known by other means.
+                # The connection broke. If the other process has died, `nbdist.channel.liveness` reports that.
                 with contextlib.suppress(ChannelError):
                     self._socket = self._open()
             if self._socket is None:
-                return  # lost, as on a wire
+                return  # the message is lost; `nbdist.wire.peer` sends it again
             if self._backlog:
                 self._backlog.extend(map(memoryview, pieces))
                 return
             try:
-                sent = self._try(self._socket, pieces[:_AT_ONCE])
+                sent = self._try(self._socket, pieces[:_PIECES_PER_WRITE])
                 if self._socket is not None and (len(pieces) > 1 or sent < len(pieces[0])):
                     self._backlog.extend(map(memoryview, pieces))
                     self._advance(sent)
                     if self._backlog:
                         self._outbox.watch(self, self._socket.fileno())
-            except BaseException:  # Ctrl-C: nobody knows how much of the message has gone
+            except BaseException:  # Ctrl-C: it is unknown how much of the message the socket took
                 self._shut()
                 raise
 
     def flush(self) -> None:
-        """Send on, once, what could not be sent before."""
+        """Write as much of the backlog as the socket takes at once. Called by the outbox's thread."""
         with self._lock:
             if self._socket is None:
                 return
-            self._advance(self._try(self._socket, list(islice(self._backlog, _AT_ONCE))))
+            self._advance(self._try(self._socket, list(islice(self._backlog, _PIECES_PER_WRITE))))
             if self._socket is not None and not self._backlog:
                 self._outbox.forget(self._socket.fileno())
                 if self._closed:
                     self._shut()
 
     def _try(self, sock: socket.socket, pieces: Sequence[Buffer]) -> int:
-        """Send as much as there is room for; how many bytes that was."""
+        """Write as much as the socket has room for; return the number of bytes. An error closes the socket."""
         try:
             return sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
         except BlockingIOError:
             return 0
         except OSError:
-            # The other side drops a message that breaks off, and may ask for it again.
+            # The receiver drops a message that breaks off, and `nbdist.wire.peer` sends it again.
             self._shut()
             return 0
 
     def _advance(self, sent: int) -> None:
+        """Remove the first ``sent`` bytes from the backlog."""
         backlog = self._backlog
         while backlog and sent >= len(backlog[0]):
             sent -= len(backlog.popleft())
@@ -180,12 +195,14 @@ class LocalLink:
             backlog[0] = backlog[0][sent:]
 
     def close(self, *, at_once: bool = False) -> None:
+        """Close the link, once the outbox has sent the backlog or, with ``at_once``, now."""
         with self._lock:
             self._closed = True
             if at_once or not self._backlog:
                 self._shut()
 
     def _shut(self) -> None:
+        """Close the socket and drop the backlog. The next `send` connects again, unless the link is closed."""
         sock, self._socket = self._socket, None
         self._backlog.clear()
         if sock is not None:
@@ -193,7 +210,10 @@ class LocalLink:
             sock.close()
 
     def forked(self) -> None:
-        """In a forked process: let go of the socket, which is the parent's. No lock: its holder may not be here."""
+        """Close the socket in a forked process; the parent keeps its own.
+
+        The lock is not taken: the thread that held it at the fork does not exist in the child.
+        """
         self._closed = True
         if self._socket is not None:
             self._socket.close()

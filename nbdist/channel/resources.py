@@ -1,6 +1,6 @@
-"""Say in words which resource of the system is used up: open files, disk space, memory.
+"""Explains which resource of the system is used up (open files, disk space, memory), and what to do about it.
 
-The kernel's own words name neither the limit nor the remedy: "[Errno 24] Too many open files".
+The kernel's own text, such as "[Errno 24] Too many open files", names neither the limit nor a remedy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from nbdist.errors import NbdistError, ResourceError
 __all__ = ["USED_UP", "explain", "full_disk_in_words", "in_words", "refusals_in_words", "require_files"]
 
 USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.ENOBUFS})
-"""The error numbers by which the kernel says that a resource is used up."""
+"""The error numbers with which the kernel reports that a resource is used up."""
 
 
 def in_words(number: int, path: str = "") -> str:
-    """Return which resource the error ``number`` says is used up, and what to do about it."""
+    """Return a text for an error ``number`` of `USED_UP`: the resource, its limit, and what to do.
+
+    ``path`` is the file or directory that the failed operation was about, if it is known.
+    """
     where = f" ({path})" if path else ""
     if number == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -35,14 +38,18 @@ def in_words(number: int, path: str = "") -> str:
 
 
 def explain(error: BaseException) -> str:
-    """Return what failed, in words: of a used-up resource `in_words`, of anything else the error's own text."""
+    """Return the text of `in_words` if the error is about a used-up resource, else the error's own text."""
     number = _number(error)
     return in_words(number, _path(error)) if number else str(error)
 
 
 @contextlib.contextmanager
 def refusals_in_words(doing: str) -> Iterator[None]:
-    """Raise ResourceError where the block fails because a resource is used up; ``doing`` says what failed."""
+    """Replace an error of the block with ResourceError if a resource is used up; other errors pass through.
+
+    ``doing`` says what failed, such as "cannot watch other processes"; the message begins with it. The new error has
+    the old one as its cause, and its ``errno``.
+    """
     try:
         yield
     except ResourceError:
@@ -58,9 +65,9 @@ def refusals_in_words(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk_in_words(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
-    """Raise ResourceError where the block fails and the disk of ``path`` is full.
+    """Replace an error of nbdist in the block with ResourceError if the disk of ``path`` is full now.
 
-    It is for the failures of other processes, which could not even write down why they ended.
+    Use it where another process failed: on a full disk, that process could not write down why it ended.
     """
     try:
         yield
@@ -73,6 +80,7 @@ def full_disk_in_words(path: str | os.PathLike[str], doing: str) -> Iterator[Non
 
 
 def _is_full(path: str | os.PathLike[str]) -> bool:
+    """Return whether the disk of ``path`` has no free space or no free inodes; False if it cannot be asked."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -81,9 +89,9 @@ def _is_full(path: str | os.PathLike[str]) -> bool:
 
 
 def require_files(count: int, doing: str) -> None:
-    """Raise ResourceError unless this process can open ``count`` more files; ``doing`` says what needs them.
+    """Raise ResourceError unless this process can open ``count`` more files. The message begins with ``doing``.
 
-    It is for libraries that end the whole process where they get no file, such as ZeroMQ when it starts a thread.
+    Call this before a library that aborts the whole process if it gets no file, such as ZeroMQ when it starts a thread.
     """
     opened: list[int] = []
     try:
@@ -95,16 +103,17 @@ def require_files(count: int, doing: str) -> None:
 
 
 def _number(error: BaseException) -> int:
-    """Return the number of the used-up resource that an error is about; 0 where it is about something else."""
+    """Return the error number in `USED_UP` that an error stands for; 0 if the error is about something else."""
     number = getattr(error, "errno", None)
-    if number is None and isinstance(error, NbdistError):  # it may be about another process: only its cause counts
+    if number is None and isinstance(error, NbdistError):  # its text may be about another process; its cause is not
         return _number(error.__cause__) if error.__cause__ is not None else 0
-    if number is None:  # torch's stores and ZeroMQ's wrappers give the kernel's words only
+    if number is None:  # errors of torch's stores and of ZeroMQ's wrappers have only the kernel's text
         text = str(error)
         number = next((each for each in USED_UP if os.strerror(each) in text), 0)
     return number if number in USED_UP else 0
 
 
 def _path(error: BaseException) -> str:
+    """Return the path that an OSError is about; an empty text if the error names none."""
     path = getattr(error, "filename", None)
     return path if isinstance(path, str) else ""

@@ -1,9 +1,13 @@
-"""The cluster's secret, and what is derived from it.
+"""Derives all keys of a cluster from its secret, and finds the user's runtime directory.
 
-All members share one secret. From it come the key that signs records in a store, and two CURVE key
-pairs: one that every member's door answers with, one that every member knocks with. Who has not the secret
-knows neither the door's public key nor an admitted private one, so he can neither connect nor be connected
-to (G6).
+All members share one secret. Each key is a hash of the secret and of the key's purpose::
+
+    secret ──┬── "sign" ─────────> signs the records in a store
+             ├── "curve door" ───> key pair of every listening TCP socket
+             └── "curve member" ─> key pair of every connecting TCP socket
+
+A process without the secret knows neither the public key of the listening sockets nor a private key that they admit. So
+it can neither connect to members nor pose as one of them (G6).
 """
 
 from __future__ import annotations
@@ -26,32 +30,42 @@ from nbdist.errors import ResourceError, SecurityError, UsageError
 
 __all__ = ["CurveKeys", "Secret", "runtime_directory"]
 
-_SHORTEST = 16
-_LONGEST_SOCKET = 107
-"""Bytes that the path of a unix socket may have."""
-_ROOM_WITHIN = len("/agent-1234567-0123456789abcdef/in")
-"""Bytes of such a path behind the runtime directory, in a plain RPC world; a cluster needs more, and checks that."""
+_SHORTEST_SECRET = 16
+"""The bytes of the shortest secret that is accepted."""
+_LONGEST_SOCKET_PATH = 107
+"""The most bytes of a unix socket's path, on Linux."""
+_LONGEST_SUFFIX = len("/agent-1234567-0123456789abcdef/in")
+"""The bytes that a plain RPC world appends to the runtime directory's path. A cluster needs more, and checks that."""
 
 
 class CurveKeys(NamedTuple):
-    """One CURVE key pair, as ZeroMQ wants it."""
+    """A CURVE key pair, in the encoding that ZeroMQ expects (z85)."""
 
     public: bytes
     private: bytes
 
 
 class Secret:
-    """A secret that all members of a cluster share."""
+    """The secret that all members of a cluster share."""
 
     def __init__(self, value: bytes, *, shared_off_host: bool) -> None:
-        if len(value) < _SHORTEST:
-            raise SecurityError(f"a cluster secret needs at least {_SHORTEST} bytes; this one has {len(value)}")
+        """Wrap a secret. Raises SecurityError if it has fewer than 16 bytes."""
+        if len(value) < _SHORTEST_SECRET:
+            raise SecurityError(
+                f"a cluster secret needs at least {_SHORTEST_SECRET} bytes; this one has {len(value)}. Make one with "
+                "python -c 'import secrets; print(secrets.token_hex(32))'"
+            )
         self._value = value
         self.shared_off_host = shared_off_host
+        """True if processes on other hosts may have the secret; False for the user's own secret on this host."""
 
     @classmethod
     def find(cls, given: str | bytes | None) -> Secret:
-        """The secret: given, or out of ``NBDIST_SECRET_FILE``, or this user's own on this host."""
+        """Return the secret: ``given``, else the contents of ``NBDIST_SECRET_FILE``, else this user's own on this host.
+
+        The user's own secret is made when it is first needed. Raises SecurityError if the file cannot be read, or if
+        the secret is too short.
+        """
         if given is not None:
             value = given.encode() if isinstance(given, str) else bytes(given)
             return cls(value, shared_off_host=True)
@@ -60,48 +74,51 @@ class Secret:
             try:
                 return cls(Path(file).read_bytes().strip(), shared_off_host=True)
             except OSError as error:
-                raise SecurityError(f"NBDIST_SECRET_FILE names {file!r}, which cannot be read: {error}") from error
+                raise SecurityError(
+                    f"the file {file!r}, which NBDIST_SECRET_FILE names, cannot be read: {error}"
+                ) from error
         return cls(_user_secret(), shared_off_host=False)
 
     def derive(self, purpose: str) -> bytes:
-        """32 bytes for one purpose."""
+        """Return the 32 bytes of the key for one purpose, such as "sign"."""
         return hashlib.blake2b(purpose.encode(), key=hashlib.sha512(self._value).digest(), digest_size=32).digest()
 
     def sign(self, data: bytes) -> bytes:
-        """``data`` behind its signature."""
+        """Return ``data`` with a signature of 32 bytes in front of it."""
         return hmac.digest(self.derive("sign"), data, "sha256") + data
 
     def verify(self, signed: bytes) -> bytes:
-        """What was signed with this secret; anything else is a SecurityError."""
+        """Return the data that `sign` was given. Raises SecurityError if it was not signed with this secret."""
         mark, data = signed[:32], signed[32:]
         if not hmac.compare_digest(mark, hmac.digest(self.derive("sign"), data, "sha256")):
             raise SecurityError(
                 "a record in the store is not signed with this cluster's secret: another cluster uses the same "
-                "store, or the members were given different secrets"
+                "store, or the members were given different secrets. Give all members the same secret, and each "
+                "cluster a store of its own"
             )
         return data
 
     def curve(self, role: str) -> CurveKeys:
-        """The key pair of one role, ``door`` or ``member``."""
+        """Return the key pair of a role: ``door`` for listening sockets, ``member`` for connecting ones."""
         private = z85.encode(self.derive(f"curve {role}"))
         return CurveKeys(zmq.curve_public(private), private)
 
 
 def runtime_directory() -> Path:
-    """Return this user's own directory (0700) for sockets, run directories and the secret; make it if need be.
+    """Return this user's directory (mode 0700) for sockets, run directories and the secret; make it if it is missing.
 
-    It is ``NBDIST_RUNTIME_DIR``, or ``nbdist-UID`` in the temporary directory.
+    Its path is ``NBDIST_RUNTIME_DIR``, or else ``nbdist-UID`` in the temporary directory.
 
     Raises:
-        UsageError: it cannot be made or written to, or sockets in it would have paths that are too long.
-        SecurityError: it is another user's, or no directory.
+        UsageError: the directory cannot be made or written to, or its path is too long for sockets in it.
+        SecurityError: it belongs to another user, or is not a directory.
         ResourceError: the disk is full.
     """
     path = _named_directory()
-    if len(os.fsencode(path)) + _ROOM_WITHIN > _LONGEST_SOCKET:
+    if len(os.fsencode(path)) + _LONGEST_SUFFIX > _LONGEST_SOCKET_PATH:
         raise UsageError(
-            f"the path {path} is too long: sockets in it may have {_LONGEST_SOCKET} bytes, and nbdist needs "
-            f"{_ROOM_WITHIN} of them; set NBDIST_RUNTIME_DIR to a shorter path"
+            f"the path {path} is too long: the path of a socket may have {_LONGEST_SOCKET_PATH} bytes, and nbdist "
+            f"needs {_LONGEST_SUFFIX} of them; set NBDIST_RUNTIME_DIR to a shorter path"
         )
     try:
         with refusals_in_words(f"{path} cannot be made"):
@@ -119,18 +136,21 @@ def runtime_directory() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise SecurityError(f"{path} is not a directory of this user; set NBDIST_RUNTIME_DIR to one that is")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UsageError(f"the runtime directory {path} cannot be written to; set NBDIST_RUNTIME_DIR to one that can")
+        raise UsageError(
+            f"this process cannot write to the runtime directory {path}; set NBDIST_RUNTIME_DIR to another directory"
+        )
     if stat.S_IMODE(found.st_mode) & 0o077:
         path.chmod(0o700)
     return path
 
 
 def _named_directory() -> Path:
+    """Return the path of the runtime directory, which need not exist. Raises UsageError if none can be named."""
     named = os.environ.get("NBDIST_RUNTIME_DIR")
     if not named:
         try:
             return Path(f"{tempfile.gettempdir()}/nbdist-{os.getuid()}")
-        except FileNotFoundError as error:  # Python tried to write a file to each
+        except FileNotFoundError as error:  # Python has tried to write a file in each temporary directory
             raise UsageError(
                 f"no temporary directory can be written to ({error.strerror}): free some space in one, or set "
                 "NBDIST_RUNTIME_DIR to a directory of this user"
@@ -141,6 +161,7 @@ def _named_directory() -> Path:
 
 
 def _user_secret() -> bytes:
+    """Return the user's own secret on this host; make it if it is missing."""
     path = runtime_directory() / "secret"
     try:
         return _read_private(path)
@@ -152,14 +173,18 @@ def _user_secret() -> bytes:
             with os.fdopen(handle, "wb") as file:
                 file.write(secrets.token_hex(32).encode())
             with contextlib.suppress(FileExistsError):
-                os.link(draft, path)  # the first of several processes wins, whole
+                os.link(draft, path)  # if several processes do this at once, the first one's whole secret stays
         finally:
             os.unlink(draft)
     return _read_private(path)
 
 
 def _read_private(path: Path) -> bytes:
+    """Return a file's contents. Raises SecurityError if another user owns it or may read it."""
     found = path.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise SecurityError(f"{path} must belong to this user and be readable by nobody else (mode 0600)")
+        raise SecurityError(
+            f"the secret in {path} is not safe: the file must belong to this user and be readable by nobody else "
+            "(mode 0600). Delete it while no program uses nbdist; a new one is made when it is needed"
+        )
     return path.read_bytes()

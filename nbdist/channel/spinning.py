@@ -1,60 +1,70 @@
-"""Decides whether a thread that waits for a message looks for it again and again at first, instead of sleeping at once.
+"""Decides whether a thread that waits for a message polls for it at first, instead of sleeping at once.
 
-To wake a thread that sleeps takes 5 to 50 µs, the most in virtual machines, and costs the side that wakes it time as
-well. A core that was idle runs slower at first, too. Where messages follow each other as quickly as calls and their
-answers, it is cheaper not to sleep, also in CPU time. So a wait begins with a look of `MOST` seconds if the one before
-was short. Between two looks the thread lets others have its core (``sched_yield``).
+Waking a sleeping thread takes 5 to 50 µs, most of all in virtual machines, and also costs time in the process that
+wakes it. A core that was idle runs slower at first, too. Where messages follow each other as quickly as calls and
+their answers, polling costs less than sleeping, even in CPU time. So a wait may begin with a *look*: the thread polls
+for up to 1 ms (`POLL_SECONDS`), and yields its core between two polls (``sched_yield``). Only then does it sleep.
 
-Where that look is in vain several times in a row, a few waits go by without one. A long wait costs one look at most.
+===============================================  ===================================================
+the wait that just ended                         the next waits
+===============================================  ===================================================
+was short (`_SHORT_WAIT`), without a look        begin with a look
+began with a look; the message came in time      begin with a look
+began with a look in vain, three times in a row  sleep at once: 1, then 2, 4 … of them
+                                                 (`_MOST_SLEEPS_AFTER_VAIN_LOOKS`)
+began with a look of more than `_STALLED_LOOK`   sleep at once: `_SLEEPS_AFTER_STALLED_LOOK` of them
+took longer than `_SHORT_WAIT`                   sleep at once, until one is short
+===============================================  ===================================================
 
-A look that takes much longer than `MOST` had to share its core with a thread that computes. There it is better to
-sleep: the kernel lets a thread that wakes up go first, and one that yields go last. So the next `_REST_STALLED` waits
-begin with sleep. Pure.
+A look that takes much longer than `POLL_SECONDS` shares its core with a thread that computes. Then sleeping is better:
+the kernel prefers a thread that wakes up to one that yields. Pure: no function here waits or reads the clock.
 """
 
 from __future__ import annotations
 
-__all__ = ["MOST", "Spinning"]
+__all__ = ["POLL_SECONDS", "Spinning"]
 
-MOST = 1e-3
-"""Seconds for which a thread looks before it sleeps: more than a quick function or a small backward pass takes."""
+POLL_SECONDS = 1e-3
+"""Seconds for which a thread polls before it sleeps: a quick function or a small backward pass takes less."""
 
-_SHORT = 2 * MOST
-"""A look is worth while after a wait of so many seconds at most: the next may be shorter, the more so without sleep."""
+_SHORT_WAIT = 2 * POLL_SECONDS
+"""Seconds. After a wait shorter than this, the next may begin with a look, and be shorter still without sleep."""
 
-_STALLED = 2 * MOST
-"""A look that took more seconds shared its core with a thread that computes."""
+_STALLED_LOOK = 2 * POLL_SECONDS
+"""Seconds. A look that took longer shared its core with a thread that computes."""
 
-_TOLERATED = 2
-"""The number of looks in vain in a row after which a thread still looks: the machine may have been busy for once."""
+_VAIN_LOOKS_TOLERATED = 2
+"""The looks in vain in a row after which a thread still looks, because the machine may have been busy by chance."""
 
-_REST_MOST = 8
-"""The number of waits that begin with sleep, at most, before a look is tried again."""
+_MOST_SLEEPS_AFTER_VAIN_LOOKS = 8
+"""The most waits that begin with sleep after looks in vain, before another look is tried."""
 
-_REST_STALLED = 64
-"""The number of waits that begin with sleep after a look that was stalled."""
+_SLEEPS_AFTER_STALLED_LOOK = 64
+"""The number of waits that begin with sleep after a stalled look."""
 
 
 class Spinning:
-    """Decides, from how long earlier waits took, whether the next one begins with a look."""
+    """Decides, from the lengths of earlier waits, whether the next one begins with a look."""
 
     def __init__(self) -> None:
         self.is_worth_while = False
-        """Whether the thread that waits next should look for `MOST` seconds before it sleeps."""
+        """True if the thread that waits next should poll for `POLL_SECONDS` seconds before it sleeps."""
         self._in_vain = 0
+        """The number of looks in vain in a row."""
         self._rest = 0
+        """The number of waits that are still to begin with sleep."""
 
     def waited(self, seconds: float, looked: float = 0.0) -> None:
-        """Note how many seconds a wait took, and for how many of them, at its beginning, the thread looked."""
+        """Note that a wait took ``seconds``, of which the first ``looked`` seconds were a look (0 for none)."""
         if looked:
-            if seconds < MOST:
+            if seconds < POLL_SECONDS:
                 self._in_vain = 0
                 return
             self._in_vain += 1
-            if looked > _STALLED:
-                self._rest = _REST_STALLED
-            elif self._in_vain > _TOLERATED:
-                self._rest = min(1 << (self._in_vain - _TOLERATED - 1), _REST_MOST)
+            if looked > _STALLED_LOOK:
+                self._rest = _SLEEPS_AFTER_STALLED_LOOK
+            elif self._in_vain > _VAIN_LOOKS_TOLERATED:
+                self._rest = min(1 << (self._in_vain - _VAIN_LOOKS_TOLERATED - 1), _MOST_SLEEPS_AFTER_VAIN_LOOKS)
         elif self._rest:
             self._rest -= 1
-        self.is_worth_while = not self._rest and seconds < _SHORT
+        self.is_worth_while = not self._rest and seconds < _SHORT_WAIT

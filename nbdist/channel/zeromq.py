@@ -1,9 +1,17 @@
-"""The channel that always works: a PULL socket to be reached at, a PUSH socket to each other agent.
+"""Moves frames over ZeroMQ, on one host and between hosts.
 
-Sending and receiving never share a socket, so a thread may wait in `receive` while others send. On one host
-the sockets are ``ipc://`` files in a directory of the agent's own (0700); to other hosts they are TCP with
-CURVE, whose keys come from the cluster's secret. A directory whose owner has died is removed by whoever
-comes next: a lock on a file in it tells.
+A channel has a PULL socket, at which all other agents reach it, and a PUSH socket for each link::
+
+    agent A                                     agent B
+    ZmqLink (PUSH) ── ipc://…/agent-B/in ─────> inbox (PULL)       agents on one host
+    ZmqLink (PUSH) ── tcp://host:port, CURVE ─> the same inbox     agents on different hosts
+
+Sending and receiving never share a socket, so a thread can wait in `receive` while others send. The ``ipc://`` file is
+in a directory of the agent's own (mode 0700). The CURVE keys of TCP come from the cluster's secret
+(`nbdist.channel.security`).
+
+The directory contains a file that its agent has locked. When an agent starts, it removes each directory whose lock is
+free, because the agent of that directory has died (`sweep`).
 """
 
 from __future__ import annotations
@@ -33,15 +41,20 @@ from nbdist.signals import Deferral
 
 __all__ = ["ZmqChannel", "host_identity", "sweep"]
 
-_LARGE = 256 * 1024
-_JOINED = 64 * 1024
+_NOT_COPIED_FROM = 256 * 1024
+"""Frames from this many bytes on are passed to ZeroMQ without a copy. For smaller ones, a copy is cheaper."""
+_JOINED_BELOW = 64 * 1024
+"""A message of fewer bytes is sent as one part."""
 _HANDSHAKE_MS = 5000
+"""Milliseconds after which ZeroMQ gives up a connection whose other end has not finished the handshake."""
 _LINGER_MS = 500
+"""Milliseconds for which ZeroMQ still tries to send after a link was closed."""
 MAX_MESSAGE = 1 << 40
+"""The most bytes of a message, unless the caller or the machine's memory sets a lower bound."""
 
 
 def host_identity() -> str:
-    """What tells whether two agents share a host, and can see each other's files."""
+    """Return a text that two agents have in common if they share a host, its files and process ids, and the user."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -66,15 +79,16 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 _FILES_AT_START = 16
-"""Files that must be free before ZeroMQ starts its threads and opens the first sockets; it takes about ten."""
+"""The files that must be free before ZeroMQ starts its threads and opens the first sockets; it takes about ten."""
 
 
 class _Directory:
-    """An agent's own directory; a lock says that its agent lives."""
+    """An agent's own directory, with a file that stays locked while the agent lives."""
 
     def __init__(self, base: Path, label: str) -> None:
+        """Make and lock the directory ``base / label``."""
         self.path = base / label
-        draft = self.path.with_name(f"new-{label}")  # nobody may find it before it is locked
+        draft = self.path.with_name(f"new-{label}")  # another agent's `sweep` would remove it before it is locked
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, draft, ignore_errors=True)
             draft.mkdir(mode=0o700)
@@ -85,16 +99,17 @@ class _Directory:
         _directories.add(self)
 
     def forked(self) -> None:
-        """In a child process: the lock must not outlive the parent."""
+        """Close the lock's file in a forked process; else the child would keep the lock after the parent's death."""
         self._lock.close()
 
     def remove(self) -> None:
+        """Delete the directory with its files, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def sweep() -> int:
-    """Remove what agents that were killed left behind; how many directories that was."""
+    """Remove the directories of this user's agents that were killed; return how many there were."""
     removed = 0
     for path in runtime_directory().glob("agent-*"):
         try:
@@ -103,9 +118,9 @@ def sweep() -> int:
                 shutil.rmtree(path, ignore_errors=True)
                 removed += 1
         except BlockingIOError:
-            pass  # its agent lives
+            pass  # its agent is alive
         except (FileNotFoundError, NotADirectoryError):
-            # Half removed: only an old one is litter.
+            # Its agent may be removing it right now. If it is more than 60 s old, nobody is.
             with contextlib.suppress(OSError):
                 if path.exists() and not any(path.iterdir()) and _age(path) > 60:
                     path.rmdir()
@@ -118,11 +133,12 @@ def sweep() -> int:
 
 
 def _age(path: Path) -> float:
+    """Return the seconds since a file or directory was last changed."""
     return time.time() - path.stat().st_mtime
 
 
 class ZmqChannel:
-    """ZeroMQ, on one host and between hosts."""
+    """Receives messages over ZeroMQ, from agents of this host and of others. It has one reader and no guest."""
 
     def __init__(
         self,
@@ -134,7 +150,15 @@ class ZmqChannel:
         max_message: int = MAX_MESSAGE,
         directory: Path | None = None,
     ) -> None:
-        """``directory``: where the channel's own shall be, of which somebody takes care; else the user's own."""
+        """Open the channel; ``label`` goes into the name of its directory, ``agent-LABEL``.
+
+        With ``local``, agents of this host reach it. With ``host``, the address of one of this host's interfaces,
+        agents of other hosts that have the ``secret`` reach it there by TCP, at a free port. The channel's directory is
+        made in ``directory``, whose caller removes what killed agents leave there, or else in the user's runtime
+        directory, which is swept first.
+
+        Raises ChannelError if an address cannot be bound, ResourceError if too few files can be opened.
+        """
         self._secret = secret
         self._local = local
         self._max_message = min(max_message, memory.total())
@@ -143,7 +167,7 @@ class ZmqChannel:
         self._receiving = threading.Lock()
         self._links: weakref.WeakSet[ZmqLink] = weakref.WeakSet()
         self._resources = contextlib.ExitStack()
-        require_files(_FILES_AT_START, "ZeroMQ cannot start")  # else it would end this process
+        require_files(_FILES_AT_START, "ZeroMQ cannot start")  # without files, ZeroMQ would abort this process
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context(1)
             undo.callback(self._context.destroy, 0)
@@ -161,7 +185,8 @@ class ZmqChannel:
                 self._bind(f"ipc://{own.path}/in")
             if host is not None:
                 undo.enter_context(self._authenticator())
-                # From here on; what is bound already, the ipc file, is guarded by its directory instead.
+                # CURVE applies to the addresses that are bound from here on. The ipc file, which is bound already, is
+                # protected by its directory.
                 self._secured(self._inbox)
                 self._inbox.set(zmq.IPV6, int(":" in host))
                 self._bind(f"tcp://{_bracketed(host)}:*")
@@ -176,6 +201,7 @@ class ZmqChannel:
     # -- setting up ---------------------------------------------------------------------------
 
     def _prepare(self, sock: zmq.Socket[bytes]) -> None:
+        """Set a socket's options. Its queue has no limit, so that no `send` ever blocks."""
         sock.set(zmq.SNDHWM, 0)
         sock.set(zmq.RCVHWM, 0)
         sock.set(zmq.LINGER, _LINGER_MS)
@@ -186,6 +212,7 @@ class ZmqChannel:
 
     @contextlib.contextmanager
     def _authenticator(self) -> Iterator[None]:
+        """Run ZeroMQ's thread that admits connections by TCP, which must have the members' public key."""
         authenticator = ThreadAuthenticator(self._context)
         authenticator.start()
         try:
@@ -195,12 +222,14 @@ class ZmqChannel:
             authenticator.stop()
 
     def _secured(self, sock: zmq.Socket[bytes]) -> None:
+        """Make a socket a CURVE server with the key pair of the role ``door``."""
         door = self._secret.curve("door")
         sock.set(zmq.CURVE_SERVER, 1)
         sock.set(zmq.CURVE_PUBLICKEY, door.public)
         sock.set(zmq.CURVE_SECRETKEY, door.private)
 
     def _bind(self, address: str) -> None:
+        """Listen at an address; a port of ``*`` is replaced by a free one. Raises ChannelError if that fails."""
         try:
             self._inbox.bind(address)
         except zmq.ZMQError as error:
@@ -211,17 +240,24 @@ class ZmqChannel:
 
     @property
     def addresses(self) -> list[str]:
+        """The channel's addresses: ``ipc://`` for agents of this host, ``tcp://`` for others."""
         return list(self._addresses)
 
     def connect(self, addresses: Sequence[str]) -> ZmqLink:
+        """Return a link to the first address that is TCP, or an ipc file that exists on this host.
+
+        Raises ChannelError if there is none or the channel is closed, TooManyFiles if no socket can be opened. ZeroMQ
+        connects later: if the other agent is dead, no error is raised.
+        """
         for address in addresses:
             if address.startswith("tcp://"):
                 return self._link(address, curve=True)
             if address.startswith("ipc://") and self._local and Path(address[6:]).exists():
                 return self._link(address, curve=False)
-        raise ChannelError(f"none of {list(addresses)} can be reached from this process")
+        raise ChannelError(f"none of the addresses {list(addresses)} can be reached from this process")
 
     def _link(self, address: str, *, curve: bool) -> ZmqLink:
+        """Open a PUSH socket to an address; ``curve`` adds the keys of a member."""
         with self._lock:
             if self._closed:
                 raise ChannelError("the channel is closed")
@@ -247,18 +283,26 @@ class ZmqChannel:
 
     @property
     def readers(self) -> int:
+        """The number of threads that should wait in `receive`: 1."""
         return 1
 
     def has_more(self) -> bool:
+        """Return False: the reader is woken for every message."""
         return False
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
+        """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
+
+        Bytes that no link of nbdist sends are dropped, and None is returned. A second thread waits for its turn,
+        without a time limit.
+        """
         with self._receiving:
             return self._receive(timeout)
 
     def _receive(self, timeout: float | None) -> list[bytes] | None:
+        """Return the next message. The caller holds `_receiving`."""
         try:
-            if self._has_message():  # asked, because an Again would cost as much as the message
+            if self._has_message():  # asked first: the exception zmq.Again would cost as much time as the message
                 return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
             if self._closed:
                 return None
@@ -277,91 +321,104 @@ class ZmqChannel:
 
     @property
     def file(self) -> int:
-        """Readable once when something may have come; then `take` has to be called until it has nothing."""
+        """The number of a file that becomes readable when messages may have come.
+
+        It becomes readable only once for several messages, so call `take` until it returns None.
+        """
         return int(self._inbox.get(zmq.FD))
 
     def take(self) -> list[bytes] | None:
-        """A message that has come, without waiting; for who waits for `file` instead of in `receive`."""
+        """Return the frames of a message that has come, or None; never wait. Use it with `file`, not with `receive`."""
         try:
             while self._has_message():
                 frames = _split(self._inbox.recv_multipart(zmq.NOBLOCK))
                 if frames is not None:
                     return frames
         except zmq.ZMQError:
-            pass  # closed
+            pass  # the channel is closed
         return None
 
     def _has_message(self) -> bool:
+        """Return whether the inbox has a message."""
         return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def expect(self) -> None:
+        """Do nothing: there is no guest."""
         pass
 
     def expect_no_more(self) -> None:
+        """Do nothing: there is no guest."""
         pass
 
     def call(self) -> None:
+        """Make a waiting `receive` return None."""
         self.wake()
 
     def called(self) -> None:
+        """Do nothing: `call` has no lasting effect."""
         pass
 
     def wake(self) -> None:
+        """Make the waiting `receive`, or else the next one, return None."""
         with contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
 
     def close(self) -> None:
+        """Close all links and sockets, and remove the channel's directory. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self.wake()
-        with self._receiving:  # a socket must not be closed under a thread that waits for it
+        with self._receiving:  # ZeroMQ does not allow closing a socket while another thread waits for it
             for link in list(self._links):
                 link.close()
             self._inbox.close(0)
-            self._wake_in = -1  # the number may soon be another file's, and `wake` be called by a late finaliser
+            self._wake_in = -1  # a late `wake`, from a finaliser, must not write to another file that gets this number
             self._resources.close()
 
 
 class _OnlyMembers:
-    """Admits one public key: the one that only members have the other half of."""
+    """Admits the connections that prove the members' private key, and no others. ZeroMQ's thread calls it."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether ``key`` is the members' public key."""
         return key == self._public
 
 
 class ZmqLink:
-    """A PUSH socket that threads take turns at."""
+    """A `Link` over a PUSH socket. Threads take turns at it."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         self._socket = sock
         self._lock = threading.Lock()
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
+        """Send a message as `Link.send` does. ZeroMQ's own thread writes it to the network."""
         sizes = [len(frame) for frame in frames]
-        if len(sizes) == 1 or (sum(sizes) < _JOINED and len(sizes) < 256):
-            # One part: each further one costs a system call's worth, and a chance to lose the GIL half way.
+        if len(sizes) == 1 or (sum(sizes) < _JOINED_BELOW and len(sizes) < 256):
+            # One part: each further part takes as long as a system call, and may lose the GIL in the middle.
             frames = [b"".join((struct.pack(f"<B{len(sizes)}I", len(sizes), *sizes), *frames))]
         last = len(frames) - 1
-        with Deferral(), self._lock:  # a message that breaks off would take the next one's frames
+        with Deferral(), self._lock:  # if Ctrl-C cut a message, the next one's frames would be appended to it
             try:
                 for index, frame in enumerate(frames):
                     more = zmq.SNDMORE if index < last else 0
-                    self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _LARGE)
+                    self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NOT_COPIED_FROM)
             except zmq.ZMQError as error:
                 raise ChannelError(f"cannot send: {error}") from error
 
     def close(self, *, at_once: bool = False) -> None:
+        """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``."""
         with self._lock:
             self._socket.close(0 if at_once else None)
 
 
 def _split(parts: list[bytes]) -> list[bytes] | None:
-    """The frames of a message, in whatever number of parts it came; None for what no link of ours sends."""
+    """Return the frames of a message that came as these ZeroMQ parts; None if no `ZmqLink` sends such parts."""
     if len(parts) > 1:
         return parts
     joined = parts[0]
@@ -378,4 +435,5 @@ def _split(parts: list[bytes]) -> list[bytes] | None:
 
 
 def _bracketed(host: str) -> str:
+    """Return a host as it is written in an address: IPv6 addresses are put in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

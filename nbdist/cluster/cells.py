@@ -3,8 +3,8 @@
 Each part moves through these states; ``began`` and ``done`` are fields of `Part`::
 
     sent ── execute_input ──> began ── reply and idle, in either order ──────────> done
-      │                         ├───── idle, but no reply within _REPLY_LOST ─────> done, failed
-      │                         └───── reply, but no idle within _IDLE_LOST ──────> done
+      │                         ├───── idle, but no reply within _REPLY_WITHIN ─────> done, failed
+      │                         └───── reply, but no idle within _IDLE_WITHIN ──────> done
       └───── the worker dies, at any time ────────────────────────────────────────> done, WorkerLost
 
 A `Cell` is done when all its parts are. The kernel thread calls the ``on_...`` methods. The thread that waits, usually
@@ -38,22 +38,22 @@ from nbdist.cluster.sinks import Sink
 __all__ = ["Cell", "Part"]
 
 _log = logging.getLogger("nbdist.cluster")
-_IDLE_LOST = 10.0
+_IDLE_WITHIN = 10.0
 """Seconds after a reply within which the kernel must report idle. A flood of output can drop that report."""
 
-_REPLY_LOST = 1.0
+_REPLY_WITHIN = 1.0
 """Seconds after a kernel reports idle within which its reply must arrive. An interrupt can drop the reply."""
 
-_ERROR_STANDS = 3.0
+_ERROR_HELD_FOR = 3.0
 """Seconds for which an error message is held back, because it may be the error that ends the cell.
 
 The reply that ends a failed cell arrives sooner; after this time the error is shown as ordinary output.
 """
 
-_TELL_AFTER = 0.3
+_NOTICE_AFTER = 0.3
 """Seconds after a worker's failure until a notice says that others still run; no notice if they end sooner."""
 
-_NOT_TO_DEBUG = {
+_WITHOUT_DEBUG_HINT = {
     "Aborted",
     "IndentationError",
     "KeyboardInterrupt",
@@ -210,7 +210,7 @@ class Cell:
         """Return the line that says how to debug a failed worker; nothing if no user is there to type it."""
         if not self._foreground or self._quiet or not self.sink.interactive:
             return []
-        found = next((error.worker for error in self._causes() if error.name not in _NOT_TO_DEBUG), None)
+        found = next((error.worker for error in self._causes() if error.name not in _WITHOUT_DEBUG_HINT), None)
         return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
 
     def _causes(self) -> list[WorkerError]:
@@ -386,7 +386,7 @@ class Cell:
             )
         self._maybe_end(part)
         if not part.done:
-            self._thread.loop.call_later(_IDLE_LOST, self._idle_is_lost, part)
+            self._thread.loop.call_later(_IDLE_WITHIN, self._idle_is_lost, part)
 
     def _idle_is_lost(self, part: Part) -> None:
         """End a part whose kernel has replied and has not reported idle in time."""
@@ -417,12 +417,12 @@ class Cell:
             action()
 
     def _on_status(self, part: Part, state: str) -> None:
-        """Note that a kernel is idle. The part ends when the reply is there too, or `_REPLY_LOST` seconds later."""
+        """Note that a kernel is idle. The part ends when the reply is there too, or `_REPLY_WITHIN` seconds later."""
         if state == "idle":
             part.idle = True
             self._maybe_end(part)
             if not part.done:
-                self._thread.loop.call_later(_REPLY_LOST, self._reply_is_lost, part)
+                self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
 
     def _reply_is_lost(self, part: Part) -> None:
         """End a part without a reply: with the error that it has shown last, else with KeyboardInterrupt."""
@@ -471,7 +471,7 @@ class Cell:
             if not self.running:
                 self._outlet.finish()
             elif part.error is not None and not self.interrupted:
-                self._thread.loop.call_later(_TELL_AFTER, self._tell_failed)
+                self._thread.loop.call_later(_NOTICE_AFTER, self._tell_failed)
                 if self._fail_fast:
                     self._stop()
         finally:  # even if showing the output fails, the waiting threads must wake
@@ -510,7 +510,7 @@ class Cell:
             self._show_held(part)  # an error that is followed by more than text did not end the cell
         if message.kind == "error" and not part.done:
             part.held.append(message)
-            self._thread.loop.call_later(_ERROR_STANDS, self._show_held, part, message)
+            self._thread.loop.call_later(_ERROR_HELD_FOR, self._show_held, part, message)
         elif part.held:
             part.held.append(message)
         else:

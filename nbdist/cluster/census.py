@@ -34,11 +34,18 @@ from nbdist.torch_private import no_torch_function
 
 __all__ = ["Amount", "Census", "Walk"]
 
-_MACHINERY = ("IPython", "ipykernel", "traitlets", "zmq", "jupyter_client", "asyncio", "_asyncio", "logging")
+_SKIPPED_PACKAGES = ("IPython", "ipykernel", "traitlets", "zmq", "jupyter_client", "asyncio", "_asyncio", "logging")
 """Packages whose objects a walk skips, because they lead to everything that the kernel holds."""
-_OURS = ("nbdist.rpc", "nbdist.channel", "nbdist.cluster", "nbdist.autograd", "nbdist.views", "nbdist.magics")
+_SKIPPED_MODULES = (
+    "nbdist.rpc",
+    "nbdist.channel",
+    "nbdist.cluster",
+    "nbdist.autograd",
+    "nbdist.views",
+    "nbdist.magics",
+)
 """Modules of nbdist whose objects a walk skips as well, except for promises and `torch.nn.Module` subclasses."""
-_FEW = 10_000
+_SEARCHED_UP_TO = 10_000
 """Entries up to which an instance of a container subclass is searched for attributes too, besides its items."""
 
 
@@ -92,9 +99,9 @@ class _Kind(NamedTuple):
             if issubclass(what, base):
                 return cls(what, size_of, base)
         name = inert.module_of(what)
-        if issubclass(what, (ModuleType, CodeType, Agent)) or name.partition(".")[0] in _MACHINERY:
+        if issubclass(what, (ModuleType, CodeType, Agent)) or name.partition(".")[0] in _SKIPPED_PACKAGES:
             return cls(what, size_of, object, True)
-        if name.startswith(_OURS) and not issubclass(what, (Promise, torch.nn.Module)):
+        if name.startswith(_SKIPPED_MODULES) and not issubclass(what, (Promise, torch.nn.Module)):
             return cls(what, size_of, object, True)
         for base in _CONTAINERS:
             if issubclass(what, base):
@@ -234,7 +241,7 @@ class Walk:
         self._object(kind.size_of(value))
         if kind.base is torch.Tensor:
             return self._tensor(value)
-        if kind.base is object or (kind.is_extended and kind.base.__len__(value) < _FEW):
+        if kind.base is object or (kind.is_extended and kind.base.__len__(value) < _SEARCHED_UP_TO):
             return iter(_referents(value, cls))
         if kind.base is dict:
             return chain.from_iterable(dict.items(value))

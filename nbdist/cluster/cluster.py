@@ -52,7 +52,7 @@ from nbdist.wire import culprit
 
 __all__ = ["Cluster"]
 
-_SETTLE = 1.0
+_OUTPUT_ARRIVES_WITHIN = 1.0
 """Seconds to wait for output, or for a dead worker's last words, that may be on the way."""
 
 Targets = str | int | Sequence[int | str] | None
@@ -365,9 +365,9 @@ class Cluster:
         """Return how the worker with this process id died; empty if none did. The RPC agent asks, for its errors."""
         for worker in self.workers:
             if worker.pid == pid:
-                worker.exited.wait(_SETTLE)
+                worker.exited.wait(_OUTPUT_ARRIVES_WITHIN)
                 if worker.lost is None:  # else SIGKILL has ended it, which leaves no last words to wait for
-                    worker.ended.wait(_SETTLE)
+                    worker.ended.wait(_OUTPUT_ARRIVES_WITHIN)
                 return worker.lost or ""
         return ""
 
@@ -685,12 +685,12 @@ class Cluster:
 
         def ask(worker: str, token: str) -> bool:
             try:
-                self.agent.call(worker, fence, token, timeout=_SETTLE)
+                self.agent.call(worker, fence, token, timeout=_OUTPUT_ARRIVES_WITHIN)
             except NbdistError:
                 return False
             return True
 
-        within = _SETTLE if patience is None or not sink.interactive else patience
+        within = _OUTPUT_ARRIVES_WITHIN if patience is None or not sink.interactive else patience
         self._router.settle(origin, [worker for worker in self.workers if worker.alive], ask, within)
 
     def _require_alive(self, workers: Sequence[Worker]) -> None:

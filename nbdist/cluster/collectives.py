@@ -50,7 +50,7 @@ __all__ = ["break_off", "follow", "initialise", "translate"]
 _LOOK_EVERY = 0.05
 """Seconds between two looks, while a group forms, whether another worker has failed to form it."""
 
-_NEWS_WITHIN = 1.0
+_DEATH_KNOWN_WITHIN = 1.0
 """Seconds within which a worker learns of a death, after another survivor has shut its connections."""
 
 _NEW_GROUP_WITHIN = 5.0
@@ -72,7 +72,7 @@ _GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pip
 _TORCHS = os.path.dirname(torch.__file__) + os.sep
 _NO_GROUP = "Default process group has not been initialized"
 """A part of torch's error where there is no process group."""
-_NOT_THERE = "is not initialized in the world group map"
+_GROUP_DESTROYED = "is not initialized in the world group map"
 """A part of torch's error for a group that has been destroyed."""
 
 _BROKEN_OFF = "an interrupt has broken this process group off; `%dist_restart -p` forms it anew"
@@ -259,19 +259,19 @@ def _say_lost() -> str:
 def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
 
-    Waits up to `_NEWS_WITHIN` seconds: another survivor may shut its connections before the agent of this worker learns
-    of the death. If no member has died by then, an interrupt has broken the group off, here or on another worker.
+    Waits up to `_DEATH_KNOWN_WITHIN` seconds: another survivor may shut its connections before the agent of this worker
+    learns of the death. If no member has died by then, an interrupt broke the group off, here or on another worker.
     """
     if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
         return None
     text = str(error)
     if isinstance(error, ValueError) and _NO_GROUP in text and not dist.is_initialized():
         return GroupError(_NOT_YET) if _forms_group else None
-    if _store is None or not (_NOT_THERE in text or _GLOO_LEFT.search(text)):
+    if _store is None or not (_GROUP_DESTROYED in text or _GLOO_LEFT.search(text)):
         return None
-    if _NOT_THERE in text or _is_of_old_group(error):
+    if _GROUP_DESTROYED in text or _is_of_old_group(error):
         return GroupError(_OLD)
-    deadline = time.monotonic() + _NEWS_WITHIN
+    deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
     while not (_lost or _broken) and time.monotonic() < deadline:
         time.sleep(_POLL)
     if not _lost:

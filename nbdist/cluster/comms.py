@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Comms", "own_request"]
 
-_PATIENCE = 1.0
+_HANDLED_WITHIN = 1.0
 """Seconds to wait for an idle worker to handle a message of the front end. Meanwhile the notebook counts as busy."""
 
-_REMEMBERED = 1000
+_MESSAGES_KEPT = 1000
 """The number of messages of the front end that are kept, to recognise the workers' output for them."""
 
 
@@ -131,7 +131,7 @@ class Comms:
         relayed = Relayed(sink_of(message))
         self._thread.soon(self._send, relayed, comm, kind, message)
         if not worker.cells:
-            relayed.handled.wait(_PATIENCE)
+            relayed.handled.wait(_HANDLED_WITHIN)
 
     def _send(self, relayed: Relayed, comm: _StandIn, kind: str, message: Message) -> None:
         """Send the message, in the kernel thread."""
@@ -142,7 +142,7 @@ class Comms:
         metadata = message.get("metadata") or {}
         relayed.id = kernel.send(kind, message["content"], metadata=metadata, buffers=buffers, parent=message)
         self._relayed[relayed.id] = relayed
-        if len(self._relayed) > _REMEMBERED:
+        if len(self._relayed) > _MESSAGES_KEPT:
             self._relayed.popitem(last=False)
 
     def close(self) -> None:

@@ -25,9 +25,9 @@ from nbdist.rpc.rref import RRef
 
 __all__ = ["Difference", "Print", "compare", "differences", "flatten", "prints"]
 
-_SHOWN = 60
+_TEXT_SHOWN = 60
 """Characters of a value's text that are shown."""
-_CHUNK = 1 << 22
+_NUMBERS_AT_A_TIME = 1 << 22
 """Numbers of a tensor that are hashed at a time."""
 
 
@@ -102,8 +102,8 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's numbers. The tensor is copied to the CPU as a whole, and hashed in pieces."""
     digest = hashlib.sha256()
     flat = _flat(tensor)
-    for start in range(0, flat.numel(), _CHUNK):
-        digest.update(flat[start : start + _CHUNK].contiguous().view(torch.uint8).numpy().tobytes())
+    for start in range(0, flat.numel(), _NUMBERS_AT_A_TIME):
+        digest.update(flat[start : start + _NUMBERS_AT_A_TIME].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -204,6 +204,6 @@ def _number(value: torch.Tensor) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value's ``repr``, cut to `_SHOWN` characters."""
+    """Return a value's ``repr``, cut to `_TEXT_SHOWN` characters."""
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"

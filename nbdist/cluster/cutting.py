@@ -18,9 +18,9 @@ from nbdist.cluster.arrange import LEFT_OUT, OUTPUT, Published
 from nbdist.cluster.items import merged
 from nbdist.cluster.terminal import as_seen
 
-__all__ = ["KEPT", "Cutter"]
+__all__ = ["LINES_KEPT", "Cutter"]
 
-KEPT = 2000
+LINES_KEPT = 2000
 """The number of lines shown at the beginning, and again at the end."""
 
 
@@ -39,7 +39,7 @@ class Cutter:
         """The number of lines that have been shown."""
         self._open = {"stdout": False, "stderr": False}
         """True for a stream whose shown text ends in the middle of a line."""
-        self._held: deque[Published] = deque(maxlen=KEPT)
+        self._held: deque[Published] = deque(maxlen=LINES_KEPT)
         """The last lines that have not been shown."""
         self._begun = {"stdout": "", "stderr": ""}
         """The beginning of a held line whose end has not arrived, by stream."""
@@ -74,12 +74,12 @@ class Cutter:
     def _take_text(self, message: Published, stream: str, text: str) -> list[Published]:
         """Take text of a stream that is cut; return what to show now.
 
-        While fewer than `KEPT` lines have been shown, text passes as it is. After that, whole lines go to `_held`,
-        which drops its oldest line when it is full. The beginning of a line waits in `_begun` for its end.
+        While fewer than `LINES_KEPT` lines have been shown, text passes as it is. After that, whole lines go to
+        `_held`, which drops its oldest line when it is full. The beginning of a line waits in `_begun` for its end.
         """
         lines = text.count("\n")
         whole_lines = text.endswith("\n")
-        if not self.holds and (self._shown + lines < KEPT or (self._shown + lines == KEPT and whole_lines)):
+        if not self.holds and (self._shown + lines < LINES_KEPT or (self._shown + lines == LINES_KEPT and whole_lines)):
             self._shown += lines
             self._open[stream] = not whole_lines if text else self._open[stream]
             return [message]
@@ -87,15 +87,15 @@ class Cutter:
         *whole, rest = (self._begun[stream] + text).split("\n")
         self._coloured = self._coloured or "\x1b" in text
         for line in whole:
-            if self._shown < KEPT or self._open[stream]:
+            if self._shown < LINES_KEPT or self._open[stream]:
                 shown += f"{line}\n"
                 self._shown += 1
                 self._open[stream] = False
             else:
-                self.left_out += len(self._held) == KEPT
+                self.left_out += len(self._held) == LINES_KEPT
                 self._held.append(_text(stream, f"{line}\n"))
         if rest and (
-            self._shown < KEPT or self._open[stream] or "\r" in rest
+            self._shown < LINES_KEPT or self._open[stream] or "\r" in rest
         ):  # a progress bar, or more of a line that is shown already
             shown, rest, self._open[stream] = shown + rest, "", True
         self._begun[stream] = rest

@@ -19,15 +19,15 @@ from nbdist.errors import NbdistError
 
 __all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error"]
 
-_SHOWN = 4
+_TRACEBACKS_SHOWN = 4
 """The most tracebacks, or texts, of different errors that one error shows."""
-_NOT_AS_THEMSELVES = (
+_NEVER_SUBCLASSED = (
     StopIteration,  # Python turns it into a RuntimeError when it leaves a coroutine, such as one that awaits a cell
     StopAsyncIteration,
     SyntaxError,  # IPython shows it in its own way
 )
 _NUMBER = re.compile(r"\b(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)*)\b")
-_SHORT = 80
+_SHORT_TEXT = 80
 """Characters up to which a text is short: every number in it may matter to the reader."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -111,12 +111,12 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     """
     traceback: list[str] = []
     alike = grouped(errors, lambda error: error.key)
-    for group in alike[:_SHOWN]:
+    for group in alike[:_TRACEBACKS_SHOWN]:
         whose = _whose(group)
         if targets > 1:
             traceback.append(f"[{whose}]")
         traceback += group[0].lines(whose)
-    if left := [error for group in alike[_SHOWN:] for error in group]:
+    if left := [error for group in alike[_TRACEBACKS_SHOWN:] for error in group]:
         traceback.append(f"... and other errors on {_whose(left)}")
     names = {error.name for error in errors}
     texts = grouped(errors, lambda error: (error.name, _shared(error.text)))
@@ -124,8 +124,10 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     if len(texts) == 1:
         text = errors[0].text
     else:
-        said = [f"{_whose(group)}: {_say(group[0], with_name=name == 'CellError')}" for group in texts[:_SHOWN]]
-        if left := [error for group in texts[_SHOWN:] for error in group]:
+        said = [
+            f"{_whose(group)}: {_say(group[0], with_name=name == 'CellError')}" for group in texts[:_TRACEBACKS_SHOWN]
+        ]
+        if left := [error for group in texts[_TRACEBACKS_SHOWN:] for error in group]:
             said.append(f"and others on {_whose(left)}")
         text = "; ".join(said)
     made = _class_for(name)(text)
@@ -147,7 +149,7 @@ def _shared(text: str) -> str:
 
     The numbers of long texts are ports, addresses and the like, which differ between workers.
     """
-    return text if len(text) <= _SHORT else _NUMBER.sub("0", text)
+    return text if len(text) <= _SHORT_TEXT else _NUMBER.sub("0", text)
 
 
 def _whose(errors: Sequence[WorkerError]) -> str:
@@ -165,12 +167,12 @@ def _class_for(name: str) -> type[CellError]:
     """Return a subclass of `CellError` with this name, which derives from Python's or nbdist's class of that name too.
 
     The result derives from `CellError` alone if there is no such class, if the two cannot be combined, for the classes
-    in `_NOT_AS_THEMSELVES`, and for classes that are no `Exception`, such as KeyboardInterrupt.
+    in `_NEVER_SUBCLASSED`, and for classes that are no `Exception`, such as KeyboardInterrupt.
     """
     if name == "CellError":
         return CellError
     own = getattr(nbdist.errors, name, None) or getattr(builtins, name, None)
-    if isinstance(own, type) and issubclass(own, Exception) and not issubclass(own, _NOT_AS_THEMSELVES):
+    if isinstance(own, type) and issubclass(own, Exception) and not issubclass(own, _NEVER_SUBCLASSED):
         try:
             made = type(name, (CellError, own), {})
             made("")

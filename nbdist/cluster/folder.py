@@ -17,10 +17,10 @@ from nbdist.errors import UsageError
 
 __all__ = ["make_folder"]
 
-_LONGEST = 107
+_LONGEST_PATH = 107
 """The most bytes that the path of a unix socket can have."""
 
-_SOCKET = "/agent-1234567-0123456789abcdef/in"
+_LONGEST_SOCKET = "/agent-1234567-0123456789abcdef/in"
 """A path below the run directory that is as long as the longest: the socket of an agent, by pid and incarnation."""
 
 
@@ -33,7 +33,7 @@ def make_folder() -> Path:
     base = runtime_directory()
     _sweep(base)
     folder = base / f"cluster-{secrets.token_hex(4)}"
-    if len(os.fsencode(str(folder) + _SOCKET)) > _LONGEST:
+    if len(os.fsencode(str(folder) + _LONGEST_SOCKET)) > _LONGEST_PATH:
         raise UsageError(f"the path {base} is too long for sockets in it; set NBDIST_RUNTIME_DIR to a shorter one")
     with refusals_in_words(f"{folder} cannot be made"):
         folder.mkdir(mode=0o700)

@@ -51,7 +51,7 @@ _FUNCTIONS_AT = 16
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 """A variable of torch's: if set, members connect when one first sends, so having no connection need not mean a loss."""
 
-_TEXT = b"[nbdist, in place of third_party/gloo/gloo/transport/tcp] Connection closed in the middle of a transfer"
+_ERROR_TEXT = b"[nbdist, in place of third_party/gloo/gloo/transport/tcp] Connection closed in the middle of a transfer"
 """The text of the error, in which `nbdist.cluster.collectives` recognises the words of gloo's own errors."""
 
 _looking = threading.Lock()
@@ -146,7 +146,7 @@ class _Functions:
         """
         error = self._allocate(2 * _WORD)  # the size of a runtime_error
         self._initialise(error, self._type, self._end_error)
-        self._make_error(error, _TEXT)
+        self._make_error(error, _ERROR_TEXT)
         pointer = ctypes.c_void_p()
         self._make_pointer(ctypes.byref(pointer), error)
         self._signal(buffer, ctypes.byref(pointer))  # takes the pointer over, so that nothing has to be freed here

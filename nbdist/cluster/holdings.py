@@ -40,9 +40,9 @@ from nbdist.wire.messages import State
 
 __all__ = ["Holding", "Holdings", "WorkerMemory", "ask_all", "collect"]
 
-_PATIENCE = 10.0
+_REPORT_WITHIN = 10.0
 """Seconds to wait for a worker's report."""
-_LOOKS = 4
+_MOST_LOOKS = 4
 """The most times that `collect` asks all workers, until their reports agree."""
 _BETWEEN_LOOKS = 0.05
 """Seconds between two looks: enough for a message that was on its way to arrive, unless a worker stands still."""
@@ -143,11 +143,11 @@ def collect() -> Holdings:
     """Ask all workers, and this process, what they own and use. Waits up to 10 s for each answer.
 
     An owner may answer before it hears that a reference was released on another worker, even if the release was sent
-    first: the two messages come from different workers. Then all are asked again, `_LOOKS` times in all at most.
+    first: the two messages come from different workers. Then all are asked again, `_MOST_LOOKS` times in all at most.
     """
     ask_all(_settle)
     reports, silent = ask_all(_report)
-    for _ in range(_LOOKS - 1):
+    for _ in range(_MOST_LOOKS - 1):
         if not _disagree(reports):
             break
         time.sleep(_BETWEEN_LOOKS)
@@ -194,7 +194,7 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
     found: dict[str, Any] = {}
     names = [member.name for member in agent.members()]
     with recorder().contexts.outside():
-        asked = agent.call_each([name for name in names if name != agent.me.name], what, timeout=_PATIENCE)
+        asked = agent.call_each([name for name in names if name != agent.me.name], what, timeout=_REPORT_WITHIN)
     for name, answer in [(agent.me.name, what), *((name, answer.wait) for name, answer in asked.items())]:
         with contextlib.suppress(Exception):  # one failed agent must not hide the others
             found[name] = answer()

@@ -32,7 +32,7 @@ from nbdist.cluster.labels import is_cell
 from nbdist.cluster.worker_output import call_off
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import active_agent
-from nbdist.rpc.stopping import BREAK_AFTER, PATIENCE
+from nbdist.rpc.stopping import BREAK_OFF_AFTER, NAME_AFTER
 
 if TYPE_CHECKING:
     from nbdist.cluster.cells import Cell, Part
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_calls"]
 
-_LISTENS_AFTER = 0.3
+_SIGNAL_ANYWAY_AFTER = 0.3
 """Seconds after which a worker whose turn it is gets SIGINT, even if it has not reported that the cell began."""
 _WAKE_AFTER = 0.02
 """Seconds after SIGINT until a message wakes the worker's event loop, which otherwise may not notice the signal."""
-_CALLED_OFF_WITHIN = 0.3
+_SKIP_CONFIRMED_WITHIN = 0.3
 """Seconds to wait for a worker to confirm that it skips a cell, and for the skipped cell to end once it has begun."""
 
 _CALLS_STOP_WITHIN = 0.5
@@ -55,7 +55,7 @@ _CALLS_STOP_WITHIN = 0.5
 _TRACEBACK_WITHIN = 30.0
 """Seconds for a stopped worker to format its traceback, which reads and parses the files of all frames."""
 
-_FORMATS = ("showtraceback", "_format_exception_for_storage")
+_TRACEBACK_FORMATTERS = ("showtraceback", "_format_exception_for_storage")
 """The functions of IPython that format an error's traceback."""
 _POLL = 0.005
 """Seconds between two looks at a condition that `_until` waits for."""
@@ -97,15 +97,15 @@ async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, Part]]) -> list
     running = [part for cell, part in work if _is_next(cluster, cell, part)]
     called_off = [_call_off(cluster, part) for cell, part in work if not _is_next(cluster, cell, part)]
     # Call cells off before any signal: once the signalled cell ends, the worker begins the next one.
-    await _until(lambda: all(future is None or future.done() for future in called_off), began + _CALLED_OFF_WITHIN)
+    await _until(lambda: all(future is None or future.done() for future in called_off), began + _SKIP_CONFIRMED_WITHIN)
     for part in running:
         _signal(cluster, part)
     parts = [part for _, part in work]
-    await _until(lambda: all(part.done for part in parts), began + BREAK_AFTER)
+    await _until(lambda: all(part.done for part in parts), began + BREAK_OFF_AFTER)
     for cell, part in work:
         if not part.done and _is_next(cluster, cell, part):
             _break_collective(cluster, part)
-    await _until(lambda: all(part.done for part in parts), began + PATIENCE)
+    await _until(lambda: all(part.done for part in parts), began + NAME_AFTER)
     said = [await _describe(cluster, cell, part, began + _TRACEBACK_WITHIN) for cell, part in work if not part.done]
     return [text for text in said if text]
 
@@ -160,7 +160,7 @@ def _signal(cluster: Cluster, part: Part) -> None:
             late.cancel()
             send()
 
-    late = loop.call_later(_LISTENS_AFTER, send_once)
+    late = loop.call_later(_SIGNAL_ANYWAY_AFTER, send_once)
 
     part.when_begun.append(send_once)
 
@@ -175,11 +175,11 @@ def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:
     loop = asyncio.get_running_loop()
 
     def begun() -> None:
-        loop.call_later(_CALLED_OFF_WITHIN, _signal, cluster, part)
+        loop.call_later(_SKIP_CONFIRMED_WITHIN, _signal, cluster, part)
 
     part.when_begun.append(begun)
     with contextlib.suppress(NbdistError):
-        return cluster.agent.call(part.worker, call_off, part.id, timeout=PATIENCE)
+        return cluster.agent.call(part.worker, call_off, part.id, timeout=NAME_AFTER)
     return None
 
 
@@ -191,7 +191,7 @@ def _break_collective(cluster: Cluster, part: Part) -> None:
             part.note = future.value()  # type: ignore[attr-defined]
 
     with contextlib.suppress(NbdistError):
-        cluster.agent.call(part.worker, collectives.break_off, timeout=PATIENCE).then(note)
+        cluster.agent.call(part.worker, collectives.break_off, timeout=NAME_AFTER).then(note)
 
 
 async def _describe(cluster: Cluster, cell: Cell, part: Part, deadline: float) -> str:
@@ -203,15 +203,15 @@ async def _describe(cluster: Cluster, cell: Cell, part: Part, deadline: float) -
     while _formats_traceback(frames) and not part.done:
         if time.monotonic() > deadline:
             return f"{name} has stopped, but still formats its traceback; `%dist_restart {name}` starts it again"
-        await _until(lambda: part.done, time.monotonic() + where.PATIENCE)
+        await _until(lambda: part.done, time.monotonic() + where.ANSWER_WITHIN)
         frames = await _frames(cluster, name)
         if not _formats_traceback(frames):  # the traceback is done, and the reply arrives in a moment
-            await _until(lambda: part.done, time.monotonic() + PATIENCE)
+            await _until(lambda: part.done, time.monotonic() + NAME_AFTER)
     if part.done:
         return ""
     place = _say_place(frames, cell)
     return (
-        f"{name} did not stop within {PATIENCE:g} s of the interrupt{place}; "
+        f"{name} did not stop within {NAME_AFTER:g} s of the interrupt{place}; "
         f"`%dist_restart {name}` kills it and starts it again"
     )
 
@@ -220,7 +220,7 @@ async def _frames(cluster: Cluster, worker: str) -> list[where.Frame]:
     """Return the frames of a worker's main thread, innermost first; none if the worker writes none."""
     with contextlib.suppress(OSError):
         asked = where.Question(cluster, worker)
-        deadline = time.monotonic() + where.PATIENCE
+        deadline = time.monotonic() + where.ANSWER_WITHIN
         while time.monotonic() < deadline and not asked.answered:
             await asyncio.sleep(where.POLL)
         return asked.frames()
@@ -229,7 +229,7 @@ async def _frames(cluster: Cluster, worker: str) -> list[where.Frame]:
 
 def _formats_traceback(frames: Sequence[where.Frame]) -> bool:
     """Return whether IPython is formatting an error, to show it or to keep it with the cell."""
-    return any(frame.function in _FORMATS and "/IPython/core/" in frame.file for frame in frames)
+    return any(frame.function in _TRACEBACK_FORMATTERS and "/IPython/core/" in frame.file for frame in frames)
 
 
 def _say_place(frames: Sequence[where.Frame], cell: Cell) -> str:

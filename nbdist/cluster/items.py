@@ -15,7 +15,7 @@ from nbdist.cluster.arrange import LEFT_OUT, Published, label_of, say_left_out
 
 __all__ = ["Item", "display_id", "merged", "updated", "with_own_id"]
 
-_MADE_UP = re.compile(r"[0-9a-f]{32}")
+_GENERATED_ID = re.compile(r"[0-9a-f]{32}")
 """A display id that IPython has generated, and that no other worker has."""
 
 
@@ -69,7 +69,7 @@ def with_own_id(worker: str, message: Published) -> Published:
     Several workers may use one id; each then updates its own display.
     """
     id = display_id(message)
-    if id is None or _MADE_UP.fullmatch(id):
+    if id is None or _GENERATED_ID.fullmatch(id):
         return message
     transient = {**message.content["transient"], "display_id": f"{worker}:{id}"}
     return message._replace(content={**message.content, "transient": transient})

@@ -33,11 +33,11 @@ T = TypeVar("T")
 Message = dict[str, Any]
 
 _log = logging.getLogger("nbdist.cluster")
-_ASK_AGAIN = 0.1
+_ASK_AGAIN_AFTER = 0.1
 """Seconds after which a starting kernel is asked again, until its first output has arrived."""
 _RECONNECT_MS = 10
 """Milliseconds between two attempts of ZeroMQ to connect."""
-_AT_ONCE = 100
+_MESSAGES_AT_ONCE = 100
 """Messages that are read before the loop's other work gets its turn."""
 _READABLE = 1
 """ZeroMQ's flag for a socket that has messages to read, zmq.POLLIN."""
@@ -152,7 +152,7 @@ class Kernel:
         while True:
             await self.ask("kernel_info_request", {})
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._heard.wait(), _ASK_AGAIN)
+                await asyncio.wait_for(self._heard.wait(), _ASK_AGAIN_AFTER)
                 return
 
     def close(self, why: str) -> None:
@@ -210,11 +210,11 @@ class Kernel:
         return reply
 
     def _drain(self, channel: str) -> None:
-        """Read the messages that have arrived, up to `_AT_ONCE` of them, and the others a little later.
+        """Read the messages that have arrived, up to `_MESSAGES_AT_ONCE` of them, and the others a little later.
 
         ZeroMQ's file descriptor reports once that there are messages, however many there are.
         """
-        for _ in range(_AT_ONCE):
+        for _ in range(_MESSAGES_AT_ONCE):
             socket = self._sockets.get(channel)  # a message may close the kernel
             if socket is None or not socket.EVENTS & _READABLE:
                 return

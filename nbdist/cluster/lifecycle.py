@@ -40,10 +40,10 @@ __all__ = ["Lifecycle"]
 _log = logging.getLogger("nbdist.cluster")
 _NOT_FORMED = "the process group did not form anew after a restart: %s; `%%dist_restart -p` tries again"
 
-_LAST_OUTPUT = 0.03
+_LAST_OUTPUT_WITHIN = 0.03
 """Seconds after the end of a process during which its last output may arrive; its cells fail only afterwards."""
 
-_GOODBYE = 1.0
+_KERNELS_END_WITHIN = 1.0
 """Seconds for idle kernels to end by themselves when the cluster shuts down."""
 
 _POLL = 0.005
@@ -312,7 +312,7 @@ class Lifecycle:
         self._in_time(kill(), deadline, "the killed workers have not ended")
 
     def say_goodbye(self) -> None:
-        """Ask idle kernels to end, so that their exit handlers run; wait for that, but at most `_GOODBYE` seconds.
+        """Ask idle kernels to end, so that their exit handlers run; wait at most `_KERNELS_END_WITHIN` seconds.
 
         Errors are ignored: `close` kills the workers that remain.
         """
@@ -323,12 +323,12 @@ class Lifecycle:
             for worker in asked:
                 assert worker.kernel is not None
                 worker.kernel.send("shutdown_request", {"restart": False}, channel="control")
-            deadline = time.monotonic() + _GOODBYE
+            deadline = time.monotonic() + _KERNELS_END_WITHIN
             while any(worker.alive for worker in asked) and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL)
 
         with contextlib.suppress(Exception):
-            self._thread.run(ask()).result(2 * _GOODBYE)
+            self._thread.run(ask()).result(2 * _KERNELS_END_WITHIN)
 
     def close(self) -> None:
         """Kill all workers, remove the run directory, and fail the cells that still run.
@@ -351,7 +351,7 @@ class Lifecycle:
         """Note that a worker's process has ended; its cells fail a moment later. In a thread of the launcher's."""
         worker = next(worker for worker in self._workers if worker.name == name)
         worker.exit(code)
-        self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT, self._ended, worker, worker.lives, code)
+        self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._ended, worker, worker.lives, code)
 
     def _ended(self, worker: Worker, life: int, code: int) -> None:
         """Fail the cells of a worker whose process has ended in this life. In the kernel thread."""

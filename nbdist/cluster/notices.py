@@ -11,7 +11,7 @@ __all__ = ["say_failed", "say_stopped"]
 
 _INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
 """The names of errors that an interrupt raises, in a plain cell and in a cell with ``await``."""
-_LONGEST = 200
+_TEXT_SHOWN = 200
 """Characters of an error's text that a notice shows; the traceback at the cell's end has all."""
 
 
@@ -36,7 +36,7 @@ def say_stopped(errors: Sequence[WorkerError]) -> list[str]:
 
 
 def _say(error: WorkerError) -> str:
-    """Return an error in one line, cut to `_LONGEST` characters."""
+    """Return an error in one line, cut to `_TEXT_SHOWN` characters."""
     text = error.text.strip().partition("\n")[0]
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    text = text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"
     return f"{error.name}: {text}" if text else error.name

@@ -14,7 +14,7 @@ from nbdist.cluster.sinks import Sink, current_sink
 
 __all__ = ["Origin", "Origins"]
 
-_REMEMBERED = 500
+_CELLS_KEPT = 500
 """The number of cells that are kept; late output of calls of older cells is not shown."""
 
 
@@ -67,7 +67,7 @@ class Origins:
                 if key in self._known:  # another thread of the cell was first; output would come to two places
                     return key
                 self._known[key] = Origin(self._thread, self._names, sink)
-                if len(self._known) > _REMEMBERED:
+                if len(self._known) > _CELLS_KEPT:
                     self._known.popitem(last=False)
         return key
 

@@ -23,13 +23,13 @@ from nbdist.cluster.sinks import Sink
 
 __all__ = ["Outlet", "make_arranger"]
 
-_LAST = 10
+_LAST_LINES = 10
 """Lines of each worker that are shown while more are printed than the page can show."""
 
-_ANEW_EVERY = 0.5
+_UPDATE_EVERY = 0.5
 """Seconds between two updates of these lines."""
 
-_QUIET = 1.0
+_QUIET_AFTER = 1.0
 """Seconds without output after which held text from a thread that outlives its cell is shown."""
 
 
@@ -130,7 +130,7 @@ class Outlet:
         """Show held lines of ended workers after a second without output."""
         if self._quiet_due is not None:
             self._quiet_due.cancel()
-        self._quiet_due = self._thread.loop.call_later(_QUIET, self._release_ended)
+        self._quiet_due = self._thread.loop.call_later(_QUIET_AFTER, self._release_ended)
 
     def _release_ended(self) -> None:
         for worker in self._ended:
@@ -139,7 +139,7 @@ class Outlet:
     def _show_last_soon(self) -> None:
         """Update the last lines in half a second, unless that is planned already. Where nobody watches, never."""
         if self._last_due is None and self._sink.interactive:
-            self._last_due = self._thread.loop.call_later(_ANEW_EVERY, self._show_last)
+            self._last_due = self._thread.loop.call_later(_UPDATE_EVERY, self._show_last)
 
     def _show_last(self) -> None:
         """Show the last held lines, below the number of lines left out so far; nothing once no lines are held."""
@@ -152,6 +152,6 @@ class Outlet:
                 label = f"{label_of((worker,))} " if self._arranger.labels else ""
                 said += [
                     f"{label}{cutter.left_out:,} lines left out so far ...",
-                    *(label + each for each in cutter.last(_LAST)),
+                    *(label + each for each in cutter.last(_LAST_LINES)),
                 ]
         self._last.show("\n".join(said))

@@ -22,11 +22,11 @@ from nbdist.rpc.rref import Home
 
 __all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "name_of", "namespace_of", "told", "variable"]
 
-_DEPTH = 12
+_MOST_STEPS = 12
 """The most steps to walk back."""
-_MOST = 20_000
+_MOST_OBJECTS = 20_000
 """The walk stops when the next step would begin at more objects than this."""
-_FEW = 50
+_FEW_OBJECTS = 50
 """Up to this many objects, Python's search for referrers is quicker than a look at all objects."""
 _OURS = "nbdist"
 """The package whose modules are not reported as holders."""
@@ -68,9 +68,9 @@ class Roots:
 def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
     """Return for each object the pins that hold it, searched level by level.
 
-    Each level asks for the holders of all objects of the level before, at most `_DEPTH` times. A holder that is a place
-    where walks end gives a pin. Any other holder belongs to the next level. The search's own containers refer to the
-    objects, too, and are skipped.
+    Each level asks for the holders of all objects of the level before, at most `_MOST_STEPS` times. A holder that is a
+    place where walks end gives a pin. Any other holder belongs to the next level. The search's own containers refer to
+    the objects, too, and are skipped.
     """
     found: list[set[Pin]] = [set() for _ in objects]
     reached: dict[int, set[int]] = {}
@@ -83,8 +83,8 @@ def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
     namespaces = {id(space): name_of(space) for space in map(namespace_of, list(sys.modules.values())) if space}
     passed = {id(each) for each in (reached, level, found, namespaces, objects, roots.named, roots.tracebacks)}
     passed |= {id(sys._getframe()), *(id(pair) for pair in level.values()), *map(id, objects)}
-    for depth in range(_DEPTH):
-        if not level or len(level) > _MOST:
+    for depth in range(_MOST_STEPS):
+        if not level or len(level) > _MOST_OBJECTS:
             break
         following: dict[int, tuple[object, set[int]]] = {}
         passed |= {id(following), id(level), *(id(pair) for pair in level.values())}
@@ -107,7 +107,7 @@ def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
 
 def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
     """Yield each object that refers to some of these, with the ``id`` of those it refers to."""
-    if len(objects) <= _FEW:
+    if len(objects) <= _FEW_OBJECTS:
         around: Iterable[object] = gc.get_referrers(*objects.values())
     else:
         around = gc.get_objects()

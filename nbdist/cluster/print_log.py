@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrintLog", "Printed", "read_logs"]
 
-_FILES = 10
+_FILES_KEPT = 10
 """The most files that are kept for one worker."""
 _FILE_BYTES = 20_000_000
 """The size at which the next file is begun."""
@@ -118,8 +118,8 @@ class PrintLog:
         """Begin a new file, and delete the oldest if there are too many."""
         if self._file is not None:
             self._file.close()
-        if len(self._lines) == _FILES:
-            self._path(self._made - _FILES).unlink(missing_ok=True)
+        if len(self._lines) == _FILES_KEPT:
+            self._path(self._made - _FILES_KEPT).unlink(missing_ok=True)
             self._dropped += self._lines.popleft()
         self._file = self._path(self._made).open("xb")
         self._made += 1

@@ -28,9 +28,9 @@ _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ \S+ *(.*)$|^(Rss|P
 """The first line of a mapping in ``/proc/PID/smaps``, or one of its amounts."""
 _SHARED_FILES = (b"/memfd:", b"/dev/shm/", b"/dev/zero", b"/SYSV")
 """The files of shared memory, by the beginning of their names."""
-_SMALL = 1 << 18
+_SMALL_BUFFER = 1 << 18
 """Buffers below this number of bytes count as resident without asking the system."""
-_PART = 1 << 26
+_BYTES_AT_A_TIME = 1 << 26
 """Bytes that the system is asked for at a time; it answers with one byte for each page."""
 
 _libc = ctypes.CDLL(None)
@@ -102,14 +102,14 @@ def own_bytes(pid: int | str | None = "self") -> int | None:
 def resident_bytes(address: int, nbytes: int) -> int:
     """Return how many of a buffer's bytes are in memory: pages never written to, or swapped out, do not count.
 
-    A buffer below `_SMALL` bytes counts as a whole.
+    A buffer below `_SMALL_BUFFER` bytes counts as a whole.
     """
-    if nbytes < _SMALL:
+    if nbytes < _SMALL_BUFFER:
         return nbytes
     pages, page = 0, mmap.PAGESIZE
     first = address - address % page
-    for start in range(first, address + nbytes, _PART):
-        length = min(_PART, address + nbytes - start)
+    for start in range(first, address + nbytes, _BYTES_AT_A_TIME):
+        length = min(_BYTES_AT_A_TIME, address + nbytes - start)
         answer = (ctypes.c_ubyte * -(-length // page))()
         if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), answer):
             return nbytes  # the buffer is gone, or the system does not answer: count all of it

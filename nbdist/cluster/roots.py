@@ -16,9 +16,9 @@ from nbdist.rpc.rref import RRef
 
 __all__ = ["LAST_RESULT", "Named", "named_values", "names_by_value", "references", "results", "roots_of", "shell"]
 
-_RAISED = Pin("traceback", "a traceback")
+_IN_TRACEBACK = Pin("traceback", "a traceback")
 """The pin of objects that the shell's traceback formatter keeps."""
-_HERE = Pin("other", "a value that lives there")
+_IN_OWNED_VALUE = Pin("other", "a value that lives there")
 """The pin of objects inside a value that this agent owns."""
 LAST_RESULT = Pin("out", "the last result")
 """The pin of objects that the shell's record of its last cell keeps."""
@@ -57,10 +57,10 @@ def roots_of(agent: Agent) -> Roots:
     finished = results(of)
     errors = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
     errors += [error for result in finished for error in (result.error_in_exec, result.error_before_exec)]
-    named = {id(promise): _HERE for _, promise, _ in agent.owned()}
+    named = {id(promise): _IN_OWNED_VALUE for _, promise, _ in agent.owned()}
     if of is None:
         return Roots([vars(sys.modules["__main__"])], named=named, tracebacks=pins.frames_of(errors))
-    named |= {id(of.InteractiveTB): _RAISED, id(vars(of.InteractiveTB)): _RAISED}
+    named |= {id(of.InteractiveTB): _IN_TRACEBACK, id(vars(of.InteractiveTB)): _IN_TRACEBACK}
     named |= {id(of): _SHELL, id(vars(of)): _SHELL}
     for result in finished:
         named |= {id(result): LAST_RESULT, id(vars(result)): LAST_RESULT}

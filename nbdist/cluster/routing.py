@@ -27,7 +27,7 @@ from nbdist.cluster.workers import Worker
 
 __all__ = ["Router"]
 
-_REMEMBERED = 2000
+_CELLS_KEPT = 2000
 """The number of execute requests, one for each worker of a cell, whose cells are kept for late output.
 
 The oldest request of a cell that has ended is forgotten first.
@@ -47,7 +47,7 @@ class Router:
     def expect(self, id: str, cell: Cell) -> None:
         """Register a cell for the messages that belong to the request ``id``."""
         self._cells[id] = cell
-        if len(self._cells) > _REMEMBERED:
+        if len(self._cells) > _CELLS_KEPT:
             done = next((old for old, known in self._cells.items() if known.done), None)
             if done is not None:
                 del self._cells[done]

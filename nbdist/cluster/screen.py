@@ -14,7 +14,7 @@ from nbdist.cluster.items import Item, display_id, updated
 
 __all__ = ["Screen"]
 
-_REMEMBERED = 20_000_000
+_CHARACTERS_KEPT = 20_000_000
 """Characters of output that are kept to be shown again; the oldest output is forgotten first."""
 
 
@@ -35,7 +35,7 @@ class Screen:
         self._size += _size(item)
         if item.message is not None and (id := display_id(item.message)) is not None:
             self._displays.setdefault(id, []).append(item)
-        while self._size > _REMEMBERED:
+        while self._size > _CHARACTERS_KEPT:
             self._forgotten = True
             self._forget(self._items.popleft())
 

@@ -38,16 +38,16 @@ _LOOK_EVERY = 2.0
 _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot, and counts as computing."""
 
-_AT_REST = 0.05
+_SHARE_OF_WAITING = 0.05
 """The share of the time between two looks that a waiting thread may use the processor."""
 
 _SHOWN = 60
 """Characters of a line of code that are shown, at most."""
 
-_LOGGER = "/torch/distributed/c10d_logger.py"
+_COLLECTIVE_WRAPPER = "/torch/distributed/c10d_logger.py"
 """The file with torch's wrapper around each collective, which is often the innermost frame of an interrupted one."""
 
-_TOLD = ("src", "dst", "group_src", "group_dst", "to")
+_SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
 """The arguments that are shown of a call: they name the worker for which it waits."""
 
 
@@ -110,7 +110,7 @@ def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
         if is_users(file):
             name = "cell" if "ipykernel" in file else Path(file).name
             return called or linecache.getline(file, number).strip()[:_SHOWN], f"{name}:{number}"
-        if file.endswith(_LOGGER):
+        if file.endswith(_COLLECTIVE_WRAPPER):
             inside = frame.f_locals
             collective = inside.get("func_name") or getattr(inside.get("func"), "__name__", "")
             called = called or (f"dist.{collective}()" if collective else "")
@@ -132,7 +132,7 @@ def _say_call(frame: FrameType) -> str:
     )
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     told = []
-    for name in _TOLD:
+    for name in _SHOWN_ARGUMENTS:
         value = frame.f_locals.get(name) if name in parameters else None
         if isinstance(value, int | str):
             told.append(f"{name}={value!r}")
@@ -165,7 +165,7 @@ class Stands:
         if before is not None:
             then, place = before
             used = found.processor - place.processor
-            if found.instruction == place.instruction and used <= _AT_REST * (now - then):
+            if found.instruction == place.instruction and used <= _SHARE_OF_WAITING * (now - then):
                 self._since.setdefault(worker, then)
                 return
         self._since.pop(worker, None)

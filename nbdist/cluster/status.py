@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerStatus", "collect", "gpu_memory"]
 
-_PATIENCE = 0.5
+_REPORT_WITHIN = 0.5
 """Seconds to wait for a worker's report."""
-_SHOWN = 60
+_LINE_SHOWN = 60
 """Characters of a line of code that are shown."""
 
 
@@ -79,11 +79,11 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
     """
     with recorder().contexts.outside():
         living = [worker.name for worker in cluster.workers if worker.alive]
-        asked = cluster.agent.call_each(living, _report, timeout=_PATIENCE)
+        asked = cluster.agent.call_each(living, _report, timeout=_REPORT_WITHIN)
     reports = {}
     for name, answer in asked.items():
         with contextlib.suppress(NbdistError):
-            reports[name] = answer.wait(_PATIENCE)
+            reports[name] = answer.wait(_REPORT_WITHIN)
     busy = [worker for worker in cluster.workers if worker.alive and worker.step == "ready" and worker.cells]
     silent = [worker for worker in busy if worker.name not in reports]
     places = _ask_silent(cluster, silent)
@@ -99,7 +99,7 @@ def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
     for worker in workers:
         with contextlib.suppress(OSError):
             asked[worker] = where.Question(cluster, worker.name)
-    deadline = time.monotonic() + where.PATIENCE
+    deadline = time.monotonic() + where.ANSWER_WITHIN
     with contextlib.suppress(OSError):  # the workers may end meanwhile
         while time.monotonic() < deadline and not all(question.answered for question in asked.values()):
             time.sleep(where.POLL)
@@ -125,7 +125,7 @@ def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
 
 def _told(name: str, number: int, line: str) -> str:
     """Return a place in words, such as ``cell:2: y = f(x)``."""
-    return f"{name}:{number}" + (f": {line[:_SHOWN]}" if line else "")
+    return f"{name}:{number}" + (f": {line[:_LINE_SHOWN]}" if line else "")
 
 
 def _status(worker: Worker, report: Report) -> WorkerStatus:
@@ -136,7 +136,7 @@ def _status(worker: Worker, report: Report) -> WorkerStatus:
         part = cell.parts.get(worker.name)
         since = f" ({time.monotonic() - part.began:.1f} s)" if part is not None and part.began else ""
         first = cell.code.strip().partition("\n")[0]
-        runs = f"{first[:_SHOWN]}{since}"
+        runs = f"{first[:_LINE_SHOWN]}{since}"
     pid = worker.pid if worker.lost is None else None
     device = worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})"
     return WorkerStatus(

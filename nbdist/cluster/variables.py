@@ -17,7 +17,7 @@ __all__ = ["MOST_OBJECTS", "Variable", "count"]
 
 MOST_OBJECTS = 200_000
 """The most objects that are visited in all variables together, which takes less than a second."""
-_TURN = 5_000
+_OBJECTS_A_TURN = 5_000
 """Objects that are visited in one variable before the others have their turn, so that a huge one hides no other."""
 _MOST_ROWS = 1_000
 """The most rows; the smallest variables share the last one."""
@@ -44,7 +44,7 @@ class Variable(msgspec.Struct, frozen=True):
 def count(census: Census, named: list[Named]) -> tuple[list[Variable], dict[int, list[Named]]]:
     """Count what these values hold. Returns a row for each value that holds anything, the largest first.
 
-    All values are visited in turns of `_TURN` objects, until all are done or `MOST_OBJECTS` objects have been visited.
+    All values are visited in turns of `_OBJECTS_A_TURN` objects, until all are done or `MOST_OBJECTS` were.
     Also returns, for each number of `Census.watched` that was met, the values that lead to it.
     """
     walks = [(each, Walk(census, "variables", each.value)) for each in named]
@@ -52,7 +52,7 @@ def count(census: Census, named: list[Named]) -> tuple[list[Variable], dict[int,
     turn = collections.deque(walk for _, walk in walks)
     while turn and left > 0:
         walk = turn.popleft()
-        left -= walk.go(min(_TURN, left))
+        left -= walk.go(min(_OBJECTS_A_TURN, left))
         if not walk.done:
             turn.append(walk)
     found = [

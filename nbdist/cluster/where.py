@@ -15,9 +15,9 @@ from nbdist.cluster.worker import WHERE_SIGNAL, where_file
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
 
-__all__ = ["PATIENCE", "POLL", "Frame", "Question"]
+__all__ = ["ANSWER_WITHIN", "POLL", "Frame", "Question"]
 
-PATIENCE = 0.3
+ANSWER_WITHIN = 0.3
 """Seconds to wait for the frames."""
 POLL = 0.005
 """Seconds between two looks at the file."""
@@ -44,8 +44,8 @@ class Frame(NamedTuple):
 class Question:
     """A question to one worker, which the constructor sends. All methods raise OSError if the file cannot be read.
 
-    Does not wait. Look at `answered` every `POLL` seconds, for `PATIENCE` seconds at most: a worker that is stopped, or
-    has died, never answers.
+    Does not wait. Look at `answered` every `POLL` seconds, for `ANSWER_WITHIN` seconds at most: a worker that is
+    stopped, or has died, never answers.
     """
 
     def __init__(self, cluster: Cluster, worker: str) -> None:

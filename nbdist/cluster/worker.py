@@ -39,7 +39,7 @@ __all__ = ["WHERE_SIGNAL", "group", "join", "main", "setup", "where_file"]
 WHERE_SIGNAL = signal.SIGRTMAX - 3
 """The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
 
-_PATIENCE = 1.2
+_CALLS_STOP_WITHIN = 1.2
 """Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer."""
 
 _setup: WorkerSetup | None = None
@@ -205,7 +205,7 @@ def join() -> None:
         RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0),
         hosted=Path(told.folder),
     )
-    agent.stopping.patience = _PATIENCE
+    agent.stopping.patience = _CALLS_STOP_WITHIN
     worker_output.follow(agent)
     collectives.follow(agent, told.backend)
     failures.on_text(labels.rename_frames)

@@ -47,7 +47,7 @@ _CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
 NAMES = "nbdist_names"
 """The type of a message that lists the user's names on a worker."""
 
-_REMEMBERED = 1000
+_KEPT_AT_MOST = 1000
 """The most called-off cells to remember. Of more kept values than this, the oldest that are settled are dropped."""
 
 _shell: Any = None
@@ -131,7 +131,7 @@ def call_off(id: str) -> None:
     A cell that has begun is not affected: an interrupt ends that one.
     """
     _called_off[id] = None
-    if len(_called_off) > _REMEMBERED:
+    if len(_called_off) > _KEPT_AT_MOST:
         del _called_off[next(iter(_called_off))]
 
 
@@ -212,9 +212,9 @@ def _value_of(id: str) -> Future[Any]:
     with _keeping:
         if id not in _values:
             _values[id] = Future()
-            if len(_values) > _REMEMBERED:
+            if len(_values) > _KEPT_AT_MOST:
                 # Most of these are values of cells that failed, for which nobody asks.
-                for old in [old for old, value in _values.items() if value.done()][: _REMEMBERED // 2]:
+                for old in [old for old, value in _values.items() if value.done()][: _KEPT_AT_MOST // 2]:
                     del _values[old]
         return _values[id]
 

@@ -34,17 +34,17 @@ from nbdist.errors import NbdistError, WorkerLost
 if TYPE_CHECKING:
     from nbdist.cluster.cells import Cell
 
-__all__ = ["STEP", "STEPS", "StartError", "Worker"]
+__all__ = ["CALL_EXTENSION", "STEPS", "StartError", "Worker"]
 
 STEPS = ("process", "kernel", "rpc", "process group")
 """The steps of a worker that starts, in their order; after the last one it is ready."""
 
-STEP = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
+CALL_EXTENSION = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
 """Code that calls a function of `nbdist.cluster.worker` and leaves no name in the user's namespace."""
 
 _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
-_LONGEST = 2000
+_LONGEST_LINE = 2000
 """Characters that are kept of each of the last lines."""
 _CRASH = re.compile(r"^(Fatal Python error|terminate called)")
 
@@ -80,9 +80,9 @@ class Worker:
         """The cells that the worker has been sent and has not ended, in that order: the first one runs."""
         self.names: list[str] = []
         """The names of the user's variables there, after the last cell, for completion."""
-        self.stderr = Tail(_LAST_LINES, _LONGEST)
+        self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)
         """The last lines that the present cell has written to standard error."""
-        self.log = Tail(_LAST_LINES, _LONGEST)
+        self.log = Tail(_LAST_LINES, _LONGEST_LINE)
         """The last lines that all cells and calls have written."""
         self.lives = 0
         """The number of times that the worker has been started."""
@@ -150,7 +150,12 @@ class Worker:
         for the end of the function; it raises StartError if the function fails, WorkerLost if the worker dies.
         """
         assert self.kernel is not None
-        request = {"code": STEP.format(function), "silent": True, "store_history": False, "allow_stdin": False}
+        request = {
+            "code": CALL_EXTENSION.format(function),
+            "silent": True,
+            "store_history": False,
+            "allow_stdin": False,
+        }
         return self._outcome(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
 
     async def _outcome(self, asked: asyncio.Future[Message]) -> None:

@@ -65,7 +65,7 @@ __all__ = [
 _PDEATHSIG, _SUBREAPER = 1, 36
 """Options of prctl: the signal to get when the parent dies; adopt the orphans of descendants."""
 
-_ENDING = 0.3
+_THREAD_ENDS_WITHIN = 0.3
 """Seconds for which the system may still list a thread that has been joined."""
 LAST_WORDS = "NBDIST_LAST_WORDS"
 """The environment variable that tells a worker the file number of its socket for `leave_last_words`."""
@@ -533,7 +533,7 @@ def _is_safe_to_fork() -> bool:
     A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork. Waits a
     moment for threads that are ending.
     """
-    deadline = time.monotonic() + _ENDING
+    deadline = time.monotonic() + _THREAD_ENDS_WITHIN
     while _threads() > 1:
         if time.monotonic() >= deadline:
             return False

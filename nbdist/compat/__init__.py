@@ -1,9 +1,9 @@
-"""Runs programs that were written for torch.distributed.rpc and cannot be edited.
+"""Runs programs that were written for torch.distributed.rpc, without changing them.
 
-``install()`` makes the name ``torch.distributed.rpc``, its submodules and ``torch.distributed.autograd`` mean
-nbdist in this process. Only names are here, also the private ones that torch's own test suites use; what they
-do is done below, in `nbdist.rpc`, which knows nothing of this package. ``python -m nbdist run`` does the same
-for a program and every process that it starts.
+``install()`` replaces the modules ``torch.distributed.rpc``, with its submodules, and ``torch.distributed.autograd`` in
+this process by modules of this package. ``python -m nbdist run`` does so for a program and every process that it
+starts. The modules have all names of torch's, even the private ones that torch's own test suites use, and torch's
+error messages. The work is done by `nbdist.rpc` and `nbdist.autograd`, which do not depend on this package.
 """
 
 from __future__ import annotations
@@ -12,17 +12,29 @@ __all__ = ["install", "is_installed"]
 
 
 def install() -> None:
-    """Make ``torch.distributed.rpc`` and ``torch.distributed.autograd`` mean nbdist, from now on.
+    """Replace ``torch.distributed.rpc`` and ``torch.distributed.autograd`` by nbdist in this process, for good.
 
-    A second call does nothing. It is too late once torch's own RPC is running.
+    Modules that have imported names from there get nbdist's. A second call does nothing.
+
+    Raises:
+        UsageError: torch's own RPC is running in this process.
+
+    Call this at the top of a program, in every process, before it calls ``init_rpc``. ``docs/howto/call_functions.md``
+    shows ``python -m nbdist run``, which needs no line in the program.
     """
-    from nbdist.compat import substitution  # imports torch, which `nbdist.compat.run` need not wait for
+    from nbdist.compat import substitution  # imported here: it imports torch, which `nbdist.compat.run` does not need
 
     substitution.install()
 
 
 def is_installed() -> bool:
-    """Whether ``torch.distributed.rpc`` means nbdist in this process."""
+    """Return whether `install` has replaced ``torch.distributed.rpc`` in this process.
+
+    Example:
+        >>> from nbdist import compat
+        >>> compat.is_installed()
+        False
+    """
     from nbdist.compat import substitution
 
     return substitution.installed

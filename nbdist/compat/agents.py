@@ -1,6 +1,6 @@
-"""torch's classes of agents, around nbdist's agent.
+"""Wraps nbdist's agent in classes with the names and methods of torch's agents.
 
-torch's functions hand out the agent, and its suites ask it for what there is no public function for.
+torch's private functions return the agent, and torch's test suites call its methods.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ __all__ = ["FaultyTensorPipeAgent", "RpcAgent", "TensorPipeAgent", "agent_of_tor
 
 
 class RpcAgent:
-    """What torch's functions return as the current agent."""
+    """Wraps an agent, with the methods of torch's class of this name."""
 
     _agent: Agent
 
     @classmethod
     def around(cls, agent: Agent) -> RpcAgent:
-        """An agent that runs already."""
+        """Return a wrapper of an agent that runs already."""
         self = cls.__new__(cls)
         self._agent = agent
         _wrappers[agent] = self
         return self
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """Name and id of a worker; of this one without a name."""
+        """Return the name and id of a worker, found by its name or id; of this worker without an argument."""
         record = self._agent.me if name is None else self._agent.find(name)
         return WorkerInfo(record.name, record.id)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Name and id of every member, by id."""
+        """Return the name and id of every member, in the order of ids."""
         return [WorkerInfo(record.name, record.id) for record in self._agent.members()]
 
     def get_debug_info(self) -> dict[str, str]:
-        """Counters, under torch's names."""
+        """Return counters of the agent, under torch's names."""
         counters = self._agent.statistics()
         return {
             "agent.thread_pool_size": str(self._agent.options.num_worker_threads),
@@ -59,23 +59,25 @@ class RpcAgent:
 
     @property
     def is_static_group(self) -> bool:
-        """Whether the world is fixed."""
+        """True if the number of workers is fixed."""
         return self._agent.me.world_size is not None
 
     def shutdown(self) -> None:
-        """End at once."""
+        """End the agent at once, without waiting for other workers."""
         api.finish(self._agent)
 
     def _get_device_map(self, worker: WorkerInfo | str) -> dict[torch.device, torch.device]:
+        """Return the device of ``worker`` for each device of this one; {} if nothing is mapped."""
         name = worker.name if isinstance(worker, WorkerInfo) else worker
         return self._agent.options.device_maps.get(name, {})
 
     def _get_backend_options(self) -> RpcBackendOptions:
+        """Return the options with which the agent was started."""
         return self._agent.options
 
 
 class TensorPipeAgent(RpcAgent):
-    """What torch's programs start under the name of TensorPipe; it is nbdist's agent."""
+    """Starts an agent of nbdist where a program starts torch's TensorPipe agent."""
 
     def __init__(
         self,
@@ -93,15 +95,16 @@ class TensorPipeAgent(RpcAgent):
 
     @staticmethod
     def _wrapper(options: RpcBackendOptions) -> Any:
-        """What to put around the channel, if anything."""
+        """Return a function that wraps the agent's channel, or None."""
         return None
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """An agent some of whose messages fail or are late."""
+    """Starts an agent of which some messages fail or come late, as its options say."""
 
     @staticmethod
     def _wrapper(options: RpcBackendOptions) -> Any:
+        """Return a function that puts faults around a channel. Raises TypeError for options without faults."""
         if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
             wanted = FaultyTensorPipeRpcBackendOptions.__name__
             raise TypeError(f"`rpc_backend_options` must be a `{wanted}`, not {options!r}")
@@ -114,9 +117,10 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
 
 _wrappers: weakref.WeakKeyDictionary[Agent, RpcAgent] = weakref.WeakKeyDictionary()
+"""The wrapper of each agent, so that an agent has only one."""
 
 
 def agent_of_torch() -> RpcAgent:
-    """The current agent, as torch's functions return it; always the same object."""
+    """Return the wrapper of the current agent, the same object at every call. Raises UsageError if RPC does not run."""
     agent = api.current_agent()
     return _wrappers.get(agent) or TensorPipeAgent.around(agent)

@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.autograd: its public names, and the private ones that torch's suites use."""
+"""Replaces torch.distributed.autograd: its public names, and the private ones that torch's test suites use."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_av
 
 
 def is_available() -> bool:
-    """Whether there is distributed autograd: there is."""
+    """Return True, because nbdist has distributed autograd."""
     return True
 
 
 class _Joint:
-    """What looks like torch's one send function for a message of several tensors."""
+    """Looks like torch's send function, of which a message has one for all of its tensors; nbdist has one for each."""
 
     def __init__(self, sent: Sent) -> None:
         self.next_functions = tuple(slot.edge for slot in sent.slots)
 
     def name(self) -> str:
-        """The node's name."""
+        """Return the name of torch's node."""
         return "torch::distributed::autograd::SendRpcBackward"
 
 
 class DistAutogradContext:
-    """A context, as torch's private functions return it."""
+    """A context in the form in which torch's private functions return it."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -37,21 +37,25 @@ class DistAutogradContext:
         return self._context.id
 
     def _send_functions(self) -> dict[int, Any]:
+        """Return the node of each message that was sent in the context, by the message's id."""
         return {message: _Joint(sent) for message, sent in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
+        """Return a node of each message that was received in the context, by the message's id."""
         return {message: node for message, end in self._context.receives.items() for node in end.nodes[:1]}
 
     def _known_worker_ids(self) -> set[int]:
+        """Return the ids of the workers to which this one has sent a message of the context."""
         membership = recorder().membership
         return {membership.info_of(worker).id for worker in self._context.workers}
 
 
 def _init(worker_id: int) -> None:
-    """Nothing has to be prepared."""
+    """Do nothing: `init_rpc` has prepared autograd."""
 
 
 def _get_debug_info() -> dict[str, str]:
+    """Return the number of open contexts and of backward passes that run in them, under torch's names."""
     contexts = recorder().contexts.all()
     return {
         "num_autograd_contexts": str(len(contexts)),
@@ -60,14 +64,17 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _is_valid_context(context_id: int) -> None:
+    """Raise an error if this worker has no context with this id."""
     recorder().contexts.get(context_id)
 
 
 def _new_context() -> DistAutogradContext:
+    """Make a context and enter it in the calling thread, which must be in none. `_release_context` ends it."""
     return DistAutogradContext(recorder().open())
 
 
 def _current_context() -> DistAutogradContext:
+    """Return the context of the calling thread. Raises RuntimeError if it is in none."""
     found = recorder().contexts.current
     if found is None:
         raise RuntimeError("Current thread doesn't have a valid autograd context")
@@ -75,13 +82,16 @@ def _current_context() -> DistAutogradContext:
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
+    """Return the context with this id. Raises an error if this worker has none."""
     return DistAutogradContext(recorder().contexts.get(context_id))
 
 
 def _release_context(context_id: int) -> None:
+    """End a context, here and on all workers."""
     here = recorder()
     here.close(here.contexts.get(context_id))
 
 
 def _get_max_id() -> int:
+    """Return the highest id of a context that this worker has made."""
     return recorder().contexts.last_id

@@ -1,6 +1,6 @@
-"""Prints the error of a function that failed for another worker to the standard error of the one that ran it.
+"""Prints the error of a called function on the worker that ran it, on standard error, as torch does.
 
-torch does that, and people watch for it; nbdist sends the same text to the caller instead.
+nbdist itself only sends the error to the caller.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ __all__ = ["start"]
 
 
 def start() -> None:
-    """Print every such error from now on."""
+    """Print the error of each function that fails for another worker, from now on."""
     trace.subscribe(_print)
 
 
 def _print(event: str, fields: dict[str, Any]) -> None:
+    """Print the event "call.failed"; ignore all others."""
     if event == "call.failed":
         text = f"On {fields['agent']}:\n{fields['error']!r}\n{fields['note']}"
-        with contextlib.suppress(OSError, ValueError):  # the standard error may be closed
+        with contextlib.suppress(OSError, ValueError):  # standard error may be closed
             print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""torch's fault-injecting backend in terms of nbdist's.
+"""Translates the rules of torch's fault-injecting backend into rules of `nbdist.channel.faulty`.
 
-torch names its messages by their type, nbdist by their kind; `MessageNames` translates while a message is
-sent. It looks into the envelope, because torch distinguishes what calls one of its operators from what calls
-somebody's Python.
+torch has a type for each message, nbdist has a kind; `MessageNames` finds the type while a message is sent. It decodes
+the message's envelope, because torch has different types for calls of its own operators (``SCRIPT_…``) and of Python
+functions (``PYTHON_…``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _CALLS = {
     "method_remote": "REMOTE_CALL",
     "fetch": "RREF_FETCH_CALL",
 }
+"""The second part of torch's type for each kind of call; the first part is SCRIPT or PYTHON."""
 _OTHERS = {
     "reply": "RET",
     "fork_request": "RREF_FORK_REQUEST",
@@ -31,15 +32,18 @@ _OTHERS = {
     "user_delete": "RREF_USER_DELETE",
     "autograd.release": "CLEANUP_AUTOGRAD_CONTEXT_REQ",
 }
+"""torch's type for each other kind of message."""
 
 
 class MessageNames:
-    """torch's name for each message that one agent sends; what torch has no name for keeps ours."""
+    """Finds torch's type of each message that one agent sends. For `Faults.match`."""
 
     def __init__(self) -> None:
         self._operators_results: set[GlobalId] = set()
+        """The ids of the references to results of torch's operators."""
 
     def __call__(self, kind: str, frames: Sequence[Buffer]) -> str:
+        """Return torch's type of a message; its ``kind`` if torch has no such message."""
         what = _CALLS.get(kind)
         if what is None:
             return _OTHERS.get(kind, kind)
@@ -47,12 +51,15 @@ class MessageNames:
         return f"{'SCRIPT' if isinstance(message, Call) and self._is_script(message) else 'PYTHON'}_{what}"
 
     def _is_script(self, call: Call) -> bool:
-        """Whether an operator of torch is called, or the result of one is fetched."""
+        """Return whether a message calls an operator of torch, or fetches the result of one."""
         if call.builtin and call.result is not None:
             self._operators_results.add(call.result.rref)
         return call.builtin or call.target in self._operators_results
 
 
 def faults(fail: Iterable[str], times: int, delay: Mapping[str, float]) -> Faults:
-    """The first ``times`` messages of each type in ``fail`` are not sent to a receiver; others come late."""
+    """Return the faults: the first ``times`` messages of each type in ``fail`` to each receiver are not sent.
+
+    ``delay`` has the seconds by which messages come late, by type.
+    """
     return Faults(fail=dict.fromkeys(fail, times), delay=dict(delay), match=MessageNames())

@@ -1,8 +1,13 @@
-"""All members of a group tell each other something, by calls: torch's private ``_all_gather``.
+"""Implements torch's private ``_all_gather``: all members of a group exchange an object each, by calls.
 
-Each sends its part to the first member by name; when all parts are there, that one sends the whole to all
-others. Every call has the usual time limit; waiting for slow members has one only where it was asked for, but
-ends when one of them is lost.
+The *leader* is the first member by name; all others are *followers*::
+
+    follower ── gather_to_leader: its part ───────────────────> leader
+                                                                  │ has all parts
+    follower <── broadcast_to_followers: all parts, by name ──────┘
+
+Every call has the usual time limit. The wait for slow members has a time limit only if the caller sets one, but it
+fails when one of the members is lost.
 """
 
 from __future__ import annotations
@@ -23,34 +28,46 @@ from nbdist.rpc.futures import Future
 __all__ = ["all_gather", "broadcast_to_followers", "gather_to_leader"]
 
 
-_LOOK_EVERY = 0.5
+_LOOK_FOR_LOST_EVERY = 0.5
+"""Seconds after which a waiting member looks whether another one is lost."""
 
 
 class _Round:
-    """One gathering, on one member."""
+    """One call of `all_gather`, on one member."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Any] = {}
+        """The parts that the leader has, by the member's name."""
         self.whole: Future[dict[str, Any]] = Future()
+        """All parts, by the member's name."""
 
 
 _lock = threading.Lock()
+"""Guards `_numbers`, `_rounds` and the parts of all rounds."""
 _numbers: defaultdict[tuple[str, ...], itertools.count[int]] = defaultdict(itertools.count)
+"""The number of the next round of each group, by the agent's incarnation and the members' names."""
 _rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)
+"""The rounds that run, by the agent's incarnation and the round's id, which is the same on all members."""
 
 
 def _round(sequence_id: str) -> _Round:
-    """The round of that id in the current agent's life."""
+    """Return the current agent's round with this id; make it at the first call."""
     with _lock:
         return _rounds[api.current_agent().me.incarnation, sequence_id]
 
 
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
-    """On the leader: a member's part has come."""
+    """Add a member's part to a round of the leader. Followers call this on the leader.
+
+    Raises RuntimeError if the member has sent its part before.
+    """
     gathering = _round(sequence_id)
     with _lock:
         if worker_name in gathering.parts:
-            raise RuntimeError(f"{worker_name} has sent its part of {sequence_id} before")
+            raise RuntimeError(
+                f"{worker_name} has sent its part of {sequence_id} before: all workers must call _all_gather equally "
+                "often"
+            )
         gathering.parts[worker_name] = obj
         complete = gathering.parts.keys() == set(worker_names)
     if complete:
@@ -58,12 +75,16 @@ def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names:
 
 
 def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """On the others: the whole has come."""
+    """Give all parts to a follower's round. The leader calls this on each follower."""
     _round(sequence_id).whole.set_result(objects_map)
 
 
 def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -> dict[str, Any]:
-    """What every member of the group has given, by its name."""
+    """Return the object that each member of the group has given, by the member's name.
+
+    All members must call this, with the same ``worker_names`` (None for all workers). ``timeout`` is in seconds; 0
+    waits without a limit. Raises RpcTimeout, or the error of the lost member.
+    """
     timeout = durations.limit(timeout)
     agent = api.current_agent()
     everybody = [record.name for record in agent.members()]
@@ -87,12 +108,12 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
 
 
 def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any]:
-    """The whole, unless one of ``others`` is lost before it has come."""
+    """Wait for all parts of a round. Raises an error if one of ``others`` is lost, RpcTimeout at the deadline."""
     agent, whole = api.current_agent(), _round(sequence_id).whole
     while True:
         left = deadline - time.monotonic()
         try:
-            return whole.wait(min(_LOOK_EVERY, max(left, 0.0)))
+            return whole.wait(min(_LOOK_FOR_LOST_EVERY, max(left, 0.0)))
         except RpcTimeout:
             if left <= 0:
                 raise
@@ -101,6 +122,7 @@ def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any
 
 
 def _broadcast(sequence_id: str, whole: dict[str, Any], followers: list[str], timeout: float) -> None:
+    """Send all parts to the followers. Raises RpcTimeout, with torch's text, if that fails for any of them."""
     calls = {
         name: api.rpc_async(name, broadcast_to_followers, (sequence_id, whole), None, timeout) for name in followers
     }

@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.optim.optimizer, whose own class needs TorchScript to know the references."""
+"""Replaces torch.distributed.optim.optimizer, whose class works only with references that TorchScript knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's classes of options: two spellings of nbdist's."""
+"""Defines torch's two classes of options, on top of nbdist's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["FaultyTensorPipeRpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """nbdist's options, as torch spells them; TensorPipe's transports and channels are ignored."""
+    """Takes the options of torch's TensorPipe backend, and nbdist's own. Transports and channels are ignored."""
 
     def __init__(
         self,
@@ -43,7 +43,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """Options of the backend some of whose messages fail or are late, by torch's names of messages."""
+    """Takes the options of torch's fault-injecting backend.
+
+    The first ``num_fail_sends`` messages of each type in ``messages_to_fail`` to each worker fail; messages of the
+    types in ``messages_to_delay`` come that many seconds late. The types are torch's, such as ``"RREF_FORK_REQUEST"``.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""What torch's RRef can do beyond nbdist's: its private methods, and what counts references for tests.
+"""Adds the private methods of torch's RRef to nbdist's, and counts references as torch's tests do.
 
-The methods are added to nbdist's class when compat is installed, because an RRef is made in many places and
-all of them must have these.
+`extend` changes nbdist's own class instead of deriving a new one, because RRefs are made in many places.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Serialized", "debug_info", "extend", "in_a_message", "release_users"]
 
-_NOBODY = 0
-"""No agent's incarnation: whoever will get a serialized reference is not known yet."""
+_UNKNOWN_RECEIVER = 0
+"""Stands for the unknown receiver of a reference that was serialized by ``pickle``. No agent has this incarnation."""
 
 _POLL = 0.005
+"""Seconds between two looks at whether references have been released."""
 _lock = threading.Lock()
+"""Guards the attribute ``_compat_type`` of all references."""
 
 
 def extend() -> None:
-    """Give every RRef torch's private methods."""
+    """Add torch's private methods to the class RRef, and make its public ones raise torch's errors."""
     methods: dict[str, Any] = {
         "_get_type": _get_type,
         "_get_future": _get_future,
@@ -59,7 +60,10 @@ Method = Callable[..., Any]
 
 
 def _stand_in(method: Method, way: str) -> Method:
-    """Return ``RRef.rpc_sync`` or the like, whose calls, by the caller's method ``way``, err in torch's words."""
+    """Return a replacement of ``RRef.rpc_sync`` or the like that raises torch's errors.
+
+    Its calls are made by the method ``way`` of `nbdist.rpc.caller.Caller`.
+    """
 
     @functools.wraps(method)
     def stand_in(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
@@ -69,6 +73,7 @@ def _stand_in(method: Method, way: str) -> Method:
 
 
 def _call(call: Method, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+    """Call the method ``name`` of a reference's value by ``call``, and raise torch's errors."""
     try:
         return call(rref, name, timeout, *args, **kwargs)
     except (UsageError, RRefError) as error:
@@ -76,7 +81,7 @@ def _call(call: Method, rref: RRef[Any], name: str, timeout: float, *args: Any, 
 
 
 def _in_torchs_words(method: Method, name: str) -> Method:
-    """Return ``RRef.to_here`` and the like, which err in torch's words."""
+    """Return a replacement of ``RRef.to_here`` or the like that raises torch's errors."""
 
     @functools.wraps(method)
     def use(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,11 +94,12 @@ def _in_torchs_words(method: Method, name: str) -> Method:
 
 
 def _type_of(rref: RRef[Any]) -> type:
+    """Return the type of a reference's value. Runs on the owner."""
     return type(rref.local_value())
 
 
 def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """The type of the value, asked of its owner once; without ``blocking``, a Future for it."""
+    """Return the type of the value; without ``blocking``, a Future for it. The owner is asked only once."""
     with _lock:
         future: Future[type] | None = getattr(self, "_compat_type", None)
         if future is None or (future.done() and future.exception() is not None):
@@ -103,7 +109,10 @@ def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: boo
 
 
 def _get_future(self: RRef[Any]) -> Future[Any]:
-    """Done when the call that makes the value has been answered; at once if there was none."""
+    """Return a Future that is done, with None, when the call that makes the value has been answered.
+
+    It is done at once if no call makes the value, and fails if the call failed.
+    """
     made: Future[Any] = Future()
     if self._creation is not None:
         self._creation.add_done_callback(lambda created: made.try_settle(None, created.exception()))
@@ -113,12 +122,17 @@ def _get_future(self: RRef[Any]) -> Future[Any]:
 
 
 class Serialized:
-    """A reference under way, before anybody knows which way it goes.
+    """A serialized reference whose receiver is not known yet.
 
-    A call, a reply and a plain pickle each carry a reference differently, and torch's reducers run before one of
-    them is chosen, perhaps several times for one message. So `RRef._serialize` makes no fork: the codec forks for the
-    receiver of its message, and takes the fork back where the message is not sent; ``pickle`` makes a fork for a
-    receiver that nobody knows, and the value is kept until that receiver rebuilds the reference.
+    A call, a reply and a plain pickle each carry a reference in another way. torch's reducers run before the way is
+    known, perhaps several times for one message, so `RRef._serialize` makes no fork yet:
+
+    =======================  ====================================================================================
+    the reference goes into  its fork
+    =======================  ====================================================================================
+    a message                the codec forks it for the receiver, and undoes that if the message is not sent
+    a plain pickle           ``__reduce__`` forks it for an unknown receiver; the value lives until it is rebuilt
+    =======================  ====================================================================================
     """
 
     def __init__(self, rref: RRef[Any] | None, fork: bytes = b"") -> None:
@@ -126,32 +140,34 @@ class Serialized:
         self._fork = fork
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Make a fork for an unknown receiver, and pickle it."""
         return Serialized, (None, self._fork if self._rref is None else _fork_for_anybody(self._rref))
 
     def accept(self) -> RRef[Any]:
-        """Return the reference as one of the current agent. The second call raises RRefError."""
+        """Return the reference, for the current agent. A second call raises RRefError."""
         rref, self._rref = self._rref, None
         fork, self._fork = self._fork, b""
         if rref is not None:
             fork = _fork_for_anybody(rref)
         if not fork:
-            raise RRefError("this serialized reference has been rebuilt before; serialize the RRef once more")
+            raise RRefError("this serialized reference was rebuilt before; serialize the RRef again for each use")
         return _accept_fork(fork)
 
 
 def in_a_message(serialized: Serialized) -> Any:
-    """Reduce for the codec: the reference itself goes into the message, for the codec to fork."""
+    """Reduce a serialized reference for a message: the RRef itself goes into it, and the codec makes the fork."""
     if serialized._rref is None:
         return serialized.__reduce__()
     return _unchanged, (serialized._rref,)
 
 
 def _unchanged(rref: RRef[Any]) -> RRef[Any]:
+    """Return the reference that the codec has rebuilt. Runs on the receiver."""
     return rref
 
 
 def _serialize(self: RRef[Any]) -> tuple[Serialized]:
-    """Return what `_deserialize` makes a reference of, after a pickler or a call has carried it."""
+    """Return the argument for `_deserialize`, which a pickler or a call can carry. Raises torch's errors."""
     try:
         self.check_alive()
     except RRefError as error:
@@ -160,30 +176,32 @@ def _serialize(self: RRef[Any]) -> tuple[Serialized]:
 
 
 def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
-    """Return the reference that was serialized, as one of the current agent."""
+    """Return the reference that `_serialize` was called on, for the current agent."""
     (serialized,) = data
     return serialized.accept() if isinstance(serialized, Serialized) else serialized
 
 
 def _fork_for_anybody(rref: RRef[Any]) -> bytes:
-    return msgspec.msgpack.encode(rref.hand_over(_NOBODY, rref._home.references))
+    """Make a fork of a reference for an unknown receiver, and encode it."""
+    return msgspec.msgpack.encode(rref.hand_over(_UNKNOWN_RECEIVER, rref._home.references))
 
 
 def _accept_fork(data: bytes) -> RRef[Any]:
+    """Return the reference of an encoded fork, for the current agent."""
     agent = api.current_agent()
     fork = msgspec.msgpack.decode(data, type=Fork)
     rref: RRef[Any]
     (rref,) = agent.references.accept([fork])
-    if fork.owner == agent.me.incarnation:  # it has come home: a handle, where a fork was promised
+    if fork.owner == agent.me.incarnation:  # the owner needs no fork of its own value: end the one that was made
         if fork.parent == fork.owner:
-            agent.references.take_back([fork], _NOBODY)
+            agent.references.take_back([fork], _UNKNOWN_RECEIVER)
         else:
             agent.post(fork.parent, ChildAccept(fork.fork))
     return rref
 
 
 def release_users(agent: Agent, timeout: float) -> None:
-    """Let go of every reference to another worker's values, and wait until their owners know."""
+    """Release all references to values of other workers; wait until the owners know, ``timeout`` seconds at most."""
     deadline = time.monotonic() + durations.positive(timeout)
     agent.references.release_all()
     while agent.references.forks.users and time.monotonic() < deadline:
@@ -193,7 +211,7 @@ def release_users(agent: Agent, timeout: float) -> None:
 
 
 def debug_info(agent: Agent) -> dict[str, str]:
-    """How many references there are, in torch's words."""
+    """Return the numbers of references of several kinds, under torch's names."""
     forks = agent.references.forks
     creations = sum(1 for call in agent.awaited() if call.result is not None)
     return {

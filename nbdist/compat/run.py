@@ -1,8 +1,8 @@
-"""``python -m nbdist run``: a program as it is, and all Python processes that it starts, on nbdist.
+"""Implements ``python -m nbdist run``: runs a program, and all Python processes that it starts, with nbdist.
 
-The program replaces this process, so that nothing stands between it and its terminal, its signals and its
-exit code. What carries nbdist into it is the directory ``site`` on PYTHONPATH; its children inherit that,
-however they are started, unless they are given another environment.
+The program replaces this process, so it has the same terminal, signals and exit code as without nbdist. This module
+adds the folder ``site`` to PYTHONPATH; Python then imports ``site/sitecustomize.py`` whenever it starts. Child
+processes inherit PYTHONPATH, unless the program gives them another environment.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ SITE = Path(__file__).with_name("site")
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Become ``python *arguments``, with nbdist in the place of torch's RPC."""
+    """Replace this process by ``python *arguments``, in which torch's RPC is replaced by nbdist. Never returns.
+
+    Raises UsageError if Python's flags keep it from reading PYTHONPATH or from importing ``sitecustomize``.
+    """
     if sys.flags.ignore_environment or sys.flags.no_site:
-        raise UsageError("run works through PYTHONPATH and site; leave out Python's flags -E, -I and -S")
+        raise UsageError("`python -m nbdist run` needs PYTHONPATH and site: leave out Python's flags -E, -I and -S")
     inherited = os.environ.get("PYTHONPATH")
     paths = [str(SITE), *(inherited.split(os.pathsep) if inherited else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))

@@ -1,8 +1,17 @@
-"""Puts modules of nbdist in the place of torch's.
+"""Replaces modules of torch by modules of nbdist.
 
-A module can be reached by three ways: its entry in ``sys.modules``, the attribute of its parent package, and
-the globals of modules that imported it, or a name out of it, before. All three are changed; torch itself does
-the third when it is imported (``torch.nn.parallel.distributed`` looks for RRefs in what it is given).
+A program can reach a module in three ways, and each of them is changed:
+
+======================================================================  ===========================
+a way to a module                                                       changed by
+======================================================================  ===========================
+its entry in ``sys.modules``                                            `_replace`
+the attribute of its parent package                                     `_replace`
+globals of modules that have imported it before, or a name from it      `_successors` and `_rebind`
+======================================================================  ===========================
+
+torch itself has such globals as soon as it is imported: ``torch.nn.parallel.distributed`` looks for RRefs in its
+inputs.
 """
 
 from __future__ import annotations
@@ -24,24 +33,29 @@ from nbdist.wire.registered import register_reducer
 
 __all__ = ["install", "installed"]
 
-_HOMES = (
+_REPLACED_MODULES = (
     *("torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.optim.optimizer"),
     "torch._C._distributed_",
 )
 
+"""The modules of torch whose functions and classes are replaced."""
+
 _lock = threading.Lock()
 installed = False
-"""Whether it has been done in this process."""
+"""True once `install` has replaced the modules in this process."""
 
 
 def install() -> None:
-    """See `nbdist.compat.install`."""
+    """Replace torch's modules: see `nbdist.compat.install`. Any thread may call this."""
     global installed
     with _lock:
         if installed:
             return
         if _torch_rpc_runs():
-            raise UsageError("torch's own RPC is running in this process; call nbdist.compat.install() before init_rpc")
+            raise UsageError(
+                "torch's own RPC is running in this process, so nbdist cannot replace it; "
+                "call nbdist.compat.install() before init_rpc"
+            )
         references.extend()
         edges.one_node_a_message = True
         recorder.failure_words = words.of_backward
@@ -56,12 +70,13 @@ def install() -> None:
 
 
 def _torch_rpc_runs() -> bool:
+    """Return whether torch's own RPC has an agent in this process."""
     extension = torch_rpc()
     return extension is not None and bool(extension._is_current_rpc_agent_set())
 
 
 def _take_over_settings() -> None:
-    """Keep what the program, or torch for its RemoteModule, has told torch's modules before they are replaced."""
+    """Copy settings from torch's modules to nbdist's: reducers, which torch itself registers too, and a flag."""
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is not None:
         for cls, reducer in internal._internal_rpc_pickler._class_reducer_dict.items():
@@ -71,7 +86,7 @@ def _take_over_settings() -> None:
 
 
 def _replace(name: str, module: types.ModuleType) -> None:
-    """Have ``module`` and its submodules go by ``name``, and no other module."""
+    """Register ``module`` and its submodules under ``name``, and remove all modules that were registered there."""
     new = {name: module}
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
         new[name + info.name.removeprefix(module.__name__)] = importlib.import_module(info.name)
@@ -84,7 +99,7 @@ def _replace(name: str, module: types.ModuleType) -> None:
 
 
 def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]) -> dict[int, tuple[Any, Any]]:
-    """Return what takes the place of which module, function, class or pickler, by the id of the old one."""
+    """Return pairs of an old object (a module, function, class or pickler) and the new one, by the old one's id."""
     found: dict[int, tuple[Any, Any]] = {}
     for name, module in old.items():
         if name not in new:
@@ -98,12 +113,13 @@ def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleTyp
 
 
 def _is_torch_rpcs(value: Any) -> bool:
+    """Return whether a function, class or instance is defined by one of the replaced modules."""
     defined = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else type(value)
-    return str(defined.__module__).startswith(_HOMES)
+    return str(defined.__module__).startswith(_REPLACED_MODULES)
 
 
 def _rebind(successors: dict[int, tuple[Any, Any]]) -> None:
-    """Change the globals of the modules that hold an old object."""
+    """Replace the old objects in the globals of all modules."""
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         if not isinstance(namespace, dict):

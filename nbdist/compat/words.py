@@ -1,6 +1,6 @@
-"""Says errors as torch says them: torch's class and torch's text, raised from nbdist's own error.
+"""Translates errors of nbdist into torch's, with torch's class and text. The cause of each is nbdist's own error.
 
-Programs match torch's errors by class and text. Only a process in which compat is installed hears these words;
+Programs recognise torch's errors by class and text. Only a process in which compat is installed gets these errors;
 elsewhere an error keeps its own type (G8).
 
 ========================================= ==========================================================================
@@ -50,30 +50,34 @@ __all__ = [
 ]
 
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+"""torch's text where RPC does not run."""
 
-_PICKLERS_OWN = TypeError, AttributeError, pickle.PicklingError
+_PICKLER_ERRORS = TypeError, AttributeError, pickle.PicklingError
+"""The errors with which Python's pickler refuses an object."""
 _AFTER_DELETION = {"to_here()": "to_here() on it", "fork": "fork an UserRRef"}
+"""torch's words for the uses of a deleted RRef, by the use's name here."""
 _ON_BOTH_SIDES = """Default RPC pickler does not serialize
             function code. Ensure that UDFs are defined on both caller and
             callee modules."""
 
 
 def refuse_call(error: NbdistError, to: Any = "") -> NoReturn:
-    """Raise what torch raises where a call to ``to`` cannot be made because of ``error``."""
+    """Raise torch's error for a call to the worker ``to`` that nbdist refuses with ``error``."""
     _raise(_of_call(error, to), error)
 
 
 def refuse_worker_info(error: UsageError, name: Any) -> NoReturn:
-    """Raise what torch raises where ``get_worker_info(name)`` fails with ``error``."""
+    """Raise torch's error for ``get_worker_info(name)``, which nbdist refuses with ``error``."""
     _raise(_of_worker_info(error, name), error)
 
 
 def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
-    """Raise what torch raises where ``what`` cannot be done with ``rref`` because of ``error``."""
+    """Raise torch's error for a use of ``rref``, such as "to_here()", that nbdist refuses with ``error``."""
     _raise(_of_rref(error, what, rref), error)
 
 
 def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
+    """Return torch's error for the use ``what`` of a reference; ``error`` itself if torch has none."""
     deleted = rref._fork is not None and rref._home.references.forks.standing(rref._fork) is None
     if deleted and what in _AFTER_DELETION:
         names = f"UserRRef(rref_id={rref._id}, fork_id={rref._fork})"
@@ -84,15 +88,17 @@ def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
 
 
 def _raise(said: Exception, error: Exception) -> NoReturn:
+    """Raise ``said`` from ``error``; they may be the same object."""
     try:
         if said is error:
             raise error
         raise said from error
     finally:
-        del said, error  # or an error, by its traceback and this frame, would hold itself
+        del said, error  # an error refers to this frame by its traceback: without this, they would form a cycle
 
 
 def _of_call(error: NbdistError, to: Any) -> Exception:
+    """Return torch's error for a call to ``to``; ``error`` itself if torch has none."""
     if isinstance(error, NotInitialized):
         return NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
     if isinstance(error, UnknownWorker):
@@ -106,14 +112,15 @@ def _of_call(error: NbdistError, to: Any) -> Exception:
 
 
 def _of_pickler(error: EncodeError) -> Exception:
-    """Return the pickler's error behind ``error`` once more, without its frames; ``error`` where it is nbdist's."""
+    """Return a copy, without traceback, of the error of Python's pickler that caused ``error``; else ``error``."""
     cause: BaseException | None = error
     while isinstance(cause, NbdistError):
         cause = cause.__cause__
-    return type(cause)(*cause.args) if isinstance(cause, Exception) and type(cause) in _PICKLERS_OWN else error
+    return type(cause)(*cause.args) if isinstance(cause, Exception) and type(cause) in _PICKLER_ERRORS else error
 
 
 def _of_worker_info(error: UsageError, name: Any) -> Exception:
+    """Return torch's error for ``get_worker_info(name)``."""
     said = _of_call(error, name)
     if isinstance(said, ValueError):
         return TypeError(f"get_worker_info(): incompatible function arguments. Invoked with: {name!r}")
@@ -121,12 +128,12 @@ def _of_worker_info(error: UsageError, name: Any) -> Exception:
 
 
 def refuse_file(file: io.TextIOWrapper) -> NoReturn:
-    """Refuse an open file in a message, as pickle does; cloudpickle would send the file's contents."""
+    """Raise pickle's error for an open file in a message. Without this, cloudpickle would send the file's contents."""
     raise TypeError(f"cannot pickle '_io.{type(file).__name__}' object")
 
 
 def of_lacking(error: BaseException, worker: str) -> BaseException:
-    """Return what torch raises where ``worker`` lacks what a call names; any other ``error`` as it is."""
+    """Return torch's error for a call of a function or class that ``worker`` lacks; any other error as it is."""
     if not isinstance(error, DecodeError) or not error.lacks:
         return error
     kind, _, text = error.lacks.partition(": ")
@@ -141,9 +148,9 @@ def of_lacking(error: BaseException, worker: str) -> BaseException:
 
 
 def of_backward(error: Exception, root: int) -> Exception:
-    """Return what torch raises where a backward pass that worker ``root`` began ends with ``error``.
+    """Return torch's error for a backward pass, begun by the worker with the id ``root``, that ends with ``error``.
 
-    What ends a pass from outside, such as the loss of a worker, is nbdist's error as it is.
+    An error that comes from outside of the pass, such as the loss of a worker, is returned as it is.
     """
     if isinstance(error, NbdistError) and not isinstance(error, RemoteError):
         return error
@@ -156,13 +163,16 @@ def of_backward(error: Exception, root: int) -> Exception:
 
 
 def _id_of(worker: str) -> int | str:
+    """Return a worker's id; its name if it is not a member any more."""
     with contextlib.suppress(NbdistError):
         return api.get_worker_info(worker).id
     return worker
 
 
 def of_leaks(forks: Sequence[tuple[GlobalId, GlobalId]]) -> RuntimeError:
-    """Return what torch raises where others still refer to values here when RPC has ended."""
+    """Return torch's error for an RPC that has ended while other workers still refer to values of this one."""
     said = RuntimeError("".join(f"Leaking RRef {rref} with fork Id {fork}\n" for rref, fork in forks))
-    said.__cause__ = RRefError(f"{len(forks)} references to values of this worker were never let go")
+    said.__cause__ = RRefError(
+        f"{len(forks)} references to values of this worker were not deleted before shutdown; delete the RRefs first"
+    )
     return said

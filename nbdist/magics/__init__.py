@@ -1,4 +1,4 @@
-"""The magics: each reads a line, makes one call of `nbdist.cluster`, and shows one view."""
+"""The magics of the notebook. Each reads a line, makes one call of `nbdist.cluster`, and shows one view."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ __all__ = ["load", "unload"]
 
 
 def load(shell: InteractiveShell) -> None:
-    """Add the magics to a shell."""
+    """Add the magics, completion, inspection and displays to a shell. ``%load_ext nbdist`` calls this.
+
+    ``notebooks/00_tour.ipynb`` shows it. Undo it with `unload`.
+    """
     from nbdist.cluster.launchers.local import prepare
 
-    prepare()  # first: it imports torch beside us
+    prepare()  # first, because it starts a process that imports torch while this one does, too
     from nbdist import __version__, trace
     from nbdist.views.line import line_in_place
 
@@ -36,7 +39,7 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the cluster, and take away what `load` added to every cell."""
+    """End the cluster, and undo what `load` did to the shell, except that the magics stay registered."""
     from nbdist import trace
     from nbdist.magics.session import Session
     from nbdist.views import displays

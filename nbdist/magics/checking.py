@@ -1,4 +1,4 @@
-"""Checks a cell for workers before anything is sent: its syntax, and magics that belong to the notebook."""
+"""Checks a cell for workers before it is sent: its syntax, and that it uses no magic of the notebook."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from nbdist.errors import UsageError
 __all__ = ["check"]
 
 _MARKS = {"run_line_magic": "%", "run_cell_magic": "%%"}
-"""What IPython makes of a magic: a call of this method."""
+"""The method to whose call IPython transforms a magic, and the sign of the magic."""
 
 
 class _BadCell(UsageError):
-    """A cell that no worker could compile; shown as a cell of this kernel would be."""
+    """A cell for workers has a syntax error. The notebook shows it as it shows one in its own cells."""
 
     shown: Sequence[str] = ()
+    """The lines to show."""
 
     def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows for this error."""
         return list(self.shown)
 
 
 def check(shell: Any, code: str, own: Container[str], page: Page) -> None:
-    """Raise a UsageError if a cell for workers has a syntax error, or uses one of the notebook's ``own`` magics."""
+    """Raise UsageError if a cell for workers has a syntax error, or uses one of the notebook's ``own`` magics.
+
+    For a syntax error, the class of the error also has its name, such as SyntaxError. ``page`` is the whole cell;
+    line numbers are counted from its top.
+    """
     lines = page.lines_above(code) or 0
     transformed = moved_down(TransformerManager().transform_cell(code), lines)
     name = shell.compile.cache(transformed, labels.cell_number(), raw_code=moved_down(code, lines))
@@ -45,12 +51,12 @@ def check(shell: Any, code: str, own: Container[str], page: Page) -> None:
 
 
 def _find_magic(transformed: str, own: Container[str]) -> str | None:
-    """Return the first of ``own`` magics that transformed code runs, as the user writes it."""
+    """Return the first magic of ``own`` in code that IPython has transformed, with its sign; None if there is none."""
     if not any(method in transformed for method in _MARKS):
         return None
     try:
         tree = ast.parse(transformed)
-    except (SyntaxError, ValueError):  # below a magic stands what need not be Python, as in %%bash
+    except (SyntaxError, ValueError):  # the text below a magic need not be Python, as in %%bash
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MARKS:
@@ -58,7 +64,7 @@ def _find_magic(transformed: str, own: Container[str]) -> str | None:
             for name in first:
                 if isinstance(name, ast.Constant) and isinstance(name.value, str) and name.value in own:
                     return f"{mark}{name.value}"
-            for body in last if mark == "%%" else ():  # such as below %%time
+            for body in last if mark == "%%" else ():  # the text below a magic such as %%time
                 if isinstance(body, ast.Constant) and isinstance(body.value, str):
                     found = _find_magic(TransformerManager().transform_cell(body.value), own)
                     if found is not None:

@@ -1,4 +1,7 @@
-"""The magics themselves."""
+"""Defines all magics.
+
+The docstring of a magic is the help that users read, with `%dist_init?` for instance. `%dist` shows its first line.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +57,16 @@ __all__ = ["DistMagics"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_REMOTE = (
+_REMOTE_USAGE = (
     "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS] [--local]"
 )
 
 
 def _shortly(magic: F) -> F:
-    """Have an error of nbdist shown by its text: the way through the magic tells a user nothing."""
+    """Return the magic, whose errors of nbdist are shown without a traceback: it would show only nbdist's own code.
+
+    An error with a rendering of its own, or with notes, such as an error of a worker, is shown as usual.
+    """
 
     @functools.wraps(magic)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +83,10 @@ def _shortly(magic: F) -> F:
 
 @magics_class
 class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
-    """``%dist_init`` and all that follows."""
+    """The magics of one shell.
+
+    ``notebooks/00_tour.ipynb`` shows them; ``docs/howto`` has a page for each task.
+    """
 
     def __init__(self, shell: Any, session: Session) -> None:
         super().__init__(shell)
@@ -91,7 +100,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist(self, line: str) -> None:
-        """List the magics by question: "it hangs", "it is slow", "memory"."""
+        """List all magics by the question that they answer, such as "it hangs" or "it is slow"."""
         reader("%dist").read(line)
         print(self._overview)
 
@@ -100,21 +109,23 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_init(self, line: str) -> None:
-        """Start workers.
+        """Start workers, and form a process group of them.
 
         %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
                    [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE]
 
-        -n, --num-processes   how many (2; with -g as many as GPUs)
-        -g, --gpu-ids         whose GPUs, by number; all without it
-        --backend             of the process group; none for no group
-        --driver              the notebook's name; it then has id 0, and the workers begin with worker1
-        --seed                worker r draws from seed + r
-        -t, --timeout         seconds within which all must answer
-        --launcher            what starts them
-        --isolate-gpus        each worker sees its own GPU alone
-        --preload             imported once, before workers start: it takes no time, and no memory, in each of them
-                              (where they are forked; what you change in such a module is seen by the next %dist_init)
+        -n, --num-processes   the number of workers (2; with -g, one for each GPU)
+        -g, --gpu-ids         the GPUs to use, by number (all)
+        --backend             the backend of the process group; none for no group
+        --driver              the notebook's name; the notebook then has id 0, and the first worker is worker1
+        --seed                seed random numbers: worker r with S + r
+        -t, --timeout         seconds within which all workers must be ready (120)
+        --launcher            the name of the launcher that starts the workers (local)
+        --isolate-gpus        let each worker see only its own GPU
+        --preload             import these modules once, before the workers start. Forked workers then have them at no
+                              cost of time or memory. A changed module is imported again by the next %dist_init
+
+        If a cluster with the same options runs already, it is kept. %dist_shutdown ends it.
         """
         spec = parse_init(line)
         running = Cluster.current
@@ -131,13 +142,16 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             "dist_autograd": autograd,
             "torch": torch,
             "dist": torch.distributed,
-        }  # as workers have them
+        }  # the names that workers have, too
         self._shell.push(given, interactive=False)
 
     @line_magic
     @_shortly
     def dist_shutdown(self, line: str) -> None:
-        """End the workers; nothing of them is left."""
+        """End the workers, and remove all their files.
+
+        Idle workers get 1 s to run their exit handlers; busy ones are killed.
+        """
         reader("%dist_shutdown").read(line)
         if Cluster.current is None:
             print("No cluster runs.")
@@ -148,9 +162,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_reset(self, line: str) -> None:
-        """Kill the workers without asking them, and switch `%dist_mode` off: a fresh start."""
+        """Kill all workers at once, and switch `%dist_mode` off. %dist_init then starts afresh."""
         options = reader("%dist_reset")
-        options.add_argument("-n", "--nuclear", action="store_true")  # what it does anyway; nbdistributed has it
+        options.add_argument("-n", "--nuclear", action="store_true")  # nbdistributed has this option; it is ignored
         options.read(line)
         self._session.everywhere = False
         left = Cluster.current.shutdown(ask=False) if Cluster.current is not None else 0
@@ -159,13 +173,13 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_restart(self, line: str) -> None:
-        """Start workers anew, under their names and ranks.
+        """Restart workers, under their names and ranks.
 
         %dist_restart [TARGET] [-p]
 
-        Without a target, those that have died. RRefs to what the old ones owned are dead. The process group of all
-        workers is formed anew once all are idle; groups, DDP and FSDP wrappers from before have to be made again.
-        -p, --process-group   form it at once, also if no worker is restarted
+        Without a target, the workers that have died are restarted. RRefs to values of the old workers are lost. The
+        process group of all workers is formed anew once all are idle. Make groups, DDP and FSDP wrappers again.
+        -p, --process-group   form the process group now, even if no worker is restarted; busy workers are waited for
         """
         options = reader("%dist_restart [TARGET] [-p]")
         options.add_argument("targets", nargs="*")
@@ -186,11 +200,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_status(self, line: str) -> StatusTable | None:
-        """Show what each worker is and does: its pid, device, state, memory, calls in flight."""
+        """Show each worker's pid, device, state, memory and calls in flight."""
         return self._status(line)
 
     @staticmethod
     def _status(line: str) -> StatusTable | None:
+        """Return the table of `%dist_status`; None if no cluster runs, after a line that says so."""
         reader("%dist_status").read(line)
         if Cluster.current is None:
             print("No cluster runs; start one with %dist_init -n 4.")
@@ -200,25 +215,25 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_panel(self, line: str) -> Panel:
-        """A row for each worker, live: what runs and where, CPU and memory, calls; buttons to interrupt and restart."""
+        """Show a live row for each worker: running code, CPU, memory, calls; with buttons to interrupt and restart."""
         reader("%dist_panel").read(line)
         return Panel(self._session.cluster())
 
     @line_magic
     @_shortly
     def dist_memory(self, line: str) -> MemoryTable:
-        """Show how much memory each worker uses, what takes it, which names hold it, and what has grown.
+        """Show how much memory each worker uses, which values take it, which names hold them, and what has grown.
 
         %dist_memory [TARGET] [-v]
 
         For each worker and the notebook: values with RRefs, open contexts (graphs and gradients), the worker's own
-        variables, shared memory, and what is not accounted for: the interpreter, torch, what allocators keep. Every
-        tensor is counted once, by its storage, whoever holds it. "since last look" compares with the last
-        %dist_memory. Nothing of yours is called, and busy workers answer too.
+        variables, shared memory, and the rest: the interpreter, torch, and memory that allocators keep. Every tensor
+        is counted once, by its storage, even if several names hold it. "since last look" compares with the last
+        %dist_memory. None of your functions is called, and busy workers answer, too.
 
-        Small things are put together, and rows that are the same on several workers.
-        TARGET       show each thing on these workers: worker1, 0,2, all, notebook
-        -v, --all    show each thing on all workers
+        Small values share a row, and so do equal rows of several workers.
+        TARGET       show each value on these workers: worker1, 0,2, all, notebook
+        -v, --all    show each value on all workers
         """
         targets, unfolded = parse_memory(line)
         workers = self._memory_of(targets) if targets is not None else None
@@ -229,7 +244,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return table
 
     def _memory_of(self, targets: str) -> set[str]:
-        """Return the names that a target means, of which the notebook's own may be one."""
+        """Return the names of the workers in a target. The notebook's own name may be among them."""
         cluster = self._session.cluster()
         parts = [part.strip() for part in targets.split(",")]
         others = ",".join(part for part in parts if part != cluster.driver)
@@ -239,7 +254,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_free(self, line: str) -> FreedTable:
-        """Let go of what only `Out`, `_` and tracebacks hold, here and on all workers."""
+        """Free the values that only `Out`, `_` and tracebacks hold, in the notebook and on all workers."""
         reader("%dist_free").read(line)
         self._session.cluster()
         return FreedTable(free())
@@ -247,14 +262,14 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_log(self, line: str) -> None:
-        """Show what workers have printed, also what a cell left out, or printed while no page was open.
+        """Show all lines that workers have printed, even those that a cell left out or printed while no page was open.
 
         %dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]
 
-        Without options, the last lines of all cells. At most 4,000 lines are shown at once, and the newest 200 MB of
-        each worker are kept, until the cluster is shut down.
-        --cell    only what the cell with that number has printed
-        --lines   these lines, counted from 1; with one number, so many from the end
+        Without options, the last lines of all cells. At most 4,000 lines are shown at once. The newest 200 MB of each
+        worker are kept until the cluster is shut down.
+        --cell    show only the lines of the cell with this number
+        --lines   show the lines from FIRST to LAST, counted from 1; with one number N, the last N lines
         --save    write all lines to a file instead
         """
         asked = parse_log(line)
@@ -265,24 +280,24 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         try:
             print(f"{save_printed(printed, asked.save):,} lines are in {asked.save}.")
         except OSError as error:
-            raise UsageError(f"the lines cannot be written: {error}") from error
+            raise UsageError(f"the lines cannot be saved: {error}") from error
 
     @line_magic
     def dist_debug(self, line: str) -> StatusTable | None:
-        """The same as `%dist_status`."""
+        """Show what `%dist_status` shows: this is its name in nbdistributed."""
         return self._status(line)
 
     @line_magic
     @_shortly
     def sync(self, line: str) -> None:
-        """Wait until every worker has done all that it was sent."""
+        """Wait until every worker has run all cells that it was sent."""
         reader("%sync").read(line)
         print(f"{len(self._session.cluster().sync())} workers are in step.")
 
     @line_magic
     @_shortly
     def dist_mode(self, line: str) -> None:
-        """Say whether plain cells run on all workers: -e/--enable, -d/--disable; nothing to ask."""
+        """Run cells without a magic on all workers (-e, --enable) or here (-d, --disable); else say where they run."""
         options = reader("%dist_mode [-e | -d]")
         which = options.add_mutually_exclusive_group()
         which.add_argument("-e", "--enable", action="store_true")
@@ -301,19 +316,19 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_push(self, line: str) -> None:
-        """Set variables of the notebook on workers: %dist_push NAME [NAME ...] [-r TARGET]."""
+        """Copy variables of the notebook to workers: %dist_push NAME [NAME ...] [-r TARGET]."""
         names, targets = self._names(line, "%dist_push NAME [NAME ...] [-r TARGET]")
         missing = [name for name in names if name not in self._shell.user_ns]
         if missing:
-            raise UsageError(f"there is no variable {', '.join(missing)} here")
+            raise UsageError(f"the notebook has no variable {', '.join(missing)}; define it here before %dist_push")
         self._session.cluster().push({name: self._shell.user_ns[name] for name in names}, targets)
 
     @line_magic
     @_shortly
     def dist_pull(self, line: str) -> None:
-        """Set variables of workers here: %dist_pull NAME [NAME ...] [-r TARGET].
+        """Copy variables of workers to the notebook: %dist_pull NAME [NAME ...] [-r TARGET].
 
-        From several workers, each becomes a list of the workers' values.
+        From several workers, each variable becomes the list of the workers' values.
         """
         names, targets = self._names(line, "%dist_pull NAME [NAME ...] [-r TARGET]")
         values = self._session.cluster().pull(names, targets)
@@ -323,6 +338,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def _names(line: str, usage: str) -> tuple[list[str], str | None]:
+        """Return the names and the target in the line of `%dist_push` or `%dist_pull`."""
         options = reader(usage)
         options.add_argument("names", nargs="+")
         options.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
@@ -334,9 +350,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_diff(self, line: str) -> DiffTable:
-        """Say whether a value is the same on all workers, or where it first differs: %dist_diff EXPRESSION [-r TARGET].
+        """Show whether a value is equal on all workers, or where it first differs: %dist_diff EXPRESSION [-r TARGET].
 
-        A tensor, a module, a state_dict, anything: it is compared where it is, part by part.
+        The value may be a tensor, a module, a state_dict or any other. It stays on its worker, and is compared part by
+        part.
         """
         expression, targets = parse_diff(line)
         cluster = self._session.cluster()
@@ -351,35 +368,35 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_cell_magic
     @_shortly
     def remote(self, line: str, cell: str | None = None) -> Any:
-        """Run a cell on workers, or have the value of an expression there.
+        """Run a cell on workers, or return the value that an expression has there.
 
         %%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS]
                  [--local]
         %remote TARGET expression
 
-        TARGET is 0, 0,2, [0-2], 0:2, ::2, -1, worker1, or all, which it is if left out.
-        -a, --noblock      do not wait; gives a handle: .wait(), await, .cancel(), .outputs
-        -o, --out NAME     bind NAME to an RRef to the last expression's value (to a list of them, for several)
-        -t, --timeout      seconds after which the cell is interrupted
-        --group-outputs    show output at the end, by worker
+        TARGET is 0, 0,2, [0-2], 0:2, ::2, -1, worker1, or all; a cell without TARGET runs on all workers.
+        -a, --noblock      do not wait; return a handle: .wait(), await, .cancel(), .outputs
+        -o, --out NAME     bind NAME to an RRef to the last expression's value (a list of RRefs, for several workers)
+        -t, --timeout      interrupt the cell after this many seconds
+        --group-outputs    show the output at the end, by worker
         --fail-fast        interrupt the other workers when one has failed
         --progress-after   seconds without output after which a line says where workers wait (10; 0 for never)
-        --local            run the cell here as well
+        --local            run the cell in the notebook, too
         """
         if cell is None:
             asked = parse_value(line)
             return self._session.cluster().evaluate(asked.expression, asked.targets, timeout=asked.timeout)
-        return self._run(parse_cell(line, _REMOTE), cell)
+        return self._run(parse_cell(line, _REMOTE_USAGE), cell)
 
     @no_var_expand
     @cell_magic
     @_shortly
     def timeline(self, line: str, cell: str) -> Any:
-        """Run a cell here, and show what all workers did meanwhile.
+        """Run a cell in the notebook, and show what all workers did meanwhile, as a timeline.
 
         %%timeline [FILE]
 
-        FILE is written for Perfetto (ui.perfetto.dev), if it is named.
+        FILE, if it is given, is written for the viewer Perfetto (ui.perfetto.dev).
         """
         told = Timeline(self._session.cluster().agent)
         try:
@@ -395,12 +412,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @cell_magic
     @_shortly
     def watch(self, line: str, cell: str) -> Any:
-        """Run a cell here, and see the backward passes that run meanwhile, here and on workers, and steps of pipelines.
+        """Run a cell in the notebook, and show its backward passes and pipeline steps live, here and on workers.
 
         %%watch [--paused] [-a] [-o NAME] [--no-norms]
 
-        --paused        hold each pass before its first node: the view has buttons to step and run it
-        -a, --noblock   run the cell in the background; gives the handle on the pass: .step(3), .run(until="nan"), …
+        --paused        hold each pass before its first node; the view has buttons to step and to run it
+        -a, --noblock   run the cell in the background; return a handle of the pass: .step(3), .run(until="nan"), …
         -o, --out NAME  bind NAME to the handle
         --no-norms      do not compute the norms of gradients
         """
@@ -421,7 +438,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if options.out is not None:
             self._shell.user_ns[options.out] = watcher
         if options.noblock:
-            page = self._session.page()  # now: the next cell may run when this one begins
+            page = self._session.page()  # read now: when the code begins, another cell may be running
             watcher.begin(lambda: self._run_here(cell, page), end)
             return watcher if options.out is None else None
         try:
@@ -431,7 +448,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             end()
 
     def _run_here(self, code: str, page: Page | None = None) -> Any:
-        """Run code as this cell's; return the value of its last expression."""
+        """Run code of this cell in the notebook, and return the value of its last expression (None after a ``;``).
+
+        Tracebacks count lines from the top of ``page``, the whole cell, or else of the cell that runs now.
+        """
         lines = (page or self._session.page()).lines_above(code) or 0
         transformed = moved_down(self._shell.transform_cell(code), lines)
         name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=moved_down(code, lines))
@@ -448,23 +468,24 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @cell_magic
     @_shortly
     def distributed(self, line: str, cell: str) -> Any:
-        """Run a cell on all workers; the options are those of `%%remote`."""
-        options = parse_cell(line, _REMOTE.replace("%%remote [TARGET]", "%%distributed"))
+        """Run a cell on all workers, with the options of `%%remote`."""
+        options = parse_cell(line, _REMOTE_USAGE.replace("%%remote [TARGET]", "%%distributed"))
         if options.targets is not None:
-            raise UsageError("%%distributed runs on all workers; %%remote takes a target")
+            raise UsageError("%%distributed takes no target, because it runs on all workers: write %%remote TARGET")
         return self._run(options, cell)
 
     @no_var_expand
     @cell_magic
     @_shortly
     def rank(self, line: str, cell: str) -> Any:
-        """Run a cell on some workers: %%rank[0,1], %%rank [0-2]; the options are those of `%%remote`."""
-        options = parse_cell(line, _REMOTE.replace("%%remote [TARGET]", "%%rank[0,1]"))
+        """Run a cell on some workers: %%rank[0,1], %%rank [0-2], with the options of `%%remote`."""
+        options = parse_cell(line, _REMOTE_USAGE.replace("%%remote [TARGET]", "%%rank[0,1]"))
         if options.targets is None:
-            raise UsageError("which ranks? write %%rank[0,1], or %%distributed for all")
+            raise UsageError("%%rank needs ranks: write %%rank[0,1], or %%distributed for all workers")
         return self._run(options, cell)
 
     def _run(self, options: CellLine, code: str) -> Cell | None:
+        """Run code on workers as the line of `%%remote` asks; return the handle with ``-a``, else None."""
         cluster = self._session.cluster()
         cluster.select(options.targets)
         page = self._session.page()

@@ -1,7 +1,7 @@
-"""Tab completion in remote cells: options and workers in the first line, the target's names below it.
+"""Completes options and workers in the lines of magics, and the workers' names in code for workers.
 
-Names come from the target's kernel where it is idle, within a fifth of a second, and from its last reply where it is
-not: completing never waits for a worker that computes.
+Names come from the kernel of the first target worker if it answers within 0.2 s. If it is busy, they come from its last
+reply: completion never waits for a worker that computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 
 from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
-from nbdist.magics.lines import CELL_OPTIONS, OPTIONS
+from nbdist.magics.lines import CELL_OPTIONS, LINE_OPTIONS
 from nbdist.magics.place import FIRST_LINE, RemoteCode, find_remote_code
 
 if TYPE_CHECKING:
@@ -22,31 +22,37 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteCompleter"]
 
-PATIENCE = 0.2
-"""Seconds that an idle kernel has for its answer."""
+ANSWER_TIMEOUT = 0.2
+"""Seconds for which completion and inspection wait for a worker's kernel."""
 
 _BACKENDS = ("gloo", "nccl", "none")
 _BACKEND = re.compile(r".*\s--backend[ =]\s*\w*")
-_NAMING = ("%remote", "%dist_restart", "%dist_push", "%dist_pull")
+_MAGICS_WITH_NAMES = ("%remote", "%dist_restart", "%dist_push", "%dist_pull")
+"""The line magics that take the names of workers or variables."""
 _MAGIC_LINE = re.compile(r"\s*(%%?\w+)\b")
 _CALLED = re.compile(
-    r"\b(?:rpc_sync|rpc_async|remote|RemoteModule|get_worker_info)\(\s*(?:(?:to|remote_device|worker_name)\s*=\s*)?[\"']([\w.-]*)$"
+    r"\b(?:rpc_sync|rpc_async|remote|RemoteModule|get_worker_info)"
+    r"\(\s*(?:(?:to|remote_device|worker_name)\s*=\s*)?[\"']([\w.-]*)$"
 )
-"""A call up to the cursor in the text that names its worker."""
+"""Matches a call whose first argument, a worker's name, is being typed at the cursor."""
 _MAGIC = re.compile(r"\s*%+\w*")
 _WORD = re.compile(r"[^\s,=\[]*$")
 _NAME = re.compile(r"\w*$")
 
 
 class _Nothing(list[SimpleCompletion]):
-    """No completions, nor any of others: IPython does not use theirs where somebody who has some asks for it."""
+    """An empty list of completions that suppresses those of other completers.
+
+    IPython suppresses them only for a completer whose list is not empty, so this one claims to have a length of 1.
+    """
 
     def __len__(self) -> int:
+        """Return 1, although the list is empty."""
         return 1
 
 
 class RemoteCompleter:
-    """Completes what concerns workers."""
+    """Completes code for workers, names of workers, and options of magics."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
@@ -59,15 +65,15 @@ class RemoteCompleter:
         self._match = match
 
     def install(self) -> None:
-        """Take part in completion."""
+        """Add this completer to those of the shell, until `remove`."""
         self._completer.custom_matchers.append(self._match)
 
     def remove(self) -> None:
-        """Take part no more."""
+        """Remove this completer from the shell. Call this once after `install`."""
         self._completer.custom_matchers.remove(self._match)
 
     def match(self, text: str, cursor: int) -> SimpleMatcherResult:
-        """Return what may stand at the cursor."""
+        """Return the completions at a place in a cell's text, in characters; none where IPython knows better."""
         before = text[:cursor]
         if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
             names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
@@ -85,14 +91,14 @@ class RemoteCompleter:
         if (asked := _MAGIC_LINE.match(line)) is None:
             return SimpleMatcherResult(completions=[])
         magic = asked[1]
-        options = OPTIONS.get(magic, ())
-        if magic in _NAMING:
+        options = LINE_OPTIONS.get(magic, ())
+        if magic in _MAGICS_WITH_NAMES:
             words = [*self._variables(magic), *_workers(), "all", *options]
             return self._words(line, words, suppress=line.rpartition(" ")[2].startswith("-"))
         return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else options)
 
     def _variables(self, magic: str) -> list[str]:
-        """What may be pushed, or pulled."""
+        """Return the variables that ``%dist_push`` or ``%dist_pull`` can copy; [] for any other magic."""
         if magic == "%dist_push":
             hidden = self._shell.user_ns_hidden
             return [name for name in list(self._shell.user_ns) if not name.startswith("_") and name not in hidden]
@@ -102,19 +108,21 @@ class RemoteCompleter:
 
     @staticmethod
     def _words(before: str, words: Iterable[str], *, suppress: bool = True) -> SimpleMatcherResult:
+        """Return those of ``words`` that begin as the last word of ``before``, the text up to the cursor."""
         begun = _WORD.search(before)[0]  # type: ignore[index]
         found = [SimpleCompletion(word, type="magic") for word in words if word.startswith(begun)]
-        if not found or _MAGIC.fullmatch(before):  # still at the magic's own name
+        if not found or _MAGIC.fullmatch(before):  # the magic's own name is not complete yet
             return SimpleMatcherResult(completions=[])
         return SimpleMatcherResult(completions=found, suppress=suppress, matched_fragment=begun)
 
     @staticmethod
     def _body(place: RemoteCode) -> SimpleMatcherResult:
+        """Return the completions of code for workers, from the first target worker."""
         worker = place.first_target()
         if worker is None or Cluster.current is None:
             return SimpleMatcherResult(completions=[])
         code, cursor = place.code, place.cursor
-        found = asking.complete(Cluster.current, worker, code, cursor, PATIENCE)
+        found = asking.complete(Cluster.current, worker, code, cursor, ANSWER_TIMEOUT)
         if found is not None:
             matches, start, end = found
             fragment = code[start:cursor] if end >= cursor else ""
@@ -130,10 +138,11 @@ class RemoteCompleter:
 
 
 def _workers() -> list[str]:
+    """Return the names of the cluster's workers; [] without a cluster."""
     return Cluster.current.names if Cluster.current is not None else []
 
 
 def _offset(context: CompletionContext) -> int:
-    """The cursor's place in the whole text."""
+    """Return the cursor's place in the whole text, in characters."""
     lines = context.full_text.split("\n")
     return sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position

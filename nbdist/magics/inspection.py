@@ -1,4 +1,4 @@
-"""Shift-Tab in remote cells: what the name at the cursor is on the worker, rather than in the notebook."""
+"""Makes Shift-Tab in a cell for workers describe the name at the cursor as the worker has it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ __all__ = ["RemoteInspector"]
 
 
 class RemoteInspector:
-    """Answers a kernel's inspect requests for code that runs on workers; all others stay the kernel's."""
+    """Answers a kernel's inspect requests for code that runs on workers, and passes on all others to the kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._plain = kernel.do_inspect
 
     def install(self) -> None:
-        """Take the kernel's place for remote cells."""
+        """Replace the kernel's method ``do_inspect``, until `remove`."""
         self._kernel.do_inspect = self._inspect
 
     def remove(self) -> None:
-        """Give the kernel its own method back."""
+        """Restore the kernel's own ``do_inspect``. Call this once after `install`."""
         del self._kernel.do_inspect
 
     def _inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        """Return the reply to an inspect request, from the first target worker if the code is for workers.
+
+        Waits for the worker for 0.2 s at most; if the worker is busy, the reply says so.
+        """
         place = find_remote_code(code, cursor_pos)
         worker = place.first_target() if place is not None else None
         if place is None or worker is None or Cluster.current is None:
             return self._plain(code, cursor_pos, detail_level, omit_sections)
-        patience = completion.PATIENCE
+        patience = completion.ANSWER_TIMEOUT
         found = asking.inspect(Cluster.current, worker, place.code, place.cursor, detail_level, patience)
         if found is not None:
             return found

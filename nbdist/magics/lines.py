@@ -1,4 +1,4 @@
-"""Reads the lines of magics: pure, a line in, options out. A bad line is an error that says how to write it."""
+"""Parses the lines of magics into options. Pure. A wrong line raises UsageError, which says how to write it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbdist.errors import UsageError
 __all__ = [
     "CELL_OPTIONS",
     "INIT_OPTIONS",
-    "OPTIONS",
+    "LINE_OPTIONS",
     "CellLine",
     "ValueLine",
     "parse_cell",
@@ -32,51 +32,58 @@ __all__ = [
 
 
 class _Reader(argparse.ArgumentParser):
+    """Parses the line of one magic, whose syntax is ``usage``. Options must be written in full."""
+
     def __init__(self, usage: str) -> None:
         super().__init__(prog=usage.split()[0], usage=usage, add_help=False, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        """Raise UsageError with the message and the syntax; argparse itself would end the process."""
         raise UsageError(f"{message}; write: {self.usage}")
 
     def read(self, line: str) -> argparse.Namespace:
+        """Return the options of a line; its words are separated as a shell does. Raises UsageError if it is wrong."""
         try:
             words = shlex.split(line)
         except ValueError as error:
             raise UsageError(f"{line.strip()!r}: {error}; write: {self.usage}") from None
-        # A word such as -1 is a target, not an option.
+        # A word such as -1 is a target. The space in front of it keeps argparse from taking it for an option.
         return self.parse_args([f" {word}" if re.fullmatch(r"-\d.*", word) else word for word in words])
 
 
 reader = _Reader
 
-_LONGEST = 1e8
-"""Seconds for which Python can wait."""
+_LONGEST_TIMEOUT = 1e8
+"""The most seconds of a time limit, which Python can wait for on every system."""
 
 
 def _this_host(text: str) -> str:
+    """Return an address if it is this host's own loopback address, else fail."""
     if text not in ("localhost", "127.0.0.1"):
-        raise argparse.ArgumentTypeError(f"workers are started on this host, not at {text!r}")
+        raise argparse.ArgumentTypeError(f"workers are started on this host only, not at {text!r}")
     return text
 
 
 def _seconds(text: str) -> float:
+    """Return a number of seconds above 0."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value <= _LONGEST:
+    if not 0 < value <= _LONGEST_TIMEOUT:
         raise argparse.ArgumentTypeError(
-            f"the time must be more than 0 s, and at most {_LONGEST:.0f}, not {text.strip()}"
+            f"the time must be more than 0 s, and at most {_LONGEST_TIMEOUT:.0f}, not {text.strip()}"
         )
     return value
 
 
 def _seconds_or_0(text: str) -> float:
+    """Return a number of seconds; 0 is allowed."""
     return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
 
 
 def _targets(words: Sequence[str]) -> str | None:
-    """The words of a target as one; they stay apart, so that ``1 2`` is not 12."""
+    """Join the words of a target with spaces, so that ``1 2`` does not become 12. Returns None without words."""
     return " ".join(word.strip() for word in words) or None
 
 
@@ -94,11 +101,12 @@ CELL_OPTIONS = (
     "--progress-after",
     "--local",
 )
+"""The options of ``%%remote``, ``%%distributed`` and ``%%rank``, for completion."""
 
 
 @dataclass(frozen=True)
 class CellLine:
-    """The first line of a remote cell."""
+    """The options in the first line of a cell for workers. ``%%remote?`` explains them."""
 
     targets: str | None
     noblock: bool
@@ -110,8 +118,9 @@ class CellLine:
     local: bool
 
 
-@functools.cache  # making it takes longer than all that is done with it
+@functools.cache  # building the parser takes longer than parsing the line
 def _cell_reader(usage: str) -> _Reader:
+    """Return the parser for the first line of a cell for workers."""
     reader = _Reader(usage)
     reader.add_argument("targets", nargs="*")
     reader.add_argument("-a", "--noblock", action="store_true")
@@ -125,7 +134,7 @@ def _cell_reader(usage: str) -> _Reader:
 
 
 def parse_cell(line: str, usage: str) -> CellLine:
-    """Read ``[TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] ...``: see `CellLine`."""
+    """Parse the first line of a cell for workers, behind the magic. ``usage`` is the syntax that an error shows."""
     found = _cell_reader(usage).read(line)
     if found.out is not None and (not found.out.isidentifier() or keyword.iskeyword(found.out)):
         raise UsageError(f"-o needs the name of a variable, not {found.out.strip()!r}; write: {usage}")
@@ -141,7 +150,7 @@ def parse_cell(line: str, usage: str) -> CellLine:
     )
 
 
-# No expression begins with -t and a number, so the option may also stand behind the target.
+# The option may also stand after the target, because no expression begins with -t and a number.
 _VALUE = re.compile(
     r"\s*(?:(?:-t|--timeout)(?:\s+|=)(?P<before>\S+)\s+)?"
     r"(?P<targets>(?:\[[^\]]*\]|,\s*|[^\s\[,])+)\s+"
@@ -154,7 +163,7 @@ _VALUE_USAGE = "write: %remote [-t SECONDS] TARGET expression, for instance: %re
 
 @dataclass(frozen=True)
 class ValueLine:
-    """``%remote TARGET expression``."""
+    """The target, the expression and the time limit of a line of ``%remote``."""
 
     targets: str
     expression: str
@@ -162,7 +171,7 @@ class ValueLine:
 
 
 def parse_value(line: str) -> ValueLine:
-    """Read ``[-t SECONDS] TARGET expression``."""
+    """Parse the line of ``%remote``: ``[-t SECONDS] TARGET expression``. The expression is not checked."""
     match = _VALUE.fullmatch(line)
     if match is None:
         raise UsageError(f"{_VALUE_USAGE}; a cell that runs on workers begins with %%remote")
@@ -192,8 +201,9 @@ INIT_OPTIONS = (
     "--isolate-gpus",
     "--preload",
 )
+"""The options of ``%dist_init``, for completion."""
 
-OPTIONS: dict[str, tuple[str, ...]] = {
+LINE_OPTIONS: dict[str, tuple[str, ...]] = {
     "%dist_init": INIT_OPTIONS,
     "%%watch": ("--paused", "-a", "--noblock", "-o", "--out", "--no-norms"),
     "%dist_memory": ("-v", "--all"),
@@ -205,7 +215,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "%dist_pull": ("-r", "--rank", "--targets"),
     "%dist_diff": ("-r", "--rank", "--targets"),
 }
-"""The options of the other magics, for completion."""
+"""The options of all magics but those of cells for workers, for completion."""
 
 _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
@@ -214,12 +224,12 @@ _INIT_USAGE = (
 
 
 def parse_init(line: str) -> Spec:
-    """Read the line of ``%dist_init``."""
+    """Parse the line of ``%dist_init``, and check the values: see `Spec.check`."""
     reader = _Reader(_INIT_USAGE)
     reader.add_argument("bare", nargs="*")
     reader.add_argument("-n", "--num-processes", type=int)
     reader.add_argument("-g", "--gpu-ids", nargs="+")
-    reader.add_argument("-a", "--master-addr", type=_this_host)  # nbdistributed's; workers are on this host
+    reader.add_argument("-a", "--master-addr", type=_this_host)  # nbdistributed has this option
     reader.add_argument("--backend", choices=("gloo", "nccl", "none"))
     reader.add_argument("--driver")
     reader.add_argument("--seed", type=int)
@@ -252,7 +262,7 @@ def parse_init(line: str) -> Spec:
 
 
 class WatchLine(NamedTuple):
-    """What stands behind ``%%watch``."""
+    """The options of a line of ``%%watch``. ``%%watch?`` explains them."""
 
     paused: bool
     noblock: bool
@@ -261,7 +271,7 @@ class WatchLine(NamedTuple):
 
 
 def parse_watch(line: str) -> WatchLine:
-    """Read the line of ``%%watch``."""
+    """Parse the line of ``%%watch``."""
     reader = _Reader("%%watch [--paused] [-a] [-o NAME] [--no-norms]")
     reader.add_argument("--paused", action="store_true")
     reader.add_argument("-a", "--noblock", action="store_true")
@@ -269,22 +279,24 @@ def parse_watch(line: str) -> WatchLine:
     reader.add_argument("--no-norms", action="store_true")
     found: Any = reader.read(line)
     if found.out is not None and not found.out.isidentifier():
-        raise UsageError(f"{found.out!r} is not a variable's name")
+        raise UsageError(f"%%watch -o needs the name of a variable, not {found.out!r}")
     return WatchLine(found.paused, found.noblock, found.no_norms, found.out)
 
 
 class LogLine(NamedTuple):
-    """What stands behind ``%dist_log``."""
+    """The options of a line of ``%dist_log``."""
 
     targets: str | None
     cell: int | None
+    """The number of the only cell whose lines are shown."""
     lines: tuple[int | None, int | None] | None
-    """The first and the last line; without the first, so many from the end."""
+    """The first and the last line, counted from 1; ``(None, n)`` for the last n lines, ``(n, None)`` for n and on."""
     save: str | None
+    """The file that all lines are written to."""
 
 
 def parse_log(line: str) -> LogLine:
-    """Read the line of ``%dist_log``."""
+    """Parse the line of ``%dist_log``."""
     reader = _Reader("%dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]")
     reader.add_argument("targets", nargs="*")
     reader.add_argument("--cell", type=_count)
@@ -295,7 +307,7 @@ def parse_log(line: str) -> LogLine:
 
 
 def parse_memory(line: str) -> tuple[str | None, bool]:
-    """Read the line of ``%dist_memory``: a target, and whether to put rows together is not wanted."""
+    """Parse the line of ``%dist_memory``; return the target, and whether each value gets a row of its own (``-v``)."""
     reader = _Reader("%dist_memory [TARGET] [-v | --all]")
     reader.add_argument("targets", nargs="*")
     reader.add_argument("-v", "--all", action="store_true")
@@ -304,12 +316,14 @@ def parse_memory(line: str) -> tuple[str | None, bool]:
 
 
 def _count(text: str) -> int:
+    """Return a whole number from 1 on."""
     if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a number that counts from 1")
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 on")
     return int(text)
 
 
 def _span(text: str) -> tuple[int | None, int | None]:
+    """Return the first and the last line of ``FIRST:LAST``, either of which may be missing: see `LogLine.lines`."""
     first, colon, last = text.partition(":")
     if not colon:
         return None, _count(first)
@@ -317,15 +331,15 @@ def _span(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_diff(line: str) -> tuple[str, str | None]:
-    """Read the line of ``%dist_diff``: an expression, as it stands there, and a target."""
+    """Parse the line of ``%dist_diff``; return the expression, unchecked, and the target."""
     found = re.fullmatch(r"(.*?)(?:\s(?:-r|--rank|--targets)[\s=]+(.+))?", line.strip())
     if found is None or not found[1].strip():
-        raise UsageError("compare what? write: %dist_diff EXPRESSION [-r TARGET]")
+        raise UsageError("%dist_diff needs an expression to compare; write: %dist_diff EXPRESSION [-r TARGET]")
     return found[1].strip(), found[2]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """``0,1``, also in brackets and with spaces."""
+    """Return the numbers of a list such as ``0,1``; brackets and spaces are allowed."""
     match = re.fullmatch(r"\s*(\[)?([-\d,\s]*)(?(1)\])\s*", text)
     try:
         return tuple(int(part) for part in re.split(r"\s*,\s*|\s+", match[2].strip() if match else ""))

@@ -1,4 +1,4 @@
-"""Lists the magics by the question that a user has: what `%dist?` shows. Pure."""
+"""Makes the text of `%dist`: all magics, by the question that a user has. Pure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ _BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("It failed: what did a worker say?", ("%dist_log",)),
 )
 _HINTS = {
-    "It hangs: where does each worker stand?": "Stop interrupts what the cell runs; -t SECONDS does it by itself.",
+    "It hangs: where does each worker stand?": "The stop button interrupts a cell; -t SECONDS does so after that time.",
     "It failed: what did a worker say?": "`%debug` in a cell of `%%remote worker1` looks around where worker1 failed.",
 }
+"""A line below the magics of some questions."""
 _OTHERS = "And:"
+"""The heading of the magics that belong to no question."""
 
 
 def overview(said: Mapping[str, str]) -> str:
-    """Return the magics by question, one a line with the first line of its docstring.
+    """Return the magics by question, one in a line, each with the first line of its docstring.
 
-    ``said`` has the docstring of each magic by its name, such as ``%%watch``. A magic of no question comes last.
+    ``said`` has the docstring of each magic by its name, such as ``%%watch``. Magics without a question come last.
     """
     grouped = {name for _, names in _BY_QUESTION for name in names}
     groups = [*_BY_QUESTION, (_OTHERS, tuple(sorted(set(said) - grouped - {"%dist"})))]
     width = max(map(len, said), default=0)
-    lines = ["The magics of nbdist, by question; a magic and `?`, such as %dist_init?, says how it is written."]
+    lines = ["The magics of nbdist, by question. A question mark shows a magic's options, as in %dist_init?."]
     for question, names in groups:
         found = [name for name in names if name in said]
         hint = _HINTS.get(question)

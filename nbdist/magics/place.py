@@ -1,4 +1,4 @@
-"""Finds the code for workers in a cell's text, for Tab and Shift-Tab; the text is read, and nothing is run."""
+"""Finds the code for workers in a cell's text, for completion (Tab) and inspection (Shift-Tab). Runs nothing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ _VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]
 
 
 class RemoteCode(NamedTuple):
-    """The part of a cell that runs on workers, and where the cursor is in it."""
+    """The part of a cell that runs on workers, and the cursor in it."""
 
     line: str
-    """What stands behind the magic: the target, and options."""
+    """The text after the magic's name: the target and options."""
     usage: str
+    """The syntax of the magic, for `parse_cell`."""
     code: str
+    """The code for workers."""
     cursor: int
+    """The place of the cursor in the code, in characters."""
 
     def first_target(self) -> Worker | None:
-        """Return the first worker on which the code would run; None if no cluster runs, or the line is wrong."""
+        """Return the first worker on which the code would run; None if no cluster runs or the target is wrong."""
         cluster = Cluster.current
         if cluster is None or not cluster.running:
             return None
@@ -37,7 +40,10 @@ class RemoteCode(NamedTuple):
 
 
 def find_remote_code(text: str, cursor: int) -> RemoteCode | None:
-    """Return the code for workers around the cursor; None if the cursor is not in such code."""
+    """Return the code for workers around the cursor; None if the code at the cursor runs in the notebook.
+
+    ``text`` is the whole cell, and ``cursor`` a place in it, in characters.
+    """
     first = FIRST_LINE.match(text)
     if first is not None:
         begin = first.end() + 1

@@ -1,7 +1,8 @@
-"""The rule for a page's cell that is run again while its earlier run, started with ``-a``, goes on.
+"""Handles a cell of the page that is run again while its earlier run, started with ``-a``, is still running.
 
 Workers run cells in the order in which they were sent, so the new run begins when the earlier one has ended. A page
-drops the output of an earlier run, so that output is shown below the new run. The new run says both in one line.
+drops the output area of the earlier run, so the rest of its output is shown below the new run. One line tells the user
+both.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ __all__ = ["Reruns"]
 
 
 class Reruns:
-    """The cells that were started with ``-a`` and have not ended, by the id that the page gives the cell."""
+    """The runs of ``-a`` cells that have not ended, by the id that the page gives to the cell."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._runs: dict[str, list[Cell]] = {}
 
     def begin(self, cell: Cell) -> None:
-        """Note a run that begins, and move the output of earlier runs of the same cell of the page to it."""
+        """Note a new run, and show the further output of earlier runs of the same cell below it.
+
+        Does nothing if the front end does not give its cells an id.
+        """
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         id = ((parent or {}).get("metadata") or {}).get("cellId")
-        if not isinstance(id, str):  # a front end that does not name cells keeps the output of both
+        if not isinstance(id, str):  # such a front end shows the output of both runs
             return
         self._runs = {each: left for each, runs in self._runs.items() if (left := [r for r in runs if not r.done])}
         earlier = self._runs.setdefault(id, [])
@@ -39,7 +43,8 @@ class Reruns:
 
 
 def _say(running: list[str], cell: Cell) -> str:
+    """Return the line that tells the user of an earlier run on the workers ``running``."""
     awaited = [name for name in running if name in cell.parts]
     who = say_names(running)
-    text = f"An earlier run of this cell goes on, on {who}; its output shows here, and its cancel() ends it."
+    text = f"An earlier run of this cell still runs on {who}; its output appears here, and its cancel() ends it."
     return f"{text} This run begins on {say_names(awaited)} after it.\n" if awaited else f"{text}\n"

@@ -1,4 +1,11 @@
-"""What the magics add to a shell besides themselves: things that happen with every cell."""
+"""Holds one shell's state of nbdist, and the functions that run with every cell.
+
+These steps run around a cell::
+
+    _transform ──> the cell runs ──> _before_result ──> the result is shown ──> _after_cell
+    `%%rank[0,1]`,                   shows first what                           waits for the workers' output
+    `%dist_mode`                     the cell's calls printed
+"""
 
 from __future__ import annotations
 
@@ -20,21 +27,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
-_RESULT_WAITS = 0.3
-"""Seconds that a cell's result waits for what the cell's calls printed: a worker that holds the GIL answers late."""
+_RESULT_WAITS_FOR_OUTPUT = 0.3
+"""The most seconds for which a cell's result waits for what its calls printed. A worker may hold the GIL longer."""
 
 _RANK = re.compile(r"^(\s*%%rank)(?=\[)")
 
 
 class Session:
-    """One shell's side of nbdist."""
+    """The state of nbdist in one shell. It hooks into the shell until `close`."""
 
     def __init__(self, shell: InteractiveShell) -> None:
+        """Install the hooks in a shell. Use `of`, which does this once for each shell."""
         self._shell: Any = shell
         self.everywhere = False
-        """Whether plain cells run on all workers: `%dist_mode -e`."""
+        """True if cells without a magic run on all workers (`%dist_mode -e`)."""
         self.memory_look: Look | None = None
-        """What the last `%dist_memory` saw, in amounts."""
+        """The amounts that the last `%dist_memory` showed, for its column "since last look"."""
         labels.install(shell, None)
         self._completer = RemoteCompleter(shell)
         shell.input_transformers_cleanup.insert(0, self._transform)
@@ -50,12 +58,12 @@ class Session:
         hook.start_displayhook = self._before_result
         self.reruns = Reruns(shell)
         self._counted: Page | None = None
-        """The page's cell that is run in part here: its lines are counted from its top."""
+        """The page's cell of which a part runs in the notebook: tracebacks count lines from its top."""
         follow_page(self._shell.compile, lambda: self._counted)
 
     @classmethod
     def of(cls, shell: Any) -> Session:
-        """The session of a shell; made when it is first asked for."""
+        """Return the session of a shell; make it at the first call."""
         found = getattr(shell, "_nbdist", None)
         if found is None:
             found = shell._nbdist = cls(shell)
@@ -63,18 +71,18 @@ class Session:
 
     @staticmethod
     def cluster() -> Cluster:
-        """The cluster that runs."""
+        """Return the cluster that runs. Raises UsageError if none does."""
         if Cluster.current is None:
             raise UsageError("no cluster runs; start one with %dist_init -n 4")
         return Cluster.current
 
     def page(self) -> Page:
-        """Return the page's cell that runs; an empty one where there is no page."""
+        """Return the cell of the page that runs now; an empty one outside of a kernel."""
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         return Page((parent or {}).get("content", {}).get("code", ""))
 
     def run_here(self, code: str) -> None:
-        """Run a part of the page's cell as a cell of this kernel."""
+        """Run the code of a cell for workers in the notebook, too (``%%remote --local``)."""
         page, self._counted = self._counted, self.page()
         try:
             self._shell.run_cell(code)
@@ -82,7 +90,7 @@ class Session:
             self._counted = page
 
     def close(self) -> None:
-        """Undo what was done to the shell, and end the cluster."""
+        """End the cluster, and remove all hooks from the shell. Call this once."""
         if Cluster.current is not None:
             Cluster.current.shutdown()
         discard()
@@ -93,13 +101,16 @@ class Session:
             self._inspector.remove()
         del self._shell.compile.cache, self._shell.compile.ast_parse
         del self._shell.displayhook.start_displayhook
-        del self._shell.InteractiveTB.structured_traceback  # the class's own shows again
+        del self._shell.InteractiveTB.structured_traceback  # the attribute hides the class's own method
         del self._shell._nbdist
 
     # -- with every cell ------------------------------------------------------------------------
 
     def _transform(self, lines: list[str]) -> list[str]:
-        """Write ``%%rank[0,1]`` as IPython reads it; send plain cells to all workers where that was asked for."""
+        """Rewrite a cell's lines: put a space into ``%%rank[0,1]``, and ``%%distributed`` above a plain cell.
+
+        The second is done after ``%dist_mode -e`` only.
+        """
         first = next((index for index, line in enumerate(lines) if line.strip()), None)
         if first is None:
             return lines
@@ -110,21 +121,22 @@ class Session:
         return lines
 
     def _before_result(self) -> None:
-        """Show what the cell's calls printed above the cell's result."""
+        """Wait for what the cell's calls have printed on workers, so that it is shown above the cell's result."""
         cluster = Cluster.current
         if cluster is not None and cluster.running:
-            cluster.settle(patience=_RESULT_WAITS)
+            cluster.settle(patience=_RESULT_WAITS_FOR_OUTPUT)
         self._show_result()
 
     @staticmethod
     def _after_cell(_: Any) -> None:
+        """Wait for what the cell's calls have printed on workers, so that it is shown below this cell."""
         cluster = Cluster.current
         if cluster is not None and cluster.running:
             cluster.settle()
 
 
 def _is_plain(lines: list[str]) -> bool:
-    """Whether a cell is code for everybody: no magic, no question for help, more than comments."""
+    """Return whether a cell is plain code: neither a magic, nor a question for help (``x?``), nor only comments."""
     text = "".join(lines).strip()
     if text.startswith(("%", "?")) or text.endswith("?"):
         return False

@@ -29,7 +29,7 @@ _ROW = 24
 """The height of a row in pixels."""
 _LETTER = 6.5
 """The width of a letter in pixels, about, at the font size of the drawing."""
-_LONGEST = 24
+_LABEL_LETTERS = 24
 """The number of letters of a row's label that are drawn; a longer label ends with an ellipsis."""
 
 
@@ -94,7 +94,7 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
 
     A bar's text is drawn if it fits; its tip is shown under the pointer.
     """
-    labels = [label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…" for label, _ in rows]
+    labels = [label if len(label) <= _LABEL_LETTERS else f"{label[: _LABEL_LETTERS - 1]}…" for label, _ in rows]
     left_end = 16 + int(_LETTER * max(map(len, labels), default=0))
     scale = (_WIDTH - left_end - 8) / seconds if seconds else 0.0
     height = 20 + _ROW * len(rows) + 18

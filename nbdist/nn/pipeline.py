@@ -45,13 +45,13 @@ from nbdist.rpc.rref import RRef
 
 __all__ = ["Pipeline"]
 
-_TABLES = 16
+_TABLES_CACHED = 16
 """The number of schedule tables that a pipeline caches, one for each number of micro-batches in a batch.
 
 A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
 """
 
-_PATIENCE = 5.0
+_ABANDON_SECONDS = 5.0
 """Seconds to wait for each worker to confirm that it has abandoned a failed step."""
 
 
@@ -162,7 +162,7 @@ class Pipeline:
             )
         check_sharing(parts, len(names))
         # Returns the table for a number of micro-batches: fewer than `micro_batches` if a batch has fewer rows.
-        self._table = functools.lru_cache(_TABLES)(partial(SCHEDULES[schedule], len(names), len(parts)))
+        self._table = functools.lru_cache(_TABLES_CACHED)(partial(SCHEDULES[schedule], len(names), len(parts)))
         self._table(1)  # raises if the schedule does not fit the stages
         self.stages = len(parts)
         self.workers = names
@@ -354,7 +354,7 @@ class Pipeline:
         told = []
         for name in self.workers:
             with contextlib.suppress(NbdistError):  # a worker that is gone has nothing to abandon
-                told.append(self._agent.begin(name, abandon_step, *args, timeout=_PATIENCE))
+                told.append(self._agent.begin(name, abandon_step, *args, timeout=_ABANDON_SECONDS))
         return told
 
     # -- what it is made of -------------------------------------------------------------------

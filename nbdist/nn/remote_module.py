@@ -171,11 +171,11 @@ class RemoteModule(torch.nn.Module):
 
 
 # The methods of torch.nn.Module that `RemoteModule` refuses, and for some of them the method to call instead.
-_INSTEAD = {
+_ALTERNATIVES = {
     **dict.fromkeys(("parameters", "named_parameters", "requires_grad_", "zero_grad"), "remote_parameters()"),
     **dict.fromkeys(("buffers", "named_buffers"), "state_dict()"),
 }
-_HERE_ONLY = (
+_REFUSED_METHODS = (
     *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "float", "half", "modules"),
     *("named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "register_backward_hook"),
     *("register_buffer", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
@@ -186,7 +186,7 @@ _HERE_ONLY = (
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
     """Return a method that refuses to do what ``name`` does, and says what to call instead."""
-    instead = _INSTEAD.get(name, "get_module_rref(), and a function that runs on the owner")
+    instead = _ALTERNATIVES.get(name, "get_module_rref(), and a function that runs on the owner")
 
     def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(f"Method ``{name}`` not supported for RemoteModule: the module is not here. Use {instead}")
@@ -195,7 +195,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _name in _HERE_ONLY:
+for _name in _REFUSED_METHODS:
     setattr(RemoteModule, _name, _refusal(_name))
 
 

@@ -58,12 +58,12 @@ from nbdist.wire.messages import Record
 
 __all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]
 
-_REMEMBERED = 1000
+_STEPS_REMEMBERED = 1000
 """The number of steps that are known to be over; deliveries for older steps cannot be under way any more."""
 Look = Callable[[Sequence[Any]], None]
 """A function that is given the values which an operation has computed, so that a watcher can look for NaN in them."""
 
-_NOBODY: AbstractContextManager[Look] = nullcontext(lambda made: None)
+_NOT_WATCHED: AbstractContextManager[Look] = nullcontext(lambda made: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Station:
         """Mark a step as over, so that late deliveries are dropped; with the lock held."""
         self._inboxes.pop(step, None)
         self._over[step] = None
-        if len(self._over) > _REMEMBERED:
+        if len(self._over) > _STEPS_REMEMBERED:
             self._over.popitem(last=False)
 
     # -- its modules --------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class _Step:
                     watched.waits(op)
                 wanted, given = self._given(op)
                 start = time.monotonic()
-                with watched.doing(op, given) if watched is not None else _NOBODY as look:
+                with watched.doing(op, given) if watched is not None else _NOT_WATCHED as look:
                     if op.kind == "F":
                         self._forward(op, given, wanted, look)
                     else:

@@ -44,7 +44,7 @@ __all__ = [
     "shutdown",
 ]
 
-_LAST_WORDS = 1.0
+_ACKNOWLEDGED_WITHIN = 1.0
 """Seconds for which the shutdown of a dynamic world waits for the acknowledgement of its last messages."""
 
 _log = logging.getLogger("nbdist.rpc")
@@ -256,7 +256,7 @@ def _drain(agent: Agent, timeout: float) -> None:
         time.sleep(0.002)
     agent.references.release_all()
     # A worker that has not acknowledged by then learns from our Goodbye that the references are released.
-    deadline = min(deadline, time.monotonic() + _LAST_WORDS)
+    deadline = min(deadline, time.monotonic() + _ACKNOWLEDGED_WITHIN)
     while agent.links.outstanding() and time.monotonic() < deadline:
         time.sleep(0.002)
 

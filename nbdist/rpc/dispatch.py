@@ -34,13 +34,13 @@ __all__ = ["Job", "Pool"]
 Job = Callable[[], object]
 """A function without arguments that a thread of the pool runs once; its result is ignored."""
 
-BRISK = 0.005
+QUICK_JOB_SECONDS = 0.005
 """Seconds. While jobs end within this time, the second reader leaves waiting messages to the thread that runs them.
 
 As long as Python lets a thread keep the GIL (5 ms), so that a job that had to wait for the GIL does not count as slow.
 """
 
-STUCK_AFTER = 0.1
+STUCK_AFTER_SECONDS = 0.1
 """Seconds without a finished job, with jobs queued, after which one more thread starts."""
 
 _log = logging.getLogger("nbdist.rpc")
@@ -94,7 +94,7 @@ class Pool:
         """The number of threads beyond ``size`` that may run jobs, because the others are stuck."""
         self._finished_at = time.monotonic()
         self._brisk = False
-        """True while jobs end within `BRISK` seconds."""
+        """True while jobs end within `QUICK_JOB_SECONDS` seconds."""
         self._watching = False
         """True while the second reader waits in `_leave_to_the_other`."""
         self._needed = threading.Event()
@@ -193,7 +193,7 @@ class Pool:
                 with self._condition:
                     self._running -= 1
                     self._finished_at = time.monotonic()
-                    self._brisk = self._finished_at - started < BRISK
+                    self._brisk = self._finished_at - started < QUICK_JOB_SECONDS
         finally:
             with self._condition:
                 self._threads.discard(thread)
@@ -248,7 +248,7 @@ class Pool:
         is_first = True
         while True:
             self._leave_to_the_other()
-            timeout = STUCK_AFTER if self._queue else None
+            timeout = STUCK_AFTER_SECONDS if self._queue else None
             soon = is_first and not self._running and not self._queue
             is_first = False
             try:
@@ -286,18 +286,18 @@ class Pool:
         while self._brisk and self._reading < self._readers and self._has_more() and not self._closed:
             finished = self._finished_at
             self._watching = True
-            self._needed.wait(BRISK)
+            self._needed.wait(QUICK_JOB_SECONDS)
             self._needed.clear()
             self._watching = False
             if self._finished_at == finished:
                 self._brisk = False
 
     def _unstick(self) -> None:
-        """Allow one more thread, or half as many again, if no job has finished for `STUCK_AFTER` seconds.
+        """Allow one more thread, or half as many again, if no job has finished for `STUCK_AFTER_SECONDS` seconds.
 
         So the pool grows quickly when many jobs wait for one another.
         """
-        if time.monotonic() - self._finished_at >= STUCK_AFTER:
+        if time.monotonic() - self._finished_at >= STUCK_AFTER_SECONDS:
             self._extra += max(1, self._extra // 2)
         self._provide()
 

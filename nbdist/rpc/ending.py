@@ -39,17 +39,17 @@ __all__ = ["Ending", "Reminder", "Survey"]
 
 RUNNING, DRAINING, RELEASING, CLOSING = range(4)
 
-_ASK_FIRST = 0.002
-"""Seconds until a waiting agent looks again, at first; the pause grows up to `_ASK_MOST` seconds."""
-_ASK_MOST = 0.05
-QUIET = 10.0
+_FIRST_PAUSE = 0.002
+"""Seconds until a waiting agent looks again, at first; the pause grows up to `_LONGEST_PAUSE` seconds."""
+_LONGEST_PAUSE = 0.05
+REMIND_AFTER = 10.0
 """Seconds without a call after which a `shutdown` that waits logs what it waits for."""
 
 _ANSWERS_WITHIN = 2.0
 """Seconds within which a member answers the leader, unless it hangs."""
 
 _TO_CALL, _TO_ANSWER = "to call shutdown", "to answer"
-_TO_END = {
+_DUTY_IN_ROUND = {
     DRAINING: "to end the calls that run",
     RELEASING: "to release their references",
     CLOSING: "to close",
@@ -106,8 +106,8 @@ class Reminder:
     """Decides when a `shutdown` that waits logs what it waits for. Pure.
 
     In many programs of torch, workers call shutdown at once and serve calls until the others are done, so waiting is
-    normal. A line comes when this agent has served no call for `QUIET` seconds and has waited for the same reason all
-    the time, and only once for each reason.
+    normal. A line comes when this agent has served no call for `REMIND_AFTER` seconds and has waited for the same
+    reason all the time, and only once for each reason.
     """
 
     def __init__(self, now: float) -> None:
@@ -119,7 +119,7 @@ class Reminder:
         """Return whether to log ``reason`` now. ``served`` counts the answered calls, ``running`` the open ones."""
         if running or (served, reason) != self._before:
             self._quiet_since, self._before = now, (served, reason)
-        if now - self._quiet_since <= QUIET or reason in self._told:
+        if now - self._quiet_since <= REMIND_AFTER or reason in self._told:
             return False
         self._told.add(reason)
         return True
@@ -198,7 +198,7 @@ class Ending:
 
     def _until(self, round: int, deadline: float) -> None:
         """Wait until the leader, perhaps this agent itself, begins ``round``."""
-        pause, reminder = _ASK_FIRST, Reminder(time.monotonic())
+        pause, reminder = _FIRST_PAUSE, Reminder(time.monotonic())
         while True:
             with self._changed:
                 if self._wanted >= round:
@@ -214,7 +214,7 @@ class Ending:
             with self._changed:
                 if self._wanted < round:
                     self._changed.wait(min(pause, max(deadline - now, 0.001)))
-            pause = min(pause * 1.5, _ASK_MOST)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def _waiting_for(self) -> tuple[str, str]:
         """Return the members that keep the next round from beginning, and what they have to do, as two texts."""
@@ -246,7 +246,7 @@ class Ending:
             answers[me] = self._state(self._look)
             survey.look(answers)
             late = survey.missing() - {me}
-            what = _TO_CALL if late and survey.round == DRAINING else _TO_END[survey.round]
+            what = _TO_CALL if late and survey.round == DRAINING else _DUTY_IN_ROUND[survey.round]
             with self._changed:
                 self._looked = time.monotonic()
                 self._look += 1

@@ -50,7 +50,7 @@ from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RR
 
 __all__ = ["Drop", "Forks", "Instruction", "Send", "Standing"]
 
-_REMEMBERED = 1024
+_DROPPED_VALUES_REMEMBERED = 1024
 """The number of dropped values that are remembered, to tell a request that is too late from one that is too early."""
 
 Control = ForkRequest | ForkConfirm | ChildAccept | UserDelete | RRefState
@@ -329,7 +329,7 @@ class Forks:
     def _remember_dropped(self, rref: GlobalId) -> None:
         """Remember a value that was dropped or will never exist; forget the oldest if there are too many."""
         self._dropped[rref] = None
-        if len(self._dropped) > _REMEMBERED:
+        if len(self._dropped) > _DROPPED_VALUES_REMEMBERED:
             del self._dropped[next(iter(self._dropped))]
 
     # -- the user's side ----------------------------------------------------------------------

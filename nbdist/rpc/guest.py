@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 
 from nbdist.channel.contract import Channel
-from nbdist.channel.local import SLEEPS
+from nbdist.channel.local import WAITING_CODE
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.futures import Latch
 from nbdist.rpc.links import Links
@@ -29,7 +29,7 @@ from nbdist.torch_private import is_in_a_mode
 
 __all__ = ["Guest"]
 
-_REST_MOST = 64
+_MOST_SKIPS = 64
 """The most waits that are on a lock before a thread is a guest again."""
 
 _log = logging.getLogger("nbdist.rpc")
@@ -75,7 +75,7 @@ class Guest:
 
     def _read_until(self, outcome: Latch) -> None:
         """Act as the guest until ``outcome`` is settled, a signal handler is due, or it does not pay any more."""
-        with Deferral(SLEEPS) as deferral:
+        with Deferral(WAITING_CODE) as deferral:
             if not self._free.acquire(blocking=False):
                 return
             self._thread = threading.get_ident()
@@ -112,7 +112,7 @@ class Guest:
     def _tire(self) -> None:
         """Let the next waits be on a lock, twice as many as the last time."""
         self._rest = self._rest_next
-        self._rest_next = min(2 * self._rest_next, _REST_MOST)
+        self._rest_next = min(2 * self._rest_next, _MOST_SKIPS)
 
     def _call(self) -> None:
         """Wake the guest, because another thread has settled the outcome that it waits for. That thread calls this."""

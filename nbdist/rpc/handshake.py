@@ -33,7 +33,7 @@ from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
 
 __all__ = ["Handshake"]
 
-_AGAIN = 0.1
+_GREET_EVERY = 0.1
 """Seconds after which an unanswered greeting is sent again."""
 _log = logging.getLogger("nbdist.rpc")
 
@@ -154,7 +154,7 @@ class Handshake:
                             self._say(record.incarnation, Ready())
                 with self._changed:
                     if not done() and self._error is None:
-                        self._changed.wait(_AGAIN)
+                        self._changed.wait(_GREET_EVERY)
         if not self.is_dynamic:
             for record in others:
                 self._say(record.incarnation, Ready())

@@ -8,7 +8,7 @@ from nbdist.rpc.options import RpcBackendOptions
 
 __all__ = ["take_on"]
 
-_SETTLED = frozenset({"init_method", "devices"})
+_WITHOUT_EFFECT_NOW = frozenset({"init_method", "devices"})
 """Options without effect now: the members have met, and nbdist does not need torch's list of devices."""
 
 
@@ -44,7 +44,7 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
     refused = [
         option
         for option, value in asked.items()
-        if option not in (*_SETTLED, "rpc_timeout", "num_worker_threads")
+        if option not in (*_WITHOUT_EFFECT_NOW, "rpc_timeout", "num_worker_threads")
         and value != getattr(agent.options, option, None)
     ]
     if refused:

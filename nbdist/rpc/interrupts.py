@@ -4,7 +4,7 @@ Two things keep Ctrl-C from ending a wait:
 
 - The kernel gives a process's signal to any one of its threads. Python runs the handler in the main thread, which does
   not notice if it sleeps and another thread got the signal. So a watching thread, which sees every signal arrive,
-  wakes the main thread with another signal (`_WAKING`).
+  wakes the main thread with another signal (`_WAKE_SIGNAL`).
 - A wait for a future of torch's own sleeps in C++, where no handler of Python runs until it returns. A callback of ours
   may be what completes this future. (`nbdist.rpc.collecting` waits in Python for a list with a future of ours in it.)
   So if the main thread stays inside ``torch/futures`` after Ctrl-C, the watching thread fails the calls that the main
@@ -31,7 +31,7 @@ _LOOK_EVERY = 0.02
 """Seconds between two looks at the main thread after Ctrl-C."""
 _LOOK_FOR = 1.0
 """Seconds for which the main thread is looked at after Ctrl-C."""
-_WAKING = signal.SIGURG
+_WAKE_SIGNAL = signal.SIGURG
 """A signal to the main thread alone, sent so that the main thread runs the handlers of other signals."""
 
 _TORCH_FUTURES = os.path.join("torch", "futures", "__init__.py")
@@ -49,8 +49,11 @@ class InterruptWatch:
         self._closed = False
         # Only the main thread can set the wakeup file. An earlier file gets everything that this thread reads.
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if signal.getsignal(_WAKING) in (signal.SIG_DFL, signal.SIG_IGN):  # else a user's handler: `_wake` sends none
-            signal.signal(_WAKING, _nothing)
+        if signal.getsignal(_WAKE_SIGNAL) in (
+            signal.SIG_DFL,
+            signal.SIG_IGN,
+        ):  # else a user's handler: `_wake` sends none
+            signal.signal(_WAKE_SIGNAL, _nothing)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
 
@@ -77,8 +80,8 @@ class InterruptWatch:
 
     def _wake(self) -> None:
         """Make the main thread run the handlers that are due; without effect if it has run them already."""
-        if signal.getsignal(_WAKING) is _nothing:
-            signal.pthread_kill(threading.main_thread().ident or 0, _WAKING)
+        if signal.getsignal(_WAKE_SIGNAL) is _nothing:
+            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
 
     def _look(self) -> None:
         """Call ``give_up`` again and again while the main thread stays in torch's own wait, for a second at most."""
@@ -104,8 +107,8 @@ class InterruptWatch:
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can take the file back from `signal`: it must stay open
         _put_back(self._before)
-        if signal.getsignal(_WAKING) is _nothing:
-            signal.signal(_WAKING, signal.SIG_DFL)
+        if signal.getsignal(_WAKE_SIGNAL) is _nothing:
+            signal.signal(_WAKE_SIGNAL, signal.SIG_DFL)
         os.close(self._read)
         os.close(self._write)
 

@@ -41,10 +41,10 @@ from nbdist.wire.tensors import Slot
 
 __all__ = ["Connection", "Links"]
 
-_SLEEP = 0.2
+_LONGEST_NAP_SECONDS = 0.2
 """Seconds after which a reader looks at the clock even if nothing comes, so that most senders need not wake it."""
 
-_FILES = ("unix://", "ipc://")
+_FILE_SCHEMES = ("unix://", "ipc://")
 """The beginnings of addresses that are files. On another host the file does not exist, or belongs to another agent."""
 
 _log = logging.getLogger("nbdist.rpc")
@@ -125,7 +125,7 @@ class Links:
             local = record.host == self._me.host
             now = time.monotonic()
             peer = Peer(self._me.incarnation, record.incarnation, self._limits, now, watch_silence=not local)
-            addresses = [a for a in record.addresses if local or not a.startswith(_FILES)]
+            addresses = [a for a in record.addresses if local or not a.startswith(_FILE_SCHEMES)]
             self.connections[record.incarnation] = Connection(record, peer, self._channel.connect(addresses))
         if local and record.pid != os.getpid():
             self._watch(record.pid, record.started)
@@ -273,8 +273,8 @@ class Links:
     def post_later(self, to: int, message: UserDelete) -> None:
         """Queue a delete for the next message to that agent.
 
-        If none goes there within 50 ms, it goes alone, within 0.25 s. The second number is the first plus `_SLEEP`,
-        because no reader is woken for this. Raises WorkerLost if the agent is not connected.
+        If none goes there within 50 ms, it goes alone, within 0.25 s. The second number is the first plus
+        `_LONGEST_NAP_SECONDS`, because no reader is woken for this. Raises WorkerLost if the agent is not connected.
         """
         with self._lock:
             connection = self.connections.get(to)
@@ -333,13 +333,13 @@ class Links:
     def nap(self, now: float, timeout: float | None) -> float:
         """Return for how many seconds the reader may wait for a message before it must look at the clock.
 
-        At most `_SLEEP`, and at most ``timeout``; 0 if something is due.
+        At most `_LONGEST_NAP_SECONDS`, and at most ``timeout``; 0 if something is due.
         """
         # Announce the nap before measuring it: a thread that moves `due` forward then sees that it must wake us.
-        self._asleep_until = now + _SLEEP
+        self._asleep_until = now + _LONGEST_NAP_SECONDS
         wait = self.due - now
-        if not 0.0 <= wait <= _SLEEP:
-            wait = _SLEEP if wait > 0.0 else 0.0
+        if not 0.0 <= wait <= _LONGEST_NAP_SECONDS:
+            wait = _LONGEST_NAP_SECONDS if wait > 0.0 else 0.0
         return wait if timeout is None or wait < timeout else timeout
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
@@ -391,7 +391,7 @@ class Links:
         self.hurry(self.due)  # this thread may run a job now, and another reader be asleep
 
     def note(self, due: float) -> None:
-        """Make sure that the clock is looked at by ``due``, or at most `_SLEEP` seconds later.
+        """Make sure that the clock is looked at by ``due``, or at most `_LONGEST_NAP_SECONDS` seconds later.
 
         For the reading thread, which looks at the clock before it sleeps, and for work that may be late.
         """

@@ -22,13 +22,13 @@ from nbdist.errors import RendezvousError
 
 __all__ = ["MeetingFile"]
 
-_PATIENCE = 2.0
+_LOCK_TIMEOUT = 2.0
 """Seconds to wait for the lock. Its holder needs less than a millisecond, unless it is stopped or the disk hangs."""
 
 _POLL = 0.001
 """Seconds between two attempts to take the lock."""
 
-_LARGEST = 64 << 20
+_LARGEST_ROSTER = 64 << 20
 """Bytes. A roster takes some 300 bytes for each member; a larger file belongs to another program."""
 
 
@@ -70,7 +70,7 @@ class MeetingFile:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """Hold the lock of the file that has the path now; another process may replace the file meanwhile."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             file = self._open()
             try:
@@ -80,7 +80,7 @@ class MeetingFile:
             finally:
                 os.close(file)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"another process has held the lock of {self._path} for {_PATIENCE:g} s")
+                raise TimeoutError(f"another process has held the lock of {self._path} for {_LOCK_TIMEOUT:g} s")
             time.sleep(_POLL)
 
     def _lock(self, file: int) -> bool:
@@ -97,7 +97,7 @@ class MeetingFile:
     def _text(self, file: int) -> bytes:
         """Read the text; raise RendezvousError if the file is too large to be a roster."""
         size = os.fstat(file).st_size
-        if size > _LARGEST:
+        if size > _LARGEST_ROSTER:
             raise RendezvousError(
                 f"{self._path} has {size} bytes, too many for a list of members: another program's file. Meet at "
                 "another path, or remove the file"

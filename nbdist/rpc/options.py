@@ -27,9 +27,9 @@ DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 UNSET_RPC_TIMEOUT = -1.0
 """The ``timeout`` of a call that takes the agent's default."""
-_LEAST_MESSAGE = 64 * 1024
+_SMALLEST_LIMIT = 64 * 1024
 """Bytes; every message that nbdist sends for its own purposes is shorter."""
-_MOST_MESSAGE = (1 << 63) - 1
+_LARGEST_LIMIT = (1 << 63) - 1
 """Bytes; the largest limit that ZeroMQ accepts."""
 DEFAULT_ARENA_THRESHOLD = 128 * 1024
 """Bytes from which a tensor is shared through memory."""
@@ -103,8 +103,8 @@ class RpcBackendOptions:
             raise TypeError(f"RpcBackendOptions has no option {', '.join(sorted(unknown))}")
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
             raise UsageError(f"num_worker_threads must be a whole number of at least 1, not {num_worker_threads!r}")
-        if not isinstance(max_message, int) or not _LEAST_MESSAGE <= max_message <= _MOST_MESSAGE:
-            raise UsageError(f"max_message must be a number of bytes from {_LEAST_MESSAGE} on, not {max_message!r}")
+        if not isinstance(max_message, int) or not _SMALLEST_LIMIT <= max_message <= _LARGEST_LIMIT:
+            raise UsageError(f"max_message must be a number of bytes from {_SMALLEST_LIMIT} on, not {max_message!r}")
         if not isinstance(retries, int) or retries < 0:
             raise UsageError(f"retries must be a whole number of at least 0, not {retries!r}")
         rpc_timeout = time_limit(rpc_timeout)

@@ -15,14 +15,14 @@ __all__ = ["Histogram", "Numbers", "Parameter", "Peek", "look"]
 
 _BINS = 24
 """The bars of a histogram."""
-_FIRST = 8
+_FIRST_ELEMENTS = 8
 """The number of a tensor's first elements that are shown."""
-_SHOWN = 400
+_REPR_LENGTH = 400
 """The most characters of a value's repr."""
 _BARS = " ▁▂▃▄▅▆▇█"
-_ROWS = 40
+_ROWS_SHOWN = 40
 """The most parameters of a module that are printed."""
-_PART = 1 << 20
+_ELEMENTS_A_PART = 1 << 20
 """The number of elements that are computed with at a time."""
 
 
@@ -89,9 +89,9 @@ class Peek(msgspec.Struct, frozen=True):
         if self.numbers is not None:
             lines += _told(self.numbers)
         if self.parameters:
-            lines += _table(self.parameters[:_ROWS])
-            if len(self.parameters) > _ROWS:
-                lines.append(f"  … and {len(self.parameters) - _ROWS} more")
+            lines += _table(self.parameters[:_ROWS_SHOWN])
+            if len(self.parameters) > _ROWS_SHOWN:
+                lines.append(f"  … and {len(self.parameters) - _ROWS_SHOWN} more")
         if self.text:
             lines.append(f"  {self.text}")
         return "\n".join(lines)
@@ -116,18 +116,18 @@ def look(value: Any, owner: str) -> Peek:
 
 
 def _shortly(value: Any) -> str:
-    """Return the repr of a value, shortened to `_SHOWN` characters; if it raises an error, say so."""
+    """Return the repr of a value, shortened to `_REPR_LENGTH` characters; if it raises an error, say so."""
     try:
         text = _short.repr(value) if isinstance(value, _LONG) else repr(value)
     except Exception as error:  # from the user's class
         return f"its repr() raises {type(error).__name__}: {error}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _REPR_LENGTH else f"{text[:_REPR_LENGTH]}…"
 
 
 _LONG = (str, bytes, list, tuple, set, frozenset, dict)
 _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 30
-_short.maxstring = _short.maxother = _short.maxlong = _SHOWN
+_short.maxstring = _short.maxother = _short.maxlong = _REPR_LENGTH
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
@@ -146,7 +146,7 @@ def _numbers(tensor: torch.Tensor) -> Numbers:
 
 def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
     """Compute the numbers of a flat tensor; ``about`` is its shape, dtype and device."""
-    first = [_text(each) for each in flat[:_FIRST].tolist()]
+    first = [_text(each) for each in flat[:_FIRST_ELEMENTS].tolist()]
     low, high, total, squares, count, nans, infs = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     for part in _in_parts(flat):
         finite = part[torch.isfinite(part)]
@@ -183,8 +183,8 @@ def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     The owner may have no room for a copy of the whole. Complex elements come as complex128, and those on Apple's GPU as
     float32.
     """
-    for start in range(0, flat.numel(), _PART):
-        part = flat[start : start + _PART]
+    for start in range(0, flat.numel(), _ELEMENTS_A_PART):
+        part = flat[start : start + _ELEMENTS_A_PART]
         if part.is_complex():
             yield part.to(torch.complex128)
         else:

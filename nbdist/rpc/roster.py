@@ -32,9 +32,9 @@ _KEY = "nbdist/roster"
 """The key of the list in the store."""
 _POLL = 0.01
 """Seconds between two looks at the store."""
-_MISSING_NAMED = 20
+_MISSING_RANKS_SHOWN = 20
 """The number of missing ranks that an error lists."""
-_MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
+_MIXED_WORLDS_TEXT = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
 class Store(Protocol):
@@ -89,7 +89,7 @@ class Roster:
             if any(record.incarnation == me.incarnation for record in formed):
                 return self._checked([*formed, *self._records(document.left)])
             if any(self._seems_alive(record) for record in self._records(document.dynamic)):
-                raise RendezvousError(_MIXED)
+                raise RendezvousError(_MIXED_WORLDS_TEXT)
             gathering = [record for record in self._records(document.gathering) if self._seems_alive(record)]
             if not any(record.incarnation == me.incarnation for record in gathering):
                 gathering = [*self._without_twin(gathering, me), me]
@@ -102,7 +102,9 @@ class Roster:
             if time.monotonic() > deadline:
                 self.leave(me)
                 came = {record.id: record.name for record in gathering}
-                absent = list(itertools.islice((rank for rank in range(size) if rank not in came), _MISSING_NAMED))
+                absent = list(
+                    itertools.islice((rank for rank in range(size) if rank not in came), _MISSING_RANKS_SHOWN)
+                )
                 more = size - len(came) - len(absent)
                 missing = ", ".join(map(str, absent)) + (f" and {more} more" if more else "")
                 raise RendezvousError(
@@ -151,7 +153,7 @@ class Roster:
             gathering = self._records(document.gathering)
             # A member of a fixed world that has not left in order counts as present, dead or alive.
             if document.formed or any(self._seems_alive(record) for record in gathering):
-                raise RendezvousError(_MIXED)
+                raise RendezvousError(_MIXED_WORLDS_TEXT)
             present = [record for record in self._records(document.dynamic) if self._seems_alive(record)]
             if any(record.incarnation == me.incarnation for record in present):
                 return [record for record in present if record.incarnation != me.incarnation]

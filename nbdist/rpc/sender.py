@@ -176,7 +176,7 @@ class Sender:
 
         hand_over(try_to_send)
         if told is not outcome:
-            raise UsageError(_MIDST.format(label=label, to=to.name))
+            raise UsageError(_CANNOT_WAIT_HERE.format(label=label, to=to.name))
 
     def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
         """Send a call that needs no bookkeeping of references, recordings or definitions.
@@ -266,7 +266,7 @@ class Sender:
 
 _NO_PAYLOAD = Payload()
 
-_MIDST = (
+_CANNOT_WAIT_HERE = (
     "{label} was called on {to} by a finaliser (a __del__ or a callback of a weak reference) or a signal handler that "
     "Python ran while this thread was sending or reading messages. It cannot wait for an answer there. The call is "
     "made all the same, and its result is dropped. Use rpc_async in finalisers and signal handlers"

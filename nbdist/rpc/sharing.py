@@ -28,13 +28,13 @@ from nbdist.wire.tensors import Buffer
 
 __all__ = ["Sharing"]
 
-_TRIM_EVERY = 5.0
+_TRIM_EVERY_SECONDS = 5.0
 """Seconds between two looks for memory that was not needed lately."""
-_PATIENCE = 0.02
+_RIDE_WAIT_SECONDS = 0.02
 """Seconds for which a block waits for another message to its owner that can take it along."""
-_MUCH = 8 << 20
+_RETURN_AT_ONCE_BYTES = 8 << 20
 """Bytes owed to one agent above which they are sent back at once."""
-_NOTHING: list[tuple[int, int]] = []
+_NO_BLOCKS: list[tuple[int, int]] = []
 """The empty list of blocks, for the usual case."""
 
 
@@ -119,7 +119,7 @@ class Sharing:
             self._collect(now)
         due = self._due(now) if self.owing else ([], math.inf)
         if now >= self.trim_at:
-            self.trim_at = now + _TRIM_EVERY
+            self.trim_at = now + _TRIM_EVERY_SECONDS
             self._leases.trim(now)
             if self._arena is not None:
                 self._arena.trim()
@@ -132,11 +132,11 @@ class Sharing:
         if self.ended:
             self._collect(time.monotonic())
         if not self.owing:
-            return _NOTHING
+            return _NO_BLOCKS
         with self._lock:
             owed = self.owing.get(to)
             if owed is None:
-                return _NOTHING
+                return _NO_BLOCKS
             if not owed.shared:
                 del self.owing[to]
             blocks, owed.blocks = owed.blocks, []
@@ -153,10 +153,10 @@ class Sharing:
             for lease in self._leases.take_ended():
                 owed = self.owing.get(lease.owner)
                 if owed is None:
-                    owed = self.owing[lease.owner] = _Owed(now + _PATIENCE)
+                    owed = self.owing[lease.owner] = _Owed(now + _RIDE_WAIT_SECONDS)
                 (owed.shared if lease.is_shared else owed.blocks).append((lease.segment, lease.offset))
                 owed.size += lease.length
-                if owed.size > _MUCH or lease.is_shared:
+                if owed.size > _RETURN_AT_ONCE_BYTES or lease.is_shared:
                     owed.due = now
 
     def _due(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:

@@ -38,28 +38,28 @@ from nbdist.rpc.here import here
 from nbdist.rpc.links import Links
 from nbdist.wire.messages import Record, Stop
 
-__all__ = ["BREAK_AFTER", "PATIENCE", "Stopping"]
+__all__ = ["BREAK_OFF_AFTER", "NAME_AFTER", "Stopping"]
 
-PATIENCE = 2.0
+NAME_AFTER = 2.0
 """Seconds after which a call that has not stopped is named, and after which a callee no longer tries to raise."""
 
-BREAK_AFTER = 0.4
+BREAK_OFF_AFTER = 0.4
 """Seconds after which a call that has not stopped may be in a collective, which only `Stopping.break_off` ends."""
 
 _POLL = 0.005
 """Seconds between two looks."""
 _OURS = os.path.dirname(os.path.dirname(__file__))
 """The folder of nbdist's own files."""
-_ASK = 0.5
+_ASK_TIMEOUT = 0.5
 """Seconds for the question where a call is that does not stop."""
-_REMEMBERED = 1000
+_STOPS_REMEMBERED = 1000
 """The number of calls to stop that are remembered, because a Stop may come before its call has begun."""
 
 _RUNS_USER_CODE = Request.invoke.__code__
 """The code whose frame separates the user's frames, inside of it, from the agent's."""
-_CALLS_USER_CODE = os.path.join(_OURS, "nn")
+_FOLDER_THAT_CALLS_MODULES = os.path.join(_OURS, "nn")
 """The folder of nbdist's files that call users' modules, and restore everything whatever the modules raise."""
-_RUNS_TASKS = {
+_FILES_THAT_RUN_TASKS = {
     os.path.join(_OURS, *place) for place in (("cluster", "worker_tasks.py"), ("compat", "ipyparallel", "tasks.py"))
 }
 """Files of nbdist that only call a user's function: KeyboardInterrupt may be raised in them as in the function."""
@@ -89,7 +89,7 @@ class Stopping:
 
         ``call`` is `nbdist.rpc.caller.Caller.sync`. ``give_up(calls, error)`` ends the waits for calls.
         """
-        self.patience = PATIENCE
+        self.patience = NAME_AFTER
         """Seconds that `on_interrupt` waits before it names the calls that still run."""
         self.break_off: Callable[[int], object] | None = None
         """Ends the collective in which a thread waits, by the thread's ident; None if no layer can do this."""
@@ -129,7 +129,7 @@ class Stopping:
         key = sender, message.id
         with self._lock:
             self._stopped[key] = None  # it may not have begun
-            if len(self._stopped) > _REMEMBERED:
+            if len(self._stopped) > _STOPS_REMEMBERED:
                 del self._stopped[next(iter(self._stopped))]
             thread = self._threads.get(key)
         if thread is None:
@@ -159,13 +159,13 @@ class Stopping:
     def _insist(self, key: _Key, raised: bool) -> None:
         """Retry for 2 s until KeyboardInterrupt could be raised in a call's thread.
 
-        If the call still runs `BREAK_AFTER` seconds later, break off its collective.
+        If the call still runs `BREAK_OFF_AFTER` seconds later, break off its collective.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + NAME_AFTER
         while not raised and time.monotonic() < deadline:
             time.sleep(_POLL)
             raised = self._try_to_raise(key)
-        deadline = time.monotonic() + BREAK_AFTER
+        deadline = time.monotonic() + BREAK_OFF_AFTER
         while (thread := self._threads.get(key)) is not None and self.break_off is not None:
             if time.monotonic() > deadline:
                 self.break_off(thread)
@@ -185,10 +185,10 @@ class Stopping:
             users = False
             while frame is not None and frame.f_code is not _RUNS_USER_CODE:
                 file = frame.f_code.co_filename
-                if file in _RUNS_TASKS:
+                if file in _FILES_THAT_RUN_TASKS:
                     users = True
                 elif file.startswith(_OURS):
-                    if not users or not file.startswith(_CALLS_USER_CODE):
+                    if not users or not file.startswith(_FOLDER_THAT_CALLS_MODULES):
                         return False
                 elif not _is_called_by_both(file):
                     users = True
@@ -240,7 +240,7 @@ class Stopping:
     def _ask_where(self, call: Pending) -> str:
         """Ask a callee where a call is; return the answer as the end of a sentence."""
         try:
-            found = self._call(call.worker, _where, (self._me, call.id), None, _ASK)
+            found = self._call(call.worker, _where, (self._me, call.id), None, _ASK_TIMEOUT)
         except NbdistError:
             return " and does not say where it is"
         return f" (it is in {found})" if found else ""

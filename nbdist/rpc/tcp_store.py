@@ -31,10 +31,10 @@ dist: Any = torch.distributed  # typed as Any: torch does not declare what this 
 _SERVER_OF_THIS_PROCESS = -1
 """No file. torch then uses the server that this process has at the port, and fails if there is none."""
 
-_ANSWER = 2.0
+_ANSWER_TIMEOUT = 2.0
 """Seconds for the store's answer, beyond the time for connecting, so that torch's own error comes first."""
 
-_PROBE = 1.0
+_PROBE_TIMEOUT = 1.0
 """Seconds for a connection to the store. It is made or refused at once, unless the other machine is gone."""
 
 
@@ -85,7 +85,7 @@ def _client(host: str, port: int, timeout: float) -> Any:
             opened.set_exception(error)
 
     threading.Thread(target=connect, name="nbdist-store", daemon=True).start()
-    if not wait([opened], timeout + _ANSWER).done:
+    if not wait([opened], timeout + _ANSWER_TIMEOUT).done:
         raise RendezvousError(
             f"{host}:{port} has not answered as a store within {timeout:g} s: another program listens there, or rank 0 "
             f"hangs. Start rank 0 first, or choose another port"
@@ -176,7 +176,7 @@ def is_served(host: str, port: int) -> bool:
     first.
     """
     try:
-        socket.create_connection((host, port), timeout=_PROBE).close()
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()
     except OSError:
         return False
     return True

@@ -39,13 +39,13 @@ from nbdist.wire.messages import Record
 
 __all__ = ["start_agent"]
 
-_NO_TIMEOUT = 24 * 3600.0
+_LONGEST_FORMING = 24 * 3600.0
 """Seconds for which a world may take to form if the options set no time limit."""
 
 _LARGEST_NUMBER = (1 << 63) - 1
 """The largest rank or world size that fits in a message."""
 
-_OTHERS_LEAVE = 2.0
+_WAIT_FOR_OTHERS_TO_LEAVE = 2.0
 """Seconds for which the worker that serves the store waits, after an orderly end, for the others to leave the store."""
 
 
@@ -66,7 +66,7 @@ def start_agent(
     names. ``wrap`` returns the agent's channel with something around it, such as faults. ``directory`` is where the
     agent's sockets lie; None for a new directory of this user.
     """
-    timeout = time_limit(options.rpc_timeout) or _NO_TIMEOUT
+    timeout = time_limit(options.rpc_timeout) or _LONGEST_FORMING
     deadline = time.monotonic() + timeout
     WorkerInfo(name, 0)  # raises UsageError for a bad name
     meeting = rendezvous.parse(options.init_method, rank, world_size) if store is None else None
@@ -143,7 +143,7 @@ def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> 
     """
     if meeting is None or meeting.is_open():
         if meeting is not None and meeting.serves and agent.ending.completed:
-            roster.wait_for_others(agent.me, time.monotonic() + _OTHERS_LEAVE)
+            roster.wait_for_others(agent.me, time.monotonic() + _WAIT_FOR_OTHERS_TO_LEAVE)
         roster.leave(agent.me)
     roster.close()
 

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 __all__ = ["Crew", "Forgotten", "Gone"]
 
 _numbers = itertools.count()
-_LOADING = 300.0
+_LOADING_SECONDS = 300.0
 """Seconds that loading blocks may take beyond the time of a step: at first, the worker imports transformers."""
-_THERE = 15.0
+_NEW_WORKER_SECONDS = 15.0
 """Seconds, at least, for a new worker to answer: its other threads have to wait while it imports transformers."""
-_BAN = 5.0
+_FIRST_BAN_SECONDS = 5.0
 """Seconds for which a server is not called after it did not answer; `Member.ban` doubles them for each failure."""
 
 
@@ -88,7 +88,7 @@ class Crew:
         self.step_timeout = step_timeout
         self.spend = spend
         """Returns the points to spend on a request of a kind and a number of tokens; an argument of `serve`."""
-        self.ban_seconds = _BAN
+        self.ban_seconds = _FIRST_BAN_SECONDS
         """Seconds of the first ban of a server."""
         self._folder = folder
         self._sizes = sizes
@@ -184,7 +184,7 @@ class Crew:
         Raises what `_came` raises for the first worker that fails.
         """
         made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
-        asked = [(member, self.send(member, "load", *span, extra=_LOADING)) for member, span in made]
+        asked = [(member, self.send(member, "load", *span, extra=_LOADING_SECONDS)) for member, span in made]
         for number, (member, answer) in enumerate(asked):
             tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
             self._came(member, answer)
@@ -195,7 +195,7 @@ class Crew:
             known = self._members.get(self._name_of(worker))
         member = known if known is not None and known.state == "online" else self._made(worker)
         tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {sum(self._sizes[begin:end]) / 1e6:.0f} MB ...")
-        self._came(member, self.send(member, "load", begin, end, extra=_LOADING))
+        self._came(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
     def _made(self, worker: int | str) -> Member:
@@ -219,7 +219,7 @@ class Crew:
         meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
         """
         try:
-            blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _THERE))
+            blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _NEW_WORKER_SECONDS))
         except BaseException as error:
             if member.state == "joining":
                 self.lose(member.incarnation, error)
@@ -280,7 +280,7 @@ class Crew:
         """
         relieved = []
         with self._arranging:
-            loaded = self.outwait(member, self.send(member, "load", begin, end, extra=_LOADING))
+            loaded = self.outwait(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
             with self._changed:
                 member.blocks = loaded
                 for other in self.there:
@@ -390,7 +390,9 @@ class Crew:
                 raise NoRoute("; ".join([str(error), *self._excused()])) from None
             for span in spans:  # a quick call first: finding that a server hangs must not take as long as loading may
                 self.ask(members[span.server], "info")
-            asked = [self.send(members[span.server], "load", span.begin, span.end, extra=_LOADING) for span in spans]
+            asked = [
+                self.send(members[span.server], "load", span.begin, span.end, extra=_LOADING_SECONDS) for span in spans
+            ]
             for span, answer in zip(spans, asked, strict=True):
                 member, wanted = members[span.server], named(range(span.begin, span.end))
                 try:

@@ -18,9 +18,9 @@ from nbdist.rpc.futures import Future
 from nbdist.swarm.history import Step
 from nbdist.swarm.neighbours import Address
 
-__all__ = ["AGAIN", "Asked", "Held", "NoSession", "Reply"]
+__all__ = ["REPLAYED", "Asked", "Held", "NoSession", "Reply"]
 
-AGAIN = -1
+REPLAYED = -1
 """The number of all steps that are replayed from a history; those of new steps begin with 1."""
 
 
@@ -80,7 +80,7 @@ class Held:
         self.client = client
         self.expected = expected
         """Tokens that the session will have in the end, as its client said; 0 if unknown."""
-        self.taken = AGAIN
+        self.taken = REPLAYED
         """The number of the last step that was computed."""
         self.last: torch.Tensor | None = None
         """The output of that step, in case a client asks for it again."""
@@ -104,7 +104,7 @@ class Held:
 
         Inputs of steps that were computed already are dropped. The caller holds `changed`.
         """
-        if number > self.taken or number == AGAIN:
+        if number > self.taken or number == REPLAYED:
             given = self.given.setdefault(number, {})
             if at not in given or given[at].shape[1] < hidden.shape[1]:
                 given[at] = hidden
@@ -116,7 +116,7 @@ class Held:
         caller holds `changed`.
         """
         for asked in list(self.asked):
-            known = asked.number != AGAIN and asked.number <= self.taken
+            known = asked.number != REPLAYED and asked.number <= self.taken
             hidden = None if known else self._given_for(asked)
             if not known and hidden is None:
                 continue

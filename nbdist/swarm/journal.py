@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["Journal"]
 
 _log = logging.getLogger("nbdist.swarm")
-_KEPT = 200
+_LINES_KEPT = 200
 """Lines of the log that are kept."""
-_SHOWN = 50
+_LINES_SHOWN = 50
 """Lines of the log that a map shows."""
-_RATE = 20
+_RATE_STEPS = 20
 """The number of steps over which the tokens per second of a session are measured."""
-_PAUSE = 2.0
+_IDLE_SECONDS = 2.0
 """Seconds without a step until a session is shown as idle: between two steps its client computes for a moment."""
 
 
@@ -34,11 +34,11 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[float, str]] = deque(maxlen=_KEPT)
+        self._lines: deque[tuple[float, str]] = deque(maxlen=_LINES_KEPT)
         self._listeners: list[Callable[[], None]] = []
         self._session: weakref.ref[Session] | None = None
         """The session that has taken the last step."""
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
         """The time, and the number of tokens, of each of its last steps."""
         self._lock = threading.Lock()
 
@@ -84,7 +84,7 @@ class Journal:
 
         ``session`` is None without one, else a dict of its id, tokens, rate (tokens per second) and state.
         """
-        lines = [[at, text] for at, text in list(self._lines)[-_SHOWN:]]
+        lines = [[at, text] for at, text in list(self._lines)[-_LINES_SHOWN:]]
         with self._lock:
             session = self._session() if self._session is not None else None
             steps = list(self._steps)
@@ -92,7 +92,7 @@ class Journal:
             return {"route": [], "session": None, "log": lines}
         elapsed = steps[-1][0] - steps[0][0]  # the tokens of the first step came before it, so they do not count
         rate = sum(tokens for _, tokens in steps[1:]) / elapsed if elapsed else 0.0
-        writes = session.state == "idle" and time.monotonic() - steps[-1][0] < _PAUSE
+        writes = session.state == "idle" and time.monotonic() - steps[-1][0] < _IDLE_SECONDS
         state = "writing" if writes else session.state
         told = {"id": session.id, "tokens": session.tokens, "rate": round(rate, 1), "state": state}
         return {"route": [list(span) for span in session.route], "session": told, "log": lines}

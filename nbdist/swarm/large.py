@@ -17,9 +17,9 @@ from nbdist.rpc.rref import RRef
 
 __all__ = ["Left", "fetch", "leave", "pieces"]
 
-_PIECE = 4 << 20
+_PIECE_BYTES = 4 << 20
 """Bytes of a tensor that one message may have."""
-_AHEAD = 2
+_PIECES_REQUESTED = 2
 """The number of pieces that are requested at a time."""
 
 
@@ -37,7 +37,9 @@ def leave(value: Any) -> Any:
         return tuple(map(leave, value))
     if not isinstance(value, torch.Tensor):
         return value
-    if min(value.nbytes, value.untyped_storage().nbytes()) <= _PIECE:  # an expanded tensor has the smaller storage
+    if (
+        min(value.nbytes, value.untyped_storage().nbytes()) <= _PIECE_BYTES
+    ):  # an expanded tensor has the smaller storage
         return value
     flat: RRef[torch.Tensor] = RRef(value.detach().reshape(-1))
     return Left(tuple(value.shape), value.dtype, flat)
@@ -53,12 +55,12 @@ def fetch(value: Any, timeout: float) -> Any:
     if not isinstance(value, Left):
         return value
     found = torch.empty(math.prod(value.shape), dtype=value.dtype)
-    size = max(1, _PIECE // found.element_size())  # elements in one piece
+    size = max(1, _PIECE_BYTES // found.element_size())  # elements in one piece
     asked: deque[tuple[torch.Tensor, Future[torch.Tensor]]] = deque()
     for place in found.split(size):
         begin = place.storage_offset()
         asked.append((place, value.flat.rpc_async(timeout).narrow(0, begin, len(place))))
-        if len(asked) == _AHEAD:
+        if len(asked) == _PIECES_REQUESTED:
             _enter(*asked.popleft())
     while asked:
         _enter(*asked.popleft())
@@ -77,5 +79,5 @@ def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Split hidden states by tokens into parts that are small enough for one message; return (first token, part)s."""
     count = hidden.shape[1]
     # Tokens in one piece. A piece has all sequences of the batch, so one token may exceed the limit: it goes alone.
-    size = max(1, _PIECE * count // max(1, hidden.nbytes))
+    size = max(1, _PIECE_BYTES * count // max(1, hidden.nbytes))
     return [(at, hidden[:, at : at + size]) for at in range(0, count, size)] if count > size else [(0, hidden)]

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Member"]
 
 State = Literal["joining", "online", "draining", "offline", "gone"]
-_WEIGHT = 0.2
+_NEWEST_WEIGHT = 0.2
 """The weight of the newest measurement in the moving averages of `Member.hop` and `Member.pace`."""
-_LONGEST = 300.0
+_LONGEST_BAN_SECONDS = 300.0
 """Seconds for which a server is banned at most."""
 
 
@@ -90,16 +90,16 @@ class Member:
         self.cache, self.sessions, self.steps = reply.cache, reply.sessions, reply.steps
         self.strikes, self.banned_until, self.note = 0, 0.0, ""
         if reply.seconds > 0:  # otherwise the answer was known already, and says nothing about the speed
-            self.pace += _WEIGHT * (reply.seconds / max(1, tokens * blocks) - self.pace)
+            self.pace += _NEWEST_WEIGHT * (reply.seconds / max(1, tokens * blocks) - self.pace)
             if elapsed is not None:
-                self.hop += _WEIGHT * (max(0.0, elapsed - reply.seconds) - self.hop)
+                self.hop += _NEWEST_WEIGHT * (max(0.0, elapsed - reply.seconds) - self.hop)
 
     def ban(self, now: float, seconds: float, why: str) -> float:
         """Ban the server because it did not answer or cannot serve; return for how many seconds from ``now``.
 
         ``seconds`` doubles with each time in a row, up to 300.
         """
-        for_ = min(seconds * 2.0**self.strikes, _LONGEST)
+        for_ = min(seconds * 2.0**self.strikes, _LONGEST_BAN_SECONDS)
         self.strikes += 1
         self.note = why
         self.banned_until = now + for_

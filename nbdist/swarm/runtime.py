@@ -21,9 +21,9 @@ from nbdist.swarm.pools import Pools, Request
 __all__ = ["Runtime"]
 
 _log = logging.getLogger("nbdist.swarm")
-_LOOKS = 1.0
+_LOOK_SECONDS = 1.0
 """Seconds between two calls of ``look``."""
-_IDLE = 5.0
+_IDLE_SECONDS = 5.0
 """Seconds without work after which the thread ends, if ``look`` finds nothing to look after."""
 
 
@@ -113,18 +113,18 @@ class Runtime:
         while True:
             with self._changed:
                 if not len(self._pools):
-                    self._changed.wait(_LOOKS)
+                    self._changed.wait(_LOOK_SECONDS)
                 requests = self._pools.take()
             now = time.monotonic()
             if requests:
                 self._run([request.work for request in requests])
                 requests.clear()  # their works refer to the server, which this thread must not keep while it waits
                 used = time.monotonic()
-            if now - looked >= _LOOKS:
+            if now - looked >= _LOOK_SECONDS:
                 looked = now
                 self._kept = False
                 # `keep` may be called meanwhile; then this thread has to go on, because `keep` starts none.
-                if not self._is_needed() and now - used >= _IDLE:
+                if not self._is_needed() and now - used >= _IDLE_SECONDS:
                     with self._changed:
                         if not self._kept:
                             self._thread = None

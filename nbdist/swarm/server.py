@@ -411,7 +411,7 @@ class Server:
         hidden: torch.Tensor,
         calls: Sequence[adapter.LayerCall],
         prompts: torch.Tensor | None = None,
-        layout: stacking.Layout = stacking.ANY,
+        layout: stacking.Layout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
         patience: float = 60.0,
     ) -> Reply:
@@ -429,7 +429,7 @@ class Server:
         calls: Sequence[adapter.LayerCall],
         gradient: torch.Tensor,
         prompts: torch.Tensor | None = None,
-        layout: stacking.Layout = stacking.ANY,
+        layout: stacking.Layout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
         patience: float = 60.0,
     ) -> Reply:

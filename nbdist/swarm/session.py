@@ -44,7 +44,7 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter, merging
 from nbdist.swarm.crew import Gone
-from nbdist.swarm.held import AGAIN, Reply
+from nbdist.swarm.held import REPLAYED, Reply
 from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.large import pieces
 from nbdist.swarm.routing import NoRoute, Span, named
@@ -58,9 +58,9 @@ __all__ = ["Recover", "Session", "check_recover"]
 Recover = Literal["exact", "fast"]
 
 _numbers = itertools.count()
-_TRIES = 16
+_MAX_LOST_SERVERS = 16
 """Servers that may fail one after the other in one step of a session before the step fails with `NoRoute`."""
-_PUSHED = 0.5
+_PUSH_SECONDS = 0.5
 """Seconds for which the client waits for a server's result before it sends that server's input itself.
 
 The server before should have pushed the input, but a push may get lost. Sending it twice is harmless.
@@ -224,7 +224,7 @@ class Session:
                 result = self._wait(part, *sent[part], own, first=not at)
             except Gone as gone:
                 tries += 1
-                if tries > _TRIES:
+                if tries > _MAX_LOST_SERVERS:
                     raise NoRoute(
                         f"{tries} servers failed one after the other in one step, the last: {gone}. Swarm.log says why."
                     ) from gone
@@ -287,11 +287,11 @@ class Session:
         """Return a server's result of a step; `Gone` if it is lost.
 
         ``first`` says that its input went with the call. Any other server may wait for a push that got lost, so
-        the client pushes the input after `_PUSHED` seconds.
+        the client pushes the input after `_PUSH_SECONDS` seconds.
         """
         if not first:
             with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
-                asked.wait(_PUSHED)
+                asked.wait(_PUSH_SECONDS)
             if not asked.done():
                 self._bring(part, self._number, own.hidden)
         # The server has its input by now. Only from here on does its time count: it is not to blame for servers before.
@@ -306,7 +306,7 @@ class Session:
 
     def _opened(self, begin: int, end: int) -> list[_Part]:
         """Find a route through these blocks and open the session on all of its servers; try again if one is lost."""
-        for _ in range(_TRIES):
+        for _ in range(_MAX_LOST_SERVERS):
             way = self._crew.way(begin, end)
             parts = [_Part(span, member, self._history()) for span, member in way]
             try:
@@ -377,7 +377,7 @@ class Session:
         self.state = "recovering"
         self._journal.news()
         part = self._parts[at]
-        for _ in range(_TRIES):
+        for _ in range(_MAX_LOST_SERVERS):
             try:
                 parts = self._moved(part) or self._caught_up(part)
             except Gone:
@@ -459,9 +459,9 @@ class Session:
                 "step",
                 self.id,
                 part.span.begin,
-                AGAIN,
+                REPLAYED,
                 hidden.shape[1],
-                self._sent(part, AGAIN, own),
+                self._sent(part, REPLAYED, own),
                 push=False,
                 patience=self._crew.step_timeout,
             )

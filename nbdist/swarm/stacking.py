@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         return each if tensor.shape[0] == each * batch else 0
 
 
-ANY = Layout()
+DEFAULT_LAYOUT = Layout()
 """The layout that assumes nothing: arguments with as many rows as sequences have one for each."""
 
 
@@ -77,7 +77,7 @@ class Item(NamedTuple):
     calls: tuple[Any, ...]
     prompts: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    layout: Layout = ANY
+    layout: Layout = DEFAULT_LAYOUT
 
 
 class _Differs(Exception):

@@ -30,7 +30,7 @@ __all__ = ["forward", "through"]
 
 _TRIES = 16
 """Servers that may fail one after the other in one micro-batch before the call fails with `NoRoute`."""
-_AT_ONCE = 8
+_MAX_THREADS = 8
 """Micro-batches that are computed at the same time, at most."""
 
 
@@ -194,7 +194,7 @@ def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any
     if len(jobs) == 1:
         return [run(jobs[0])]
     # Each job runs in a copy of the calling thread's context variables.
-    pool = concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(jobs)), "micro-batch")
+    pool = concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, len(jobs)), "micro-batch")
     try:
         with blocking_wait():
             context = [contextvars.copy_context() for _ in jobs]

@@ -17,7 +17,7 @@ from nbdist.views import tables
 from nbdist.views.amounts import size
 from nbdist.wire.messages import State
 
-__all__ = ["MOST", "Facts", "Rows", "card", "peek_html", "table", "text", "text_of_many", "value"]
+__all__ = ["ROWS_SHOWN", "Facts", "Rows", "card", "peek_html", "table", "text", "text_of_many", "value"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -35,9 +35,9 @@ _STANDINGS = {
 _SETTLED = ("here", "pending", "confirmed")
 """The standings that a reference's text leaves out, so that it is the same before and after a confirmation."""
 _ALARM = "color:var(--jp-error-color1, #d14343)"
-MOST = 200
+ROWS_SHOWN = 200
 """The number of rows that a table shows at most."""
-_LINE = 79
+_LINE_COLUMNS = 79
 """The number of columns up to which a list is printed on one line, as IPython's shell does it."""
 _NEXT = ",\n "
 
@@ -91,7 +91,7 @@ def text_of_many(rows: Rows[Facts]) -> str:
     if rows.kind is tuple and len(told) == 1:
         end = ",)"
     line = f"{begin}{', '.join(told)}{end}"
-    return line if len(line) <= _LINE else f"{begin}{_NEXT.join(told)}{end}"
+    return line if len(line) <= _LINE_COLUMNS else f"{begin}{_NEXT.join(told)}{end}"
 
 
 def card(facts: Facts, *, lasting: bool = False) -> str:
@@ -213,10 +213,10 @@ def _histogram(histogram: Histogram) -> str:
 
 
 def _parameters(rows: Sequence[Parameter]) -> str:
-    """Return a module's parameters as an HTML table of at most `MOST` rows."""
+    """Return a module's parameters as an HTML table of at most `ROWS_SHOWN` rows."""
     lines = []
-    for row in rows[:MOST]:
+    for row in rows[:ROWS_SHOWN]:
         shape, norm = f"{row.dtype}{tuple(row.shape)}", f"{row.norm:.4g}" if row.norm is not None else ""
         lines.append((row.name, shape, row.device, str(row.requires_grad), norm, str(row.nans)))
-    left = f"<div>… and {len(rows) - MOST} more</div>" if len(rows) > MOST else ""
+    left = f"<div>… and {len(rows) - ROWS_SHOWN} more</div>" if len(rows) > ROWS_SHOWN else ""
     return tables.as_html(("parameter", "shape", "device", "requires_grad", "norm", "NaN"), lines) + left

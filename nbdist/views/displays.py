@@ -27,17 +27,17 @@ from nbdist.views import cards, report
 from nbdist.views.map import Mapped, snapshot_of
 from nbdist.views.map import as_html as map_as_html
 from nbdist.views.panel import Panel
-from nbdist.views.references import OVER, are_references, bundle, bundle_of_many, facts_of
+from nbdist.views.references import FINAL_STANDINGS, are_references, bundle, bundle_of_many, facts_of
 from nbdist.views.shown import Bundle
 from nbdist.views.watching import Watcher
 
 __all__ = ["register", "unregister"]
 
-_PATIENCE = 1.0
+_VALUE_SECONDS = 1.0
 """Seconds to wait, for all references of one picture together, for news of their values."""
 _HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'
 """The methods of a `Watcher`, as the text of a cell names them."""
-_MOST = 8
+_VIEWS_LIVE = 8
 """The number of views of passes, panels and swarms that are live; older ones become pictures."""
 _SWARM = "nbdist.swarm.swarm.Swarm"
 """The type's name instead of the type, because importing it needs transformers."""
@@ -181,7 +181,7 @@ def _sink() -> Sink:
 
 def _live(rref: RRef[Any]) -> None:
     sink = _sink()
-    if facts_of(rref).standing in OVER:
+    if facts_of(rref).standing in FINAL_STANDINGS:
         raise NotImplementedError
     from nbdist.views.widgets.card import card_of
 
@@ -201,7 +201,7 @@ def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
         raise NotImplementedError
     sink = _sink()
     rrefs = value.values() if isinstance(value, dict) else value
-    if all(facts_of(rref).standing in OVER for rref in rrefs):
+    if all(facts_of(rref).standing in FINAL_STANDINGS for rref in rrefs):
         raise NotImplementedError
     from nbdist.views.widgets.references import LIVE, RRefTable
 
@@ -251,9 +251,9 @@ def _live_swarm(swarm: Mapped) -> None:
 
 
 def _keep(view: Any) -> Any:
-    """Keep a view live until `_MOST` newer views are live, or the cluster is shut down. Returns the view."""
+    """Keep a view live until `_VIEWS_LIVE` newer views are live, or the cluster is shut down. Returns the view."""
     _views.append(view)
-    while len(_views) > _MOST:
+    while len(_views) > _VIEWS_LIVE:
         _views.popleft().close()
     _part_with_cluster()
     return view
@@ -281,8 +281,8 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:
-    """Wait until the values of these references are known, `_PATIENCE` seconds at most for all of them together."""
-    deadline = time.monotonic() + _PATIENCE
+    """Wait until the values of these references are known, for `_VALUE_SECONDS` at most in all."""
+    deadline = time.monotonic() + _VALUE_SECONDS
     for rref in rrefs:
         if rref.is_owner():
             continue

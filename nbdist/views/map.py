@@ -36,7 +36,7 @@ _KINDS = {
 _NUMBER = re.compile(r"(\d+)")
 _SERVING = ("online", "draining")
 """The states in which a worker's blocks can be used."""
-_PASSING = re.compile(r"(?<=\bsession) \d+\.\d+|, \d+ ms\b")
+_VARIES_BY_RUN = re.compile(r"(?<=\bsession) \d+\.\d+|, \d+ ms\b")
 """The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times."""
 
 
@@ -139,7 +139,9 @@ def as_html(snapshot: Mapping[str, Any], *, lasting: bool = False) -> str:
     rows = [_row(server, lasting=known, over=snapshot["over"]) for server in snapshot["servers"]]
     faint = [n for n, server in enumerate(snapshot["servers"]) if server["state"] == "gone" or snapshot["over"]]
     table = tables.as_html(_COLUMNS_LASTING if known else _COLUMNS, rows, faint) if rows else ""
-    log = "\n".join(_PASSING.sub("", text) if lasting else f"{_clock(at)}  {text}" for at, text in snapshot["log"])
+    log = "\n".join(
+        _VARIES_BY_RUN.sub("", text) if lasting else f"{_clock(at)}  {text}" for at, text in snapshot["log"]
+    )
     return themed(
         *(f"<div>{escape(line)}</div>" for line in lines),
         as_image(as_svg(snapshot)),

@@ -14,7 +14,7 @@ from nbdist.views.memory_rows import Look, Row, compare, fold, rows_of, split
 
 __all__ = ["FreedTable", "MemoryTable"]
 
-_MOST = 1000
+_ROWS_SHOWN = 1000
 """The number of rows that a table shows at most."""
 _SINCE = "since last look"
 # Explanations of two columns, printed below the tables.
@@ -95,7 +95,7 @@ class MemoryTable:
     def _rows(self) -> list[list[str]]:
         columns = self._columns()
         rows = []
-        for row in self._items[:_MOST]:
+        for row in self._items[:_ROWS_SHOWN]:
             cells = {
                 "worker": _names(row.workers),
                 "counted as": row.kind,
@@ -111,8 +111,8 @@ class MemoryTable:
     def _foot(self) -> list[str]:
         """Return the lines below the tables that say what is left out, and what could be freed."""
         lines = []
-        if len(self._items) > _MOST:
-            lines.append(f"… and {len(self._items) - _MOST:,} more")
+        if len(self._items) > _ROWS_SHOWN:
+            lines.append(f"… and {len(self._items) - _ROWS_SHOWN:,} more")
         if self._idle:
             nbytes = size(sum(row.amount for row in self._idle))
             lines.append(
@@ -122,7 +122,7 @@ class MemoryTable:
             f"{memory.name}: {size(each.absent)} of what was counted are not in its own memory: never written to, or "
             "shared with other processes"
             for memory, each in zip(self._workers, self._splits, strict=True)
-            if each.absent > _NOTABLE and each.total is not None
+            if each.absent > _ABSENT_BYTES_NOTED and each.total is not None
         ]
         if any(row.is_partial for row in self._items):
             lines.append("at least: there were more objects than a look visits, or they changed meanwhile")
@@ -180,7 +180,7 @@ class FreedTable:
 
 
 _FREED = ("worker", "what", "bytes", "held by")
-_NOTABLE = 1_000_000
+_ABSENT_BYTES_NOTED = 1_000_000
 """The number of bytes from which counted memory that is not a worker's own is mentioned."""
 
 

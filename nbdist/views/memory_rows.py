@@ -22,15 +22,15 @@ __all__ = ["Look", "Row", "Split", "compare", "fold", "rows_of", "split"]
 KINDS = {"references": "reference", "contexts": "context", "variables": "variable"}
 """The kinds of objects that are counted, in the order in which `split` serves them, with the word for one object."""
 
-_LARGEST = 8
+_ROWS_UNFOLDED = 8
 """The number of rows that each worker has for the largest objects of one kind; smaller ones are put together."""
-_SMALL = 100_000
+_SMALL_BYTES = 100_000
 """The number of bytes below which variables are put together in any case."""
-_GROUPS = 3
+_TYPES_SHOWN = 3
 """The number of types with a row of their own among the rows put together; all other types share one row."""
-_TOLD = 6
+_NAMES_SHOWN = 6
 """The number of names on one worker that a row shows as holders."""
-_SHOWN = 80
+_LETTERS_SHOWN = 80
 """The number of letters that are shown of a value."""
 
 
@@ -86,7 +86,7 @@ def rows_of(found: Holdings, workers: Iterable[str] | None = None) -> list[Row]:
 def _row_of_item(item: Holding, memory: WorkerMemory) -> Row:
     """Return the row of a value behind references, or, if the item has no id, of an autograd context."""
     held = tuple((name if name != item.worker else "", _few(list(map(str, pins)))) for name, pins in item.pins)
-    told = cards.value(item.state).partition("\n")[0][:_SHOWN] if item.id is not None else "graph and gradients"
+    told = cards.value(item.state).partition("\n")[0][:_LETTERS_SHOWN] if item.id is not None else "graph and gradients"
     kind, own = ("reference", item.id) if item.id is not None else ("context", item.context)
     qualname = item.state.qualname if item.state is not None else "value"
     key = (memory.incarnation, kind, own)
@@ -94,7 +94,7 @@ def _row_of_item(item: Holding, memory: WorkerMemory) -> Row:
 
 
 def _row_of_variable(variable: Variable, memory: WorkerMemory) -> Row:
-    told = cards.value(variable.state)[:_SHOWN]
+    told = cards.value(variable.state)[:_LETTERS_SHOWN]
     if variable.kind == "traceback":
         told = "values of the frames"
     elif variable.entries is not None:
@@ -108,8 +108,8 @@ def _row_of_variable(variable: Variable, memory: WorkerMemory) -> Row:
 
 
 def _few(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the first `_TOLD` names, and an ellipsis if there are more."""
-    return (*names[:_TOLD], "…") if len(names) > _TOLD else tuple(names)
+    """Return the first `_NAMES_SHOWN` names, and an ellipsis if there are more."""
+    return (*names[:_NAMES_SHOWN], "…") if len(names) > _NAMES_SHOWN else tuple(names)
 
 
 # -- the parts of a worker's memory ---------------------------------------------------------------
@@ -230,12 +230,12 @@ def _fold_small(rows: list[Row]) -> list[Row]:
     rows = sorted(_fold_equal(rows), key=lambda row: -row.amount)
     large = [row for row in rows if not _is_small(row)]
     small = [row for row in rows if _is_small(row)]
-    return [*large[:_LARGEST], *_by_type(large[_LARGEST:], "more"), *_by_type(small, "small")]
+    return [*large[:_ROWS_UNFOLDED], *_by_type(large[_ROWS_UNFOLDED:], "more"), *_by_type(small, "small")]
 
 
 def _is_small(row: Row) -> bool:
     """Return whether a row is a variable of so few bytes that it is put together with others."""
-    return row.kind == "variable" and row.amount < _SMALL and not row.is_partial
+    return row.kind == "variable" and row.amount < _SMALL_BYTES and not row.is_partial
 
 
 def _fold_equal(rows: list[Row]) -> list[Row]:
@@ -247,7 +247,7 @@ def _fold_equal(rows: list[Row]) -> list[Row]:
 
 
 def _by_type(rows: list[Row], word: str) -> list[Row]:
-    """Put rows of one type together, for the `_GROUPS` largest types, and all others in one row.
+    """Put rows of one type together, for the `_TYPES_SHOWN` largest types, and all others in one row.
 
     ``word`` describes them in the text: "12 small Tensors".
     """
@@ -257,7 +257,7 @@ def _by_type(rows: list[Row], word: str) -> list[Row]:
     groups = [(name, group) for name, group in types.items() if len(group) > 1]
     groups.sort(key=lambda group: -sum(row.amount for row in group[1]))
     folded = []
-    for name, group in groups[:_GROUPS]:
+    for name, group in groups[:_TYPES_SHOWN]:
         folded.append(_put_together(group, f"{_count(group)} {word} {name.rpartition('.')[2]}s"))
         del types[name]
     others = [row for group in types.values() for row in group]

@@ -5,7 +5,7 @@ by how much longer the watched step and the step after it took than the steps th
 
     step       1  2  3  4  5  6  7  8  9  …
     watched    x              x
-    pays       x  x           x  x             `_PAYS` steps: the watched one, and the one during which it is drawn
+    pays       x  x           x  x             `_STEPS_SLOWED`: the watched one, and the one during which it is drawn
     others           x  x  x        x  x  x    their median is a step's time without watching
 """
 
@@ -16,15 +16,15 @@ from collections import deque
 
 __all__ = ["Pace"]
 
-_LEAST = 1.0
+_SECONDS_BETWEEN = 1.0
 """The number of seconds that lie between two watched steps at least."""
-_SHARE = 0.03
+_COST_SHARE = 0.03
 """The part of the time that watching may take."""
-_KEPT = 16
+_TIMES_KEPT = 16
 """The number of unwatched steps whose times are kept for the median."""
-_KNOWN = 3
+_TIMES_NEEDED = 3
 """The number of unwatched steps whose times must be known before another step is watched."""
-_PAYS = 2
+_STEPS_SLOWED = 2
 """The number of steps that watching makes slower: the watched step, and the step during which it is drawn."""
 
 
@@ -41,7 +41,7 @@ class Pace:
 
         The smaller counts, because the first may have included a warm-up, and another one a pause.
         """
-        self._others: deque[float] = deque(maxlen=_KEPT)
+        self._others: deque[float] = deque(maxlen=_TIMES_KEPT)
         self._looks = 0
 
     def begins(self, now: float) -> None:
@@ -64,17 +64,17 @@ class Pace:
         """Return whether to watch the step that begins now; True for the first step. After True, call `looks`."""
         if not self._looks:
             return True
-        if self._paying or len(self._others) < _KNOWN:
+        if self._paying or len(self._others) < _TIMES_NEEDED:
             return False
         extra = 0.0
         if len(self._costs) == self._costs.maxlen:
-            extra = min(self._costs) - _PAYS * statistics.median(self._others)
-        return now - self._looked >= max(_LEAST, extra / _SHARE)
+            extra = min(self._costs) - _STEPS_SLOWED * statistics.median(self._others)
+        return now - self._looked >= max(_SECONDS_BETWEEN, extra / _COST_SHARE)
 
     def looks(self, now: float) -> None:
         """Note that the step that begins now is watched."""
         self._looks += 1
-        self._looked, self._paying, self._paid = now, _PAYS, 0.0
+        self._looked, self._paying, self._paid = now, _STEPS_SLOWED, 0.0
 
     def disturbed(self) -> None:
         """Ignore the time of the step under way, and the cost of watching it: the user pauses, steps or resumes it."""

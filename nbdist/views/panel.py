@@ -1,7 +1,7 @@
 """Samples a cluster for `%dist_panel`: the state of each worker, and its course in the last minute.
 
 A sample asks the workers as `%dist_status` does, without waiting for a busy worker. The live view
-(`nbdist.views.widgets.panel`) samples once a second while somebody looks. The last `_KEPT` samples are kept.
+(`nbdist.views.widgets.panel`) samples once a second while somebody looks. The last `_SAMPLES_KEPT` samples are kept.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nbdist.views.status import StatusTable
 
 __all__ = ["Panel"]
 
-_KEPT = 60
+_SAMPLES_KEPT = 60
 """The number of samples kept for each worker: those of a minute."""
-_WAYS = 8
+_CHAINS_SHOWN = 8
 """The number of chains of waiting workers that are shown at most."""
-_QUIET = 10_000
+_QUIET_BYTES_PER_SECOND = 10_000
 """Bytes a second below which traffic is not shown: samples and signs of life take some of their own."""
 
 
@@ -79,7 +79,10 @@ class Panel:
         Each is (first, second, calls of the first that wait for an answer, bytes a second).
         """
         waits = {(row.name, other): count for row in self.rows for other, count in row.waits.items()}
-        pairs = [*waits, *(pair for pair, rate in self._rates.items() if rate >= _QUIET and pair not in waits)]
+        pairs = [
+            *waits,
+            *(pair for pair, rate in self._rates.items() if rate >= _QUIET_BYTES_PER_SECOND and pair not in waits),
+        ]
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:
@@ -129,7 +132,7 @@ class Panel:
 
 
 def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> list[str]:
-    """Return a line for each chain of workers that wait for one another, `_WAYS` at most. Pure.
+    """Return a line for each chain of workers that wait for one another, `_CHAINS_SHOWN` at most. Pure.
 
     ``waits`` has the workers for which each worker waits, ``places`` the code that each runs. A chain ends at a worker
     that waits for nobody, which holds up the others, or it is a circle.
@@ -141,7 +144,7 @@ def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> lis
     for name in waits:  # circles that no other worker waits for
         if waits[name] and name not in seen:
             found += _ways([name], waits, places, seen)
-    return found[:_WAYS]
+    return found[:_CHAINS_SHOWN]
 
 
 def _ways(
@@ -168,8 +171,8 @@ class Course:
         self._spent: tuple[int, float, float] | None = None
 
     def add(self, name: str, value: float) -> None:
-        """Append the newest value of a quantity; the oldest one is dropped after `_KEPT` values."""
-        self._kept.setdefault(name, deque(maxlen=_KEPT)).append(value)
+        """Append the newest value of a quantity; the oldest one is dropped after `_SAMPLES_KEPT` values."""
+        self._kept.setdefault(name, deque(maxlen=_SAMPLES_KEPT)).append(value)
 
     @property
     def values(self) -> dict[str, list[float]]:

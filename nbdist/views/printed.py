@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nbdist.cluster.arrange import label_of
-from nbdist.cluster.cutting import KEPT
+from nbdist.cluster.cutting import LINES_KEPT
 from nbdist.cluster.print_log import Printed
 
 __all__ = ["Span", "save", "say"]
 
-_MOST = 2 * KEPT
+_LINES_SHOWN = 2 * LINES_KEPT
 """The number of lines to show at most, of all workers together: as many as a cell shows of one worker."""
 
 
@@ -47,7 +47,7 @@ def say(printed: Sequence[Printed], span: Span | None) -> str:
     Without a span, all lines are shown. If there are too many of one cell, the lines are shown that the cell's output
     left out, from the first of them on; if there are too many of all cells, the last lines.
     """
-    most = max(1, _MOST // max(1, len(printed)))
+    most = max(1, _LINES_SHOWN // max(1, len(printed)))
     groups: dict[_Shown, list[Printed]] = {}
     for each in printed:
         groups.setdefault(_look(each, span, most), []).append(each)
@@ -67,7 +67,7 @@ def _look(printed: Printed, span: Span | None, most: int) -> _Shown:
     if first is None and (span is not None or printed.cell is None or total - printed.dropped <= most):
         first, last = total + 1 - min(last or most, most), total
     elif first is None:
-        first = KEPT + 1
+        first = LINES_KEPT + 1
     first = max(first, oldest)
     last = min(total, first + most - 1, last if last is not None else total)
     lines = islice(printed.lines(), first - oldest, max(first - oldest, last - oldest + 1))

@@ -19,9 +19,9 @@ from nbdist.errors import UsageError
 from nbdist.nn.charts import micro_batch_name
 from nbdist.views.wording import name_call
 
-__all__ = ["MOST", "Noted", "begin", "end", "forget"]
+__all__ = ["EVENTS_KEPT", "Noted", "begin", "end", "forget"]
 
-MOST = 100_000
+EVENTS_KEPT = 100_000
 """The number of events that a recording keeps; later ones are only counted."""
 
 
@@ -80,7 +80,7 @@ class _Recording:
             self._note(Noted(fields["agent"], kind, name, fields["start"], now, thread, text))
 
     def _note(self, noted: Noted) -> None:
-        if len(self.noted) < MOST:
+        if len(self.noted) < EVENTS_KEPT:
             self.noted.append(noted)
         else:
             self.lost += 1

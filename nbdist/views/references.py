@@ -14,7 +14,7 @@ from nbdist.views.shown import Bundle
 from nbdist.wire.messages import State
 
 __all__ = [
-    "OVER",
+    "FINAL_STANDINGS",
     "Many",
     "are_references",
     "bundle",
@@ -25,7 +25,7 @@ __all__ = [
     "rows_of",
 ]
 
-OVER = frozenset({"failed", "dead", "released", "ended"})
+FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})
 """The standings that never change again."""
 
 
@@ -59,7 +59,7 @@ def over(facts: Facts, standing: str = "released") -> Facts:
 
     "ended" means that its cluster has ended. Facts whose standing is final already stay as they are.
     """
-    return facts if facts.standing in OVER else dataclasses.replace(facts, standing=standing)
+    return facts if facts.standing in FINAL_STANDINGS else dataclasses.replace(facts, standing=standing)
 
 
 def bundle(rref: RRef[Any]) -> Bundle:
@@ -83,11 +83,11 @@ def are_references(value: Any) -> bool:
 
 
 def rows_of(value: Many) -> Rows[RRef[Any]]:
-    """Return the first `cards.MOST` references, each with its key or number as the name of its row."""
+    """Return the first `cards.ROWS_SHOWN` references, each with its key or number as the name of its row."""
     if isinstance(value, dict):
-        first = itertools.islice(value.items(), cards.MOST)
+        first = itertools.islice(value.items(), cards.ROWS_SHOWN)
         return Rows(type(value), [(repr(key), rref) for key, rref in first], len(value))
-    return Rows(type(value), [(str(number), rref) for number, rref in enumerate(value[: cards.MOST])], len(value))
+    return Rows(type(value), [(str(number), rref) for number, rref in enumerate(value[: cards.ROWS_SHOWN])], len(value))
 
 
 def bundle_of_many(value: Many) -> Bundle:

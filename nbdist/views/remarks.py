@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "Remark", "remarks", "text_of"]
 
-_SHOWN = 12
+_NODES_NAMED = 12
 """The number of nodes of a path that are named: its two ends, and the nodes that took the longest."""
 
 
@@ -63,7 +63,7 @@ def _critical_path(found: Backward) -> Remark:
     path = found.critical_path()
     if not path:
         return ()
-    slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_SHOWN - 2) :]
+    slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_NODES_NAMED - 2) :]
     shown = {path[0], path[-1], *slow}
     names = [_named(found, key) if key in shown else Part("…") for key in path]
     made = [Part(f"critical path, {len(path)} nodes: ")]

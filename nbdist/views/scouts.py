@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scouts"]
 
-_PATIENCE = 2.0
+_ANSWER_SECONDS = 2.0
 """Seconds to wait for an answer. A worker or a context for which none arrives in time is not watched."""
 
 _log = logging.getLogger("nbdist.views")
@@ -100,7 +100,7 @@ class Scouts:
                 with contextlib.suppress(NbdistError):  # the worker is gone, or the world has ended
                     if self._agent.member(record.incarnation) is not None:
                         args = (self._key, *arguments)
-                        told.append(self._agent.call(record.id, function, *args, timeout=_PATIENCE))
+                        told.append(self._agent.call(record.id, function, *args, timeout=_ANSWER_SECONDS))
         return told
 
 
@@ -195,7 +195,7 @@ class Scout:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function on the notebook, and return its result; None if no answer comes in time."""
         try:
-            return self._agent.call(self._home, function, *arguments, timeout=_PATIENCE).wait()
+            return self._agent.call(self._home, function, *arguments, timeout=_ANSWER_SECONDS).wait()
         except (NbdistError, RuntimeError) as error:
             _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
             return None

@@ -10,7 +10,7 @@ from nbdist.pictures import themed
 __all__ = ["Html", "as_html", "as_lines"]
 
 
-_WHOLE = 12
+_UNBROKEN_LETTERS = 12
 """The number of letters up to which a cell, such as "4.0 KB", is not broken into lines in a narrow page."""
 
 
@@ -40,5 +40,5 @@ def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collectio
 
 
 def _cell(tag: str, text: str) -> str:
-    whole = ";white-space:nowrap" if len(text) <= _WHOLE and not isinstance(text, Html) else ""
+    whole = ";white-space:nowrap" if len(text) <= _UNBROKEN_LETTERS and not isinstance(text, Html) else ""
     return f'<{tag} style="text-align:left{whole}">{text if isinstance(text, Html) else escape(text)}</{tag}>'

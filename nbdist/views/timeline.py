@@ -31,7 +31,7 @@ from nbdist.views.recording import Noted
 
 __all__ = ["Timeline"]
 
-_DRAWN = 1500
+_BARS_DRAWN = 1500
 """The number of bars that a picture has at most; the shortest are left out."""
 
 
@@ -133,13 +133,13 @@ class Timeline:
     def _repr_html_(self) -> str:
         if self._running:
             return themed(escape(repr(self)[1:-1]))
-        shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_DRAWN]
+        shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_BARS_DRAWN]
         rows: list[tuple[str, list[Bar]]] = []
         for worker in self.workers:
             lanes = stack([one for one in shown if one.agent == worker])
             for number, lane in enumerate(lanes):
                 rows.append((worker if not number else "", [_bar(one) for one in lane]))
-        left = f"; the {_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _DRAWN else ""
+        left = f"; the {_BARS_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _BARS_DRAWN else ""
         lost = f"; {self.lost} events or workers are missing" if self.lost else ""
         title = f"{self.seconds * 1e3:.1f} ms{left}{lost}"
         return with_legend([gantt(title, rows, self.seconds)], {one.kind for one in shown})

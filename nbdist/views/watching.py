@@ -47,7 +47,7 @@ __all__ = ["Watcher"]
 
 T = TypeVar("T")
 
-_ON_ITS_WAY = 0.5
+_LAST_REPORTS_SECONDS = 0.5
 """Seconds to wait at the end of a cell for the last reports of other workers about a pass."""
 
 _cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()
@@ -126,7 +126,7 @@ class Watcher:
         """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass."""
         with blocking_wait(), self._changed:
             if error is None and self._watch is not None:
-                self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _ON_ITS_WAY)
+                self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _LAST_REPORTS_SECONDS)
         self.close()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from nbdist.wire.unpickler import Unpickler
 
 __all__ = ["NOT_DECODED", "decode", "decode_early", "decodes_quickly"]
 
-_QUICK = 1 << 16
+_QUICK_BYTES = 1 << 16
 """Bytes up to which decoding takes no longer than waking another thread for it."""
 
 
@@ -34,7 +34,7 @@ def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
     # Tensors in shared memory are not copied, so their size does not count.
     if payload.places:
         frames = frames[: len(frames) - len(payload.places)]
-    return sum(map(len, frames)) < _QUICK
+    return sum(map(len, frames)) < _QUICK_BYTES
 
 
 NOT_DECODED = object()
@@ -50,7 +50,7 @@ def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence
     if not payload.plain or not usual.IS_ON:
         return NOT_DECODED
     try:
-        if not payload.places and sum(map(len, frames)) < _QUICK:
+        if not payload.places and sum(map(len, frames)) < _QUICK_BYTES:
             # Atoms only: one call of C pickle.
             if len(frames) == 1 and not payload.form and not payload.tensors:
                 return pickle.loads(frames[0])

@@ -82,7 +82,7 @@ def choose(qualname: str, expected: str, value: Any) -> Any:
     return find_own(qualname, expected) or value
 
 
-_MOST = 1024
+_DIGESTS_REMEMBERED = 1024
 """The most entries of each cache here."""
 _digests: dict[Any, str] = {}
 """The digests by everything that counts for them, as `_function` and `_class` return it."""
@@ -99,7 +99,7 @@ def digest(definition: Any) -> str:
     )
     found = _digests.get(described)
     if found is None:
-        if len(_digests) >= _MOST:
+        if len(_digests) >= _DIGESTS_REMEMBERED:
             _digests.clear()
         text = repr(_in_full(described))
         found = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
@@ -153,7 +153,7 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
     )
 
 
-@functools.lru_cache(maxsize=_MOST)
+@functools.lru_cache(maxsize=_DIGESTS_REMEMBERED)
 def _assigned_around(code: types.CodeType) -> frozenset[str]:
     """Return the variables of the closure that a function with this code assigns, or a function inside it."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}

@@ -13,7 +13,7 @@ from nbdist.wire.tensors import TensorPacker, is_packable
 
 __all__ = ["COMPLEX", "PLAIN", "TENSORS", "TensorPickler", "simplicity"]
 
-_FEW = 64
+_MOST_ITEMS = 64
 """The most items that a container may have for `simplicity` to look at them; a dict's keys and values both count."""
 
 COMPLEX, TENSORS, PLAIN = range(3)
@@ -35,7 +35,7 @@ def simplicity(value: Any, record: bool, depth: int = 4) -> int:
         value = [*value, *value.values()]
     elif kind is not tuple and kind is not list:
         return COMPLEX
-    if not depth or len(value) > _FEW:
+    if not depth or len(value) > _MOST_ITEMS:
         return COMPLEX
     simplest = PLAIN
     for item in value:

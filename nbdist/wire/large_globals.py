@@ -14,7 +14,7 @@ from nbdist.wire import names
 
 __all__ = ["warn_of_large_globals"]
 
-_LARGE = 1 << 20
+_LARGE_BYTES = 1 << 20
 """The size in bytes above which a global counts as large."""
 
 _warned: set[tuple[str, int]] = set()
@@ -29,7 +29,7 @@ def warn_of_large_globals(function: types.FunctionType) -> None:
     for name in cloudpickle._extract_code_globals(function.__code__):
         value = function.__globals__.get(name)
         size = _size(value)
-        if size > _LARGE and (name, id(value)) not in _warned:
+        if size > _LARGE_BYTES and (name, id(value)) not in _warned:
             _warned.add((name, id(value)))
             warnings.warn(
                 f"{names.display_name(function)} uses the global {name!r} of {size / 1e6:.1f} MB, which is sent "

@@ -40,7 +40,7 @@ class Named(NamedTuple):
     """The result of `is_builtin`."""
 
 
-_MOST = 1024
+_NAMES_REMEMBERED = 1024
 """The most functions that `describe` remembers."""
 _described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
 """The cache of `describe`, by the function's id: function, the namespace that has it, its name there, the facts."""
@@ -61,7 +61,7 @@ def describe(function: Any) -> Named:
         module, _, qualname = named.name.partition(":")
         namespace = getattr(sys.modules.get(module), "__dict__", {})
         if namespace.get(qualname) is function:
-            if len(_described) >= _MOST:
+            if len(_described) >= _NAMES_REMEMBERED:
                 _described.clear()
             _described[id(function)] = (function, namespace, qualname, named)
     return named

@@ -74,7 +74,7 @@ _PING_MOST = 5.0
 _RETRY_FIRST = 0.05
 """Seconds until a message that the channel refused is tried again; they double with each try, up to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
-_MORE = 64
+_MOST_NUMBERS_ABOVE_MARK = 64
 """The most numbers above the mark that one envelope acknowledges."""
 
 
@@ -315,12 +315,12 @@ class Peer:
         return outgoing
 
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
-        """Encode an envelope. It acknowledges what has arrived until now, but at most `_MORE` numbers above the mark.
+        """Encode an envelope. It acknowledges what has arrived, with at most `_MOST_NUMBERS_ABOVE_MARK`.
 
         So an acknowledgement that was due need not go out alone any more.
         """
         arrived = self._arrived
-        more = sorted(arrived.above)[:_MORE] if arrived.above else []
+        more = sorted(arrived.above)[:_MOST_NUMBERS_ABOVE_MARK] if arrived.above else []
         self.ack_due = math.inf
         self._ack_bytes = 0
         return encode_envelope(

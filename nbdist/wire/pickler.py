@@ -23,7 +23,7 @@ from nbdist.wire import definitions, names, stand_ins
 from nbdist.wire.large_globals import warn_of_large_globals
 from nbdist.wire.messages import Fork
 from nbdist.wire.registered import Forker, reducers, reference_types
-from nbdist.wire.tensors import LARGE, Buffer, TensorPacker, is_packable, refuse_uncarried
+from nbdist.wire.tensors import OWN_FRAME_BYTES, Buffer, TensorPacker, is_packable, refuse_uncarried
 
 __all__ = ["Pickler", "ValueWanted"]
 
@@ -51,7 +51,7 @@ class _TakeBuffers:
             raw = buffer.raw()
         except BufferError:  # the memory is not contiguous
             return True
-        if raw.nbytes < LARGE:
+        if raw.nbytes < OWN_FRAME_BYTES:
             return True
         self._frames.append(bytes(raw))
         return False

@@ -44,7 +44,7 @@ __all__ = [
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 """The types that plain pickle carries, and that cannot refer to anything else."""
-_FEW = 64
+_MOST_ITEMS = 64
 """The most items that a value may have for `form_of` to look at them."""
 
 
@@ -78,7 +78,7 @@ def form_of(value: Any, references: Collection[type]) -> int:
         items, form = value, TUPLE if kind is tuple else LIST
     else:
         return WHOLE if kind in references or is_packable(value) else OTHER
-    if len(items) > _FEW:
+    if len(items) > _MOST_ITEMS:
         return OTHER
     found = PLAIN
     for item in items:

@@ -41,12 +41,12 @@ class Unreadable(bytes):
     why: str
 
 
-LARGE = 256 * 1024
+OWN_FRAME_BYTES = 256 * 1024
 """The size in bytes of the smallest storage that gets its own frame, which ZeroMQ does not copy again."""
 
 _ALIGN = 64
 """Storages that share a frame begin at multiples of this many bytes."""
-_COPY_HELD = 64 * 1024
+_COPY_WITH_GIL_BYTES = 64 * 1024
 """Bytes below which a copy keeps the GIL."""
 _copy_held = ctypes.PyDLL(None).memmove
 """Copies and keeps the GIL: releasing it for a few bytes costs a switch of threads."""
@@ -56,7 +56,7 @@ _bytes_at = ctypes.pythonapi.PyBytes_FromStringAndSize
 """Copies memory as bytes, as ``ctypes.string_at`` does by way of a function in Python."""
 _bytes_at.argtypes, _bytes_at.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
-_SPARSE_VIEW = 4
+_SPARSE_VIEW_RATIO = 4
 """A view that spans more than this many times its own bytes of a large storage is copied before it is sent."""
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
@@ -176,7 +176,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     if tensor.is_contiguous():
         return tensor
-    if tensor.nbytes >= LARGE or any(tensor.stride()):
+    if tensor.nbytes >= OWN_FRAME_BYTES or any(tensor.stride()):
         return None
     return _contiguous(tensor.detach())  # one expanded value, as gradients of sums are
 
@@ -190,7 +190,7 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
     if tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_CODES or tensor.is_nested or tensor.__dict__:
         return None
     length = tensor.nbytes
-    if not 0 < length < (LARGE if space is None else min(LARGE, space.threshold)):
+    if not 0 < length < (OWN_FRAME_BYTES if space is None else min(OWN_FRAME_BYTES, space.threshold)):
         return None
     if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
         plain = tensor  # as almost all tensors are
@@ -269,7 +269,7 @@ class TensorPacker:
         for tensor, device in hosts:
             data, key = tensor, tensor.untyped_storage()._cdata
             start, end = _extent(data)
-            if users[key] == 1 and end - start > max(LARGE, _SPARSE_VIEW * data.nbytes):
+            if users[key] == 1 and end - start > max(OWN_FRAME_BYTES, _SPARSE_VIEW_RATIO * data.nbytes):
                 data = _contiguous(data)
                 key = data.untyped_storage()._cdata
                 start, end = _extent(data)
@@ -304,7 +304,7 @@ class TensorPacker:
             if self._put(pointer, length):
                 where.append((-len(self.slots), 0, length))
                 continue
-            if length >= LARGE:
+            if length >= OWN_FRAME_BYTES:
                 where.append((len(frames), 0, length))
                 frames.append(_snapshot(pointer, length))
                 continue
@@ -472,7 +472,12 @@ def unpack_alone(
         return None
     dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
     length = len(frames[0])
-    if meta.buffer or dtype is None or length >= _COPY_HELD or math.prod(meta.shape) * dtype.itemsize != length:
+    if (
+        meta.buffer
+        or dtype is None
+        or length >= _COPY_WITH_GIL_BYTES
+        or math.prod(meta.shape) * dtype.itemsize != length
+    ):
         return None
     tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
     _copy_held(tensor.data_ptr(), frames[0], length)
@@ -538,4 +543,4 @@ def _copy_in(pointer: int, frame: bytes, offset: int, length: int) -> None:
         address = ctypes.cast(ctypes.c_char_p(frame), ctypes.c_void_p).value
         assert address is not None  # a bytes object always has an address
         source = address + offset
-    (_copy_held if length < _COPY_HELD else ctypes.memmove)(pointer, source, length)
+    (_copy_held if length < _COPY_WITH_GIL_BYTES else ctypes.memmove)(pointer, source, length)

@@ -84,8 +84,8 @@ def encode_usual_call(
 def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[Buffer]] | None:
     """Return the payload and frames of a usual result: an atom or one small tensor. None if it needs `encode`.
 
-    The bytes are those that `encode` would make. A small tensor is below `nbdist.wire.tensors.LARGE` bytes, travels in
-    a frame rather than in shared memory (``space``), and does not require grad.
+    The bytes are those that `encode` would make. A small tensor is below `nbdist.wire.tensors.OWN_FRAME_BYTES` bytes,
+    travels in a frame rather than in shared memory (``space``), and does not require grad.
     """
     if not IS_ON:
         return None

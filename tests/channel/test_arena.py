@@ -141,9 +141,9 @@ def test_what_was_kept_is_let_go(arena):
         arena.trim()
     assert arena.statistics()["arena_bytes"] == arena.statistics()["arena_segments"] == 0
     assert mapped() == 3  # the reader's
-    mine.trim(leases._UNUSED - 1)
+    mine.trim(leases._UNMAP_AFTER - 1)
     assert mapped() == 3
-    mine.trim(leases._UNUSED + 1)
+    mine.trim(leases._UNMAP_AFTER + 1)
     assert mapped() == 0
 
 

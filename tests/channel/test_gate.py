@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nbdist.channel.gate import OVERDUE, Gate
+from nbdist.channel.gate import OPEN_AFTER, Gate
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_it_has_one_owner_who_alone_opens_it(gate):
 def test_who_sleeps_opens_a_gate_that_its_owner_has_left_shut(gate, file):
     elsewhere(gate.shut)
     os.eventfd_write(file, 1)
-    time.sleep(2 * OVERDUE)
+    time.sleep(2 * OPEN_AFTER)
     assert not gate.wait(0)
     assert gate.wait(5)
 

@@ -161,8 +161,8 @@ def test_headers_that_announce_large_messages_take_no_memory_and_hold_nobody_up(
 
 def test_more_than_there_is_memory_for_is_refused(monkeypatch, caplog):
     for announced, told in (
-        (memory.total() + 1, f"a message of {memory.total() + 1} bytes, where no more than {memory.total()} are taken"),
-        (70 << 20, f"a message of {(70 << 20) + 12} bytes, and the machine has 1000 bytes of memory left"),
+        (memory.total() + 1, f"a message of {memory.total() + 1} bytes is too long: this agent accepts"),
+        (70 << 20, f"a message of {(70 << 20) + 12} bytes does not fit: the machine has 1000 bytes of memory left"),
     ):
         with channels("door") as [door]:
             good, bad = raw(door), raw(door)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.channel.spinning import MOST, Spinning
+from nbdist.channel.spinning import POLL_SECONDS, Spinning
 
 
 def looks(seconds_of, waits=1000):
@@ -12,7 +12,7 @@ def looks(seconds_of, waits=1000):
         looks = spinning.is_worth_while
         looked.append(looks)
         seconds = seconds_of(number, looks)
-        spinning.waited(seconds, min(seconds, MOST) if looks else 0.0)
+        spinning.waited(seconds, min(seconds, POLL_SECONDS) if looks else 0.0)
     return looked
 
 
@@ -21,7 +21,7 @@ def test_where_messages_follow_quickly_each_wait_begins_with_a_look():
 
 
 def test_two_that_sleep_begin_to_look_though_both_take_longer_to_wake():
-    assert all(looks(lambda number, looks: 30e-6 if looks else 1.5 * MOST)[1:])
+    assert all(looks(lambda number, looks: 30e-6 if looks else 1.5 * POLL_SECONDS)[1:])
 
 
 def test_long_waits_begin_with_no_look():
@@ -36,7 +36,7 @@ def test_a_long_wait_in_between_costs_one_look():
 
 def test_looks_that_are_all_in_vain_become_rare():
     """The other side has no core while this one looks, and answers once it sleeps."""
-    found = looks(lambda number, looks: MOST + 100e-6 if looks else 100e-6)
+    found = looks(lambda number, looks: POLL_SECONDS + 100e-6 if looks else 100e-6)
     assert 50 < sum(found) < 150
 
 
@@ -45,11 +45,11 @@ def test_looks_that_another_thread_stalls_become_very_rare():
     spinning, looked = Spinning(), 0
     for _ in range(1000):
         looked += (looks := spinning.is_worth_while)
-        spinning.waited(3 * MOST if looks else 300e-6, 3 * MOST if looks else 0.0)
+        spinning.waited(3 * POLL_SECONDS if looks else 300e-6, 3 * POLL_SECONDS if looks else 0.0)
     assert 10 < looked < 20
 
 
 @pytest.mark.parametrize("burst", range(3))
 def test_a_few_hiccups_do_not_end_the_looks(burst):
-    found = looks(lambda number, looks: 1.5 * MOST if number % 50 < burst else 30e-6)
+    found = looks(lambda number, looks: 1.5 * POLL_SECONDS if number % 50 < burst else 30e-6)
     assert sum(found) > 990

@@ -582,7 +582,7 @@ def test_a_display_is_shown_again_as_it_was_updated():
 
 
 def test_what_is_remembered_for_that_has_a_limit(monkeypatch):
-    monkeypatch.setattr(screen, "_REMEMBERED", 10_000)
+    monkeypatch.setattr(screen, "_CHARACTERS_KEPT", 10_000)
     arranger = live()
     for number in range(100):
         arranger.feed("worker0", picture("x" * 1000, f"{number:032}"), number)

@@ -12,7 +12,7 @@ from nbdist.cluster.cells import Part
 
 @pytest.mark.parametrize("says_so", [0.0, 0.1, None])
 def test_a_cell_that_has_not_begun_is_signalled_once(says_so, monkeypatch):
-    monkeypatch.setattr(interrupting, "_LISTENS_AFTER", 0.05)
+    monkeypatch.setattr(interrupting, "_SIGNAL_ANYWAY_AFTER", 0.05)
     signals = []
     kernel = SimpleNamespace(send=lambda *_: None)
     cluster = SimpleNamespace(

@@ -313,7 +313,7 @@ options = mock.Mock(init_method="file://{tmp_path}/store", rpc_timeout=5)
 try:
     rpc.init_rpc("me", backend=backend, rank=0, world_size=1, rpc_backend_options=options)
 except RuntimeError as error:
-    print("not its own" in str(error))
+    print("not an agent of nbdist" in str(error))
 """
     )
     assert lines(code) == ["BackendType.other True True", "True"]

@@ -184,7 +184,7 @@ def test_interrupt_ends_a_task(cluster, tmp_path):
         ("view", "frobnicate", "docs/coming_from.md"),
         ("result", "stdout", "appears in the notebook at once"),
         ("client", "become_dask", "the library's own client"),
-        ("module", "CompositeError", "the worker's own type of error"),
+        ("module", "CompositeError", "the task's own class of error"),
         ("starter", "start_engines_sync", "is fixed when they start"),
     ],
 )

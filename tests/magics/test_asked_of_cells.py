@@ -17,7 +17,7 @@ from nbdist.magics.place import find_remote_code
 def notebook():
     with Notebook(load=False) as notebook:
         notebook.loaded = notebook.run("%load_ext nbdist")
-        notebook.run("from nbdist.magics import completion\ncompletion.PATIENCE = 30")
+        notebook.run("from nbdist.magics import completion\ncompletion.ANSWER_TIMEOUT = 30")
         notebook.run("%dist_init -n 2 --backend none -t 60")
         notebook.run("%%remote\nclass Thing:\n    '''What only workers have.'''\nthing = Thing()\n")
         yield notebook
@@ -188,7 +188,7 @@ def test_a_cell_that_is_run_again_while_its_old_run_goes_on(notebook, tmp_path):
     new = send(code.replace("open", "str").replace(".close()", ""))
     notebook.until(lambda: new.idle and new.stderr)
     assert new.stderr == (
-        "An earlier run of this cell goes on, on worker1; its output shows here, and its cancel() ends it. "
+        "An earlier run of this cell still runs on worker1; its output appears here, and its cancel() ends it. "
         "This run begins on worker1 after it.\n"
     )
     elsewhere = send("%%remote 0 -a\nprint('elsewhere')")

@@ -186,7 +186,7 @@ def test_the_bound_is_kept_and_the_rest_goes_in_frames():
 
 
 def test_free_memory_is_let_go(monkeypatch):
-    monkeypatch.setattr(sharing, "_TRIM_EVERY", 0.1)
+    monkeypatch.setattr(sharing, "_TRIM_EVERY_SECONDS", 0.1)
     with World(2, options=ALL) as world, world[0].activate():
         rpc.rpc_sync("worker1", workers.identity, args=([torch.ones(n) for n in (1, 100_000, 5 * M)],))
         workers.eventually(lambda: nothing_out(*world) and not any(arena(agent, "bytes") for agent in world))

@@ -12,7 +12,7 @@ import workers
 import nbdist
 from nbdist import rpc
 from nbdist.rpc import ending
-from nbdist.rpc.ending import CLOSING, DRAINING, QUIET, RELEASING, RUNNING, Reminder, Survey
+from nbdist.rpc.ending import CLOSING, DRAINING, RELEASING, REMIND_AFTER, RUNNING, Reminder, Survey
 from nbdist.testing import Faults, World
 from nbdist.wire.messages import ShutdownState
 
@@ -175,26 +175,26 @@ def test_an_answer_to_an_earlier_look_is_no_part_of_a_later_one():
 def test_a_shutdown_that_waits_tells_each_reason_once():
     reminder = Reminder(0.0)
     told = [(at, reason) for at, reason in TICKS if reminder.is_due(at, 0, 0, reason)]
-    assert told == [(QUIET + 1, "members"), (4 * QUIET + 1, "calls")]
+    assert told == [(REMIND_AFTER + 1, "members"), (4 * REMIND_AFTER + 1, "calls")]
 
 
-TICKS = [(float(at), "members" if at < 3 * QUIET else "calls") for at in range(int(6 * QUIET))]
+TICKS = [(float(at), "members" if at < 3 * REMIND_AFTER else "calls") for at in range(int(6 * REMIND_AFTER))]
 
 
 def test_a_shutdown_tells_nothing_while_it_serves_calls():
     reminder = Reminder(0.0)
-    often = [reminder.is_due(at, int(at // (0.9 * QUIET)), 0, "members") for at, _ in TICKS]
-    one_long = [reminder.is_due(6 * QUIET + at, 7, 1, "members") for at, _ in TICKS]
+    often = [reminder.is_due(at, int(at // (0.9 * REMIND_AFTER)), 0, "members") for at, _ in TICKS]
+    one_long = [reminder.is_due(6 * REMIND_AFTER + at, 7, 1, "members") for at, _ in TICKS]
     assert not any(often)
     assert not any(one_long)
-    assert not reminder.is_due(13 * QUIET - 1, 8, 0, "members")
-    assert reminder.is_due(14 * QUIET, 8, 0, "members")
+    assert not reminder.is_due(13 * REMIND_AFTER - 1, 8, 0, "members")
+    assert reminder.is_due(14 * REMIND_AFTER, 8, 0, "members")
 
 
 @pytest.fixture
 def told(monkeypatch, caplog):
     """The lines that shutdowns have logged, which count a fifth of a second as a long silence."""
-    monkeypatch.setattr(ending, "QUIET", 0.2)
+    monkeypatch.setattr(ending, "REMIND_AFTER", 0.2)
     caplog.set_level(logging.WARNING, "nbdist.rpc")
     return lambda: [record.getMessage() for record in caplog.records]
 

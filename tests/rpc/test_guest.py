@@ -337,7 +337,7 @@ def brisk(pair):
 
 @pytest.mark.skipif(not usual.IS_ON, reason="NBDIST_USUAL=0: a guest leaves each answer to the pool, and rests")
 def test_the_gate_is_shut_while_the_caller_looks_and_open_afterwards(brisk, monkeypatch):
-    monkeypatch.setattr(local, "MOST", 10.0)  # it looks until the answer is there, however long that takes
+    monkeypatch.setattr(local, "POLL_SECONDS", 10.0)  # it looks until the answer is there, however long that takes
     rpc.rpc_sync("worker1", note_owner)
     assert brisk[0].channel._gate._owner == 0
     assert OWNERS.pop() == threading.get_ident()
@@ -353,8 +353,8 @@ def is_opened():
 
 @pytest.mark.parametrize("kind", ["rests", "in a mode", "taken"])
 def test_a_caller_that_does_not_read_leaves_the_gate_open(brisk, monkeypatch, kind):
-    monkeypatch.setattr(local, "MOST", 1000.0)
-    monkeypatch.setattr(gate, "OVERDUE", 1000.0)
+    monkeypatch.setattr(local, "POLL_SECONDS", 1000.0)
+    monkeypatch.setattr(gate, "OPEN_AFTER", 1000.0)
     guest = brisk[0].read_as_guest.__self__
     if kind == "rests":
         guest._rest = 1
@@ -369,7 +369,7 @@ def test_a_caller_that_does_not_read_leaves_the_gate_open(brisk, monkeypatch, ki
 
 
 def test_a_caller_whose_answer_takes_long_sleeps_with_the_gate_open(brisk, monkeypatch):
-    monkeypatch.setattr(gate, "OVERDUE", 1000.0)
+    monkeypatch.setattr(gate, "OPEN_AFTER", 1000.0)
     assert rpc.rpc_sync("worker1", is_opened, timeout=20)
 
 

@@ -304,7 +304,7 @@ def test_one_that_hangs_is_not_waited_for_as_long_as_room_is(three):
 
 
 def test_one_that_hangs_before_it_serves_is_not_waited_for_as_long_as_one_that_loads(three, monkeypatch):
-    monkeypatch.setattr("nbdist.swarm.crew._THERE", 0.5)
+    monkeypatch.setattr("nbdist.swarm.crew._NEW_WORKER_SECONDS", 0.5)
     swarm = serve(swarm_models.make("llama"), workers=[0, 1], step_timeout=0.5)
     pid = three.workers[2].pid
     try:

@@ -26,7 +26,7 @@ def world():
 @pytest.fixture
 def small(monkeypatch):
     """Pieces of 600 bytes, which are less than five tokens of the tiny models; the sizes of those that are fetched."""
-    monkeypatch.setattr(large, "_PIECE", 600)
+    monkeypatch.setattr(large, "_PIECE_BYTES", 600)
     enter, fetched = large._enter, []
 
     def noted(place, piece):

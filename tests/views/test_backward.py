@@ -319,7 +319,7 @@ def test_passes_of_several_workers_at_a_time_are_held_and_let_go_one_after_the_o
 def test_where_the_watcher_does_not_answer_training_goes_on(world, monkeypatch):
     from nbdist.views import scouts
 
-    monkeypatch.setattr(scouts, "_PATIENCE", 0.2)
+    monkeypatch.setattr(scouts, "_ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(Watcher, "look_at", lambda *_: time.sleep(1))
     with Watcher(paused=True) as watcher:
         assert len(rpc.rpc_sync("worker1", train_there, args=(1,))) == 1

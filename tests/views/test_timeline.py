@@ -139,7 +139,7 @@ def _lab(linear):
 
 
 def test_it_can_be_looked_at_while_it_runs_and_keeps_no_more_than_it_can(monkeypatch):
-    monkeypatch.setattr(recording, "MOST", 5)
+    monkeypatch.setattr(recording, "EVENTS_KEPT", 5)
     with World(2) as world, world[0].activate():
         told = Timeline(world[0])
         assert "recording since" in repr(told)

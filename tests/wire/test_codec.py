@@ -20,7 +20,7 @@ from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError, RpcTime
 from nbdist.ids import GlobalId
 from nbdist.wire import codec, names, quick, registered
 from nbdist.wire.messages import Fork, Payload
-from nbdist.wire.tensors import LARGE
+from nbdist.wire.tensors import OWN_FRAME_BYTES
 
 
 def travel(value, **options):
@@ -104,7 +104,7 @@ def test_a_module_in_two_places_stays_one():
     assert all(torch.equal(a, b) for a, b in zip(found_outer.parameters(), outer.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("size", [10, LARGE - 1, LARGE, 3 * LARGE])
+@pytest.mark.parametrize("size", [10, OWN_FRAME_BYTES - 1, OWN_FRAME_BYTES, 3 * OWN_FRAME_BYTES])
 def test_large_buffers(size):
     numpy = pytest.importorskip("numpy")
     for value in (bytes(size), bytearray(b"x" * size)):

@@ -21,7 +21,7 @@ from nbdist.channel.arena import Arena, Space
 from nbdist.channel.leases import Leases
 from nbdist.wire import codec
 from nbdist.wire.messages import Payload, Record, TensorMeta
-from nbdist.wire.tensors import LARGE, unpack_tensors
+from nbdist.wire.tensors import OWN_FRAME_BYTES, unpack_tensors
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16),
@@ -113,7 +113,9 @@ def test_every_dtype_and_shape(dtype, shape):
     assert received.is_contiguous()
 
 
-@pytest.mark.parametrize("size", [LARGE // 4 - 1, LARGE // 4, LARGE // 4 + 1, LARGE])
+@pytest.mark.parametrize(
+    "size", [OWN_FRAME_BYTES // 4 - 1, OWN_FRAME_BYTES // 4, OWN_FRAME_BYTES // 4 + 1, OWN_FRAME_BYTES]
+)
 def test_small_and_large(size):
     sent = torch.arange(size, dtype=torch.int32)
     assert_same(travel(sent), sent)
@@ -341,7 +343,7 @@ def test_empty_views_lie_anywhere():
 
 
 def test_a_later_change_by_the_sender_is_not_seen():
-    small, large = torch.zeros(4), torch.zeros(LARGE)
+    small, large = torch.zeros(4), torch.zeros(OWN_FRAME_BYTES)
     encoded = codec.encode([small, large])
     small.fill_(1.0)
     large.fill_(1.0)
@@ -354,7 +356,7 @@ def test_a_later_change_by_the_sender_is_not_seen():
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("size", [1, 3, 17, 1000, LARGE])
+@pytest.mark.parametrize("size", [1, 3, 17, 1000, OWN_FRAME_BYTES])
 def test_received_tensors_are_aligned_and_their_own(size, count):
     sent = [torch.rand(size + 1)[1:] for _ in range(count)]
     payload, frames, *_ = codec.encode(sent)
@@ -369,7 +371,7 @@ def test_received_tensors_are_aligned_and_their_own(size, count):
 
 
 def test_nothing_keeps_a_sent_tensor_or_a_large_frame():
-    tensor = torch.zeros(LARGE)
+    tensor = torch.zeros(OWN_FRAME_BYTES)
     gone = weakref.ref(tensor)
     encoded = codec.encode([tensor])
     del tensor

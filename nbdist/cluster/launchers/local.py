@@ -23,12 +23,12 @@ _ENTRY = "nbdist.cluster.worker:main"
 """The function that a worker process calls."""
 
 _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker_imports")
-_WORDS = 20_000
+_LAST_WORDS_LETTERS = 20_000
 """Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
 _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # else the debugger writes a warning
 
 # With the second variable, torch asks NVML which GPUs there are. If it asked CUDA, forking would not be safe any more.
-_BEFORE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_ZYGOTE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment variables of the zygote. Workers have other ones, and set their own number of threads."""
 
 _FILES_NEEDED = 10
@@ -65,7 +65,7 @@ def _take() -> Processes:
 
 def _start_zygote() -> Processes:
     """Start a zygote in a new run directory. Raises ResourceError if this process has too many files open."""
-    environment = {**_ENVIRONMENT, **os.environ, **_BEFORE}
+    environment = {**_ENVIRONMENT, **os.environ, **_ZYGOTE_ENVIRONMENT}
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
     try:
@@ -103,7 +103,7 @@ class LocalLauncher:
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
         """Import modules in the zygote, once for all workers, which share their memory."""
-        return self._processes.preload(modules, {**environment, **_BEFORE})
+        return self._processes.preload(modules, {**environment, **_ZYGOTE_ENVIRONMENT})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
         """Start a worker; return the future of its pid. An environment overrides this launcher's defaults."""
@@ -119,7 +119,7 @@ class LocalLauncher:
         Complete only after the zygote has reported the worker's end, when it has read the worker's last words.
         """
         try:
-            return self._processes.log(name).read_text(errors="replace")[-_WORDS:].strip()
+            return self._processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()
         except OSError:
             return ""
 

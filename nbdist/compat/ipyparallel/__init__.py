@@ -1,8 +1,11 @@
-"""Runs notebooks that were written for ipyparallel: its words for workers, calls and cells.
+"""Runs notebooks that were written for ipyparallel, with its names for workers, calls and cells.
 
-``%load_ext nbdist.compat.ipyparallel`` makes ``import ipyparallel`` mean this package in the notebook, binds ``ipp``,
-and adds ``%px``. `Client`, its views and their handles have the names in `docs/coming_from.md`, and no others: any
-other name raises, and says what to write instead. ``cluster.view()`` is a view of an nbdist cluster.
+``%load_ext nbdist.compat.ipyparallel`` makes ``import ipyparallel`` import this package, binds ``ipp`` to it, and adds
+``%px``. `Client`, its views and their handles have the names that `docs/coming_from.md` lists. Any other name of
+ipyparallel raises AttributeError, which says what to write instead. ``cluster.view()`` makes a view of a cluster of
+nbdist. ``notebooks/10_from_ipyparallel.ipynb`` shows all this.
+
+In ipyparallel, a worker is called an *engine*.
 """
 
 from __future__ import annotations
@@ -20,24 +23,27 @@ __all__ = ["AsyncResult", "Client", "Cluster", "Reference", "bind_kernel", "inte
 
 
 def interactive(function: Any) -> Any:
-    """Return the function unchanged: workers look up its global names among their own variables in any case."""
+    """Return the function unchanged: workers look up its global names among their own variables anyway."""
     return function
 
 
 def bind_kernel() -> None:
-    """Do nothing: a worker is a kernel already; ``%remote worker0 %connect_info`` says how to connect to it."""
+    """Do nothing, because a worker is a kernel already; ``%remote worker0 %connect_info`` shows how to reach it."""
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Make ``import ipyparallel`` mean this package; add ``ipp`` and ``%px`` to the notebook.
+    """Make ``import ipyparallel`` import this package; add ``ipp`` and ``%px`` to the notebook.
 
-    Raises `UsageError` if the notebook has imported ipyparallel itself.
+    Raises UsageError if the notebook has imported ipyparallel itself.
     """
     from nbdist.compat.ipyparallel.magics import activate
 
     here = sys.modules[__name__]
     if sys.modules.setdefault("ipyparallel", here) is not here:
-        raise UsageError("ipyparallel itself has been imported: restart the kernel, and load this extension first")
+        raise UsageError(
+            "the package ipyparallel has been imported in this notebook: restart the kernel, and load this extension "
+            "first"
+        )
     shell.push({"ipp": here}, interactive=False)
     activate()
 

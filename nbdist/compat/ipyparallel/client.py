@@ -1,4 +1,4 @@
-"""Starts a cluster and connects to it, under ipyparallel's names."""
+"""Defines ipyparallel's classes for starting a cluster and connecting to it: `Cluster` and `Client`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,32 @@ __all__ = ["Client", "Cluster", "view_of"]
 P = ParamSpec("P")
 T = TypeVar("T")
 Targets = int | str | slice | Sequence[int] | None
+"""The ways to name engines: a rank, a slice or sequence of ranks, a target of ``%%remote``, or None for all."""
 
 
 def view_of(cluster: Workers, targets: Targets = None, *, balanced: bool = False) -> DirectView | LoadBalancedView:
-    """Return a view of some workers, or of all: ``cluster.view()``.
+    """Return a view of some workers of a cluster, or of all. This is ``cluster.view()``.
 
-    ``targets`` are a rank, a slice, a sequence of ranks, or what ``%%remote`` takes. With ``balanced``, each task goes
-    to the first of them that is free, else to all.
+    Args:
+        cluster: The cluster. It is started if it does not run.
+        targets: A rank, a slice or sequence of ranks, or a target of ``%%remote``; None for all workers.
+        balanced: Whether each task goes to the first of these workers that is free. Otherwise, each goes to all.
     """
     client = Client(cluster)
     return client.load_balanced_view(targets) if balanced else client.direct_view(targets)
 
 
 class Client(Closed):
-    """Makes views of this notebook's cluster. Where none runs, starts one with a worker for each core."""
+    """Makes views of the notebook's cluster; if none runs, starts one with a worker for each core.
+
+    ``notebooks/10_from_ipyparallel.ipynb`` shows it.
+    """
 
     block = False
-    """The `block` of views that are made from now on: whether their `apply` and `map` wait for values."""
+    """The `block` of the views that are made from now on: True if their `apply` and `map` wait for values."""
 
     def __init__(self, cluster: Workers | None = None, **_: Any) -> None:
+        """Connect to ``cluster``, or else to the notebook's. Other arguments of ipyparallel's are ignored."""
         self.cluster = (cluster or Workers.current or _workers(None)).start()
         for name in [worker.name for worker in self.cluster.workers if worker.alive]:
             api.rpc_sync(name, tasks.take_name)
@@ -51,47 +58,50 @@ class Client(Closed):
         return [worker.rank for worker in self.cluster.workers]
 
     def __len__(self) -> int:
+        """Return the number of engines."""
         return len(self.ids)
 
     def __iter__(self) -> Iterator[DirectView]:
+        """Yield a view of each engine."""
         return map(self.direct_view, self.ids)
 
     def _select(self, targets: Targets) -> list[int]:
+        """Return the ranks of the engines in a target."""
         asked = self.ids[targets] if isinstance(targets, slice) else targets
         return [worker.rank for worker in self.cluster.select(asked)]
 
     def direct_view(self, targets: Targets = None, **_: Any) -> DirectView:
-        """Return a view that has some engines, or all, do the same."""
+        """Return a view that gives each task to all of some engines, or of all. ``client[0:2]`` does so, too."""
         return DirectView(self.cluster, self._select(targets), single=isinstance(targets, int), block=self.block)
 
     __getitem__ = broadcast_view = direct_view
 
     def load_balanced_view(self, targets: Targets = None, **_: Any) -> LoadBalancedView:
-        """Return a view that gives each task to the first free one of some engines, or of all."""
+        """Return a view that gives each task to one engine: the first free one of some engines, or of all."""
         return LoadBalancedView(self.cluster, self._select(targets), block=self.block)
 
     def executor(self, targets: Targets = None) -> ViewExecutor:
-        """Return an executor of `concurrent.futures` over some engines, or all."""
+        """Return an executor, in the sense of `concurrent.futures`, over some engines, or all."""
         return self.load_balanced_view(targets).executor
 
     wait = staticmethod(wait_for)
 
     def wait_for_engines(self, n: int | None = None, **_: Any) -> None:
-        """Raise if the cluster has fewer than ``n`` engines: all of them are up once it has started."""
+        """Return at once, because a cluster has started all its engines. Raises UsageError if they are fewer than n."""
         if n is not None and n > len(self):
             raise UsageError(f"the cluster has {len(self)} workers, and will not have {n}: start it with n={n}")
 
     def activate(self, targets: Targets = None, suffix: str = "") -> DirectView:
-        """Run what ``%px`` is given on some engines, or on all; return their view."""
+        """Make ``%px`` run code on some engines, or on all; return their view. ``suffix`` goes behind ``%px``."""
         return self.direct_view(targets).activate(suffix)
 
     def shutdown(self, **_: Any) -> None:
-        """End the workers."""
+        """End all workers of the cluster."""
         self.cluster.shutdown()
 
 
 def _awaitable(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return the awaitable twin of a method. The twin, too, blocks until it is done, which takes a second or two."""
+    """Return the awaitable twin of a method. Awaiting it blocks the event loop, for a second or two."""
 
     @functools.wraps(method)
     async def awaited(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -101,32 +111,40 @@ def _awaitable(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
 
 class Cluster(Closed):
-    """Starts, signals, restarts and ends the workers. Where one of them is needed and none runs, starts them."""
+    """Starts, signals, restarts and ends the workers of a notebook. Methods that need workers start them.
+
+    As a context manager, it starts the workers, returns a `Client`, and ends the workers. Each method exists twice:
+    with ``_sync``, and as an awaitable without it. ``notebooks/10_from_ipyparallel.ipynb`` shows it.
+    """
 
     def __init__(self, n: int | None = None, *, engines: str = "local", **_: Any) -> None:
+        """Describe a cluster of ``n`` workers, one for each core by default. Nothing is started yet.
+
+        Raises UsageError for any ``engines`` but "local". Other arguments of ipyparallel's are ignored.
+        """
         if engines != "local":
             raise UsageError(f"engines={engines!r}: nbdist starts workers on this host; they form a process group")
         self._n, self._workers = n, _workers(n)
 
     def start_cluster_sync(self, n: int | None = None, **_: Any) -> Cluster:
-        """Start ``n`` workers, or as many as the constructor was given; return when all of them have answered."""
+        """Start ``n`` workers, or as many as the constructor was given; return when all of them are ready."""
         self._workers = _workers(n or self._n).start()
         return self
 
     def connect_client_sync(self, **_: Any) -> Client:
-        """Return a client of the workers."""
+        """Return a client of the workers; start them if they do not run."""
         return Client(self._workers)
 
     def start_and_connect_sync(self, n: int | None = None, **_: Any) -> Client:
-        """Start the workers and return a client. ``%px`` runs on them, whether ``activate`` is given or not."""
+        """Start the workers and return a client. ``%px`` runs on them, with or without the argument ``activate``."""
         return self.start_cluster_sync(n).connect_client_sync()
 
     def stop_cluster_sync(self, *_: object) -> None:
-        """End the workers."""
+        """End all workers."""
         self._workers.shutdown()
 
     def signal_engines_sync(self, signum: int) -> None:
-        """Send a signal to all workers; SIGINT interrupts what they do."""
+        """Send a signal to all workers; SIGINT interrupts the code that they run."""
         if signum == signal.SIGINT:
             return self._workers.interrupt()
         for name in self._workers.start().names:
@@ -147,5 +165,5 @@ class Cluster(Closed):
 
 
 def _workers(n: int | None) -> Workers:
-    """Describe a cluster of ``n`` workers, or one for each core that this process may use."""
+    """Return a cluster of ``n`` workers that is not started, with one for each core of this process by default."""
     return nbdist.Cluster(n or len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""Says what to write instead of the names of ipyparallel that nbdist does not have."""
+"""Raises errors for names of ipyparallel that nbdist does not have. The errors say what to write instead."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 __all__ = ["Closed", "refuse"]
 
 _SUBSTITUTES = {
-    "nothing: what a task prints or shows appears in the notebook at once": "stdout stderr outputs display_outputs",
-    "cluster.interrupt(), which ends what the workers do": "abort",
-    "the worker's own type of error: except ZeroDivisionError": "error RemoteError CompositeError",
+    "nothing: the output of a task appears in the notebook at once": "stdout stderr outputs display_outputs",
+    "cluster.interrupt(), which interrupts the code that the workers run": "abort",
+    "the task's own class of error: except ZeroDivisionError": "error RemoteError CompositeError",
     "a callback: result.add_done_callback(f)": "after follow",
     "the handle itself: it stays valid": "get_result history db_query purge_results",
     "the same call again": "resubmit retries",
@@ -23,11 +23,11 @@ _SUBSTITUTES = {
     "a cell: %%remote %reset -f": "clear",
     "the library's own client": "become_dask stop_dask stop_distributed register_joblib_backend",
 }
-"""What to use, and the names that it stands for."""
+"""The substitutes, as the errors name them, each with the names of ipyparallel that it replaces."""
 
 
 def refuse(owner: str, name: str) -> Any:
-    """Raise an AttributeError that says what to use instead of ``owner.name``."""
+    """Raise AttributeError for ``owner.name``, with the substitute if there is one. Never returns."""
     asked = name.removesuffix("_sync")
     known = (f": use {instead}" for instead, names in _SUBSTITUTES.items() if asked in names.split())
     advice = next(known, "; docs/coming_from.md lists what it has")
@@ -35,7 +35,8 @@ def refuse(owner: str, name: str) -> Any:
 
 
 class Closed:
-    """Raises for each name that a class does not have, and says what to use instead: see `refuse`."""
+    """The base of classes that name a substitute for each attribute that they do not have."""
 
     def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError: see `refuse`."""
         return refuse(type(self).__name__, name)

@@ -1,4 +1,4 @@
-"""Adds ``%px``, ``%%px``, ``%autopx``, ``%pxresult`` and ``%pxconfig``: ipyparallel's words for nbdist's magics."""
+"""Adds ipyparallel's magics ``%px``, ``%%px``, ``%autopx``, ``%pxresult`` and ``%pxconfig``, on top of nbdist's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USAGE = "%%px [-t TARGETS] [-a] [--block] [--local] [--group-outputs=engine] [-
 
 
 def _read(line: str) -> dict[str, Any]:
-    """Return the options of a line of ``%%px``, by their long names. The last one wins where two contradict."""
+    """Return the options of a line of ``%%px``, by their long names. If two contradict each other, the last wins."""
     reader = lines.reader(_USAGE)
     for option in ("-t --targets", "-o --out", "-g --group-outputs", "-p --progress-after"):
         reader.add_argument(*option.split())
@@ -27,9 +27,10 @@ def _read(line: str) -> dict[str, Any]:
 
 
 class Px:
-    """The magics for some engines."""
+    """The magics ``%px`` and the like for some engines."""
 
     def __init__(self, shell: Any, targets: str) -> None:
+        """Run code on ``targets``, a target of ``%%remote``, unless a line names others."""
         self._shell, self._defaults = shell, f"--targets={targets}"
         self._last: Any = None
 
@@ -47,26 +48,29 @@ class Px:
         return handle
 
     def autopx(self, line: str) -> None:
-        """Run plain cells on the engines from now on, or in the notebook again: ``%dist_mode -e`` and ``-d``."""
+        """Switch between running cells without a magic on all engines and in the notebook, as ``%dist_mode`` does."""
         self._shell.run_line_magic("dist_mode", "-d" if Session.of(self._shell).everywhere else "-e")
 
     def pxresult(self, line: str) -> None:
-        """Wait for the last cell that was sent with ``--noblock``; its output appears below that cell."""
+        """Wait for the last cell that was sent with ``--noblock``. Its output appears below that cell."""
         if self._last is None:
-            raise UsageError("no cell was sent with %%px --noblock")
+            raise UsageError("%pxresult has no cell to wait for: none was sent with %%px --noblock")
         self._last.wait()
 
     def pxconfig(self, line: str) -> None:
-        """Set options of ``%%px`` that hold for each ``%px`` and ``%%px`` from now on."""
+        """Set options, as of ``%%px``, for each ``%px`` and ``%%px`` from now on."""
         _read(line)  # raises if the line is wrong
         self._defaults += f" {line}"
 
 
 def activate(targets: str = "all", suffix: str = "") -> None:
-    """Add the magics for some engines, or all, to the notebook. Their names end with the suffix."""
+    """Add the magics for some engines, or all, to the notebook. Their names end with the suffix.
+
+    Raises UsageError outside of IPython.
+    """
     shell: Any = get_ipython()
     if shell is None:
-        raise UsageError("%px needs a notebook; view.execute(code) runs code")
+        raise UsageError("%px needs a notebook, and this program has none; view.execute(code) runs code on engines")
     shell.extension_manager.load_extension("nbdist")
     px = Px(shell, targets)
     shell.register_magic_function(px.px, "line_cell", "px" + suffix)

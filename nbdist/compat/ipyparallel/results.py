@@ -1,4 +1,4 @@
-"""Collects tasks in one handle: a future that also says which engines ran them, and how long that took."""
+"""Collects tasks in one handle: a future that also knows which engines ran the tasks, and how long they took."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ from nbdist.views.progress import LiveText, bar
 __all__ = ["AsyncResult", "wait_for"]
 
 _FACTS = {"engine_id": "rank"} | {each: each for each in ("submitted", "started", "completed", "received")}
-"""What ``metadata`` says of a task, and the name that `Task` has for that."""
+"""The entries of a task's ``metadata``, and the attributes of `Task` that they come from."""
 
 
 def wait_for(results: AsyncResult | Iterable[AsyncResult], timeout: float | None = None) -> bool:
-    """Wait until all tasks of some handles have ended, at most ``timeout`` seconds; return whether they have."""
+    """Wait until all tasks of some handles have ended, at most ``timeout`` seconds; return whether all have.
+
+    An error of a task is not raised here: `AsyncResult.get` raises it.
+    """
     return not wait([results] if isinstance(results, AsyncResult) else results, timeout).not_done
 
 
 class AsyncResult(Closed, Future[Any]):
-    """Holds the values of tasks, now or later.
+    """The handle of tasks: a future of their values.
 
     A handle is a `concurrent.futures.Future`: `result`, `done`, `add_done_callback` and `asyncio.wrap_future` work.
-    Stop ends a wait for the handle, not its tasks; ``cluster.interrupt()`` ends the tasks.
+    The stop button ends a wait for the handle, but not its tasks; ``cluster.interrupt()`` interrupts the tasks.
+    ``notebooks/10_from_ipyparallel.ipynb`` shows it.
     """
 
     def __init__(self, tasks: Sequence[Task], *, single: bool = False, chunks: bool = False) -> None:
-        """Make the handle of some tasks, whose value is the list of their values.
+        """Make a handle whose value is the list of the tasks' values.
 
-        With ``single``, there is one task, and its value is the handle's. With ``chunks``, each task's value is a list,
-        and the handle's value joins the lists.
+        With ``single``, there is one task, and its value is the handle's value. With ``chunks``, each task's value is a
+        list, and the handle's value is all lists joined.
         """
         super().__init__()
         self._tasks, self._single = tasks, single
@@ -49,7 +53,7 @@ class AsyncResult(Closed, Future[Any]):
         self._settle()
 
     def _settle(self, _: object = None) -> None:
-        """Set the value, or the first error, once all tasks have ended. Called again when the next one has."""
+        """Set the value, or the first error, if all tasks have ended; else call this again when the next one has."""
         for task in self._left:
             if not task.done():
                 return task.add_done_callback(self._settle)
@@ -60,15 +64,16 @@ class AsyncResult(Closed, Future[Any]):
             self.set_exception(error)
 
     def _values(self) -> Iterator[Any]:
+        """Yield the values of all tasks, waiting for each, with lists joined."""
         return self._join(task.result() for task in self._tasks)
 
-    # ipyparallel's names
+    # ipyparallel has these names for methods of futures.
     get = Future.result
     ready = Future.done
     wait = wait_for
 
     def successful(self) -> bool:
-        """Return whether all tasks have ended, and none with an error."""
+        """Return whether all tasks have ended without an error."""
         return self.done() and self.exception() is None
 
     @property
@@ -78,15 +83,16 @@ class AsyncResult(Closed, Future[Any]):
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """Of each task: the engine that runs it, and when it was submitted, started, completed and received."""
+        """Facts about each task: its engine, and when it was submitted, started, completed and received."""
         return [{fact: getattr(task, name) for fact, name in _FACTS.items()} for task in self._tasks]
 
     def get_dict(self, timeout: float | None = None) -> dict[int | None, Any]:
-        """Return the values by engine; each engine must have run one task."""
+        """Wait, at most ``timeout`` seconds, and return the values by engine, the last one if an engine ran several."""
         self.get(timeout)
         return {task.rank: task.result() for task in self._tasks}
 
     def __len__(self) -> int:
+        """Return the number of tasks."""
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[Any]:
@@ -94,39 +100,44 @@ class AsyncResult(Closed, Future[Any]):
         return iter(self.result()) if self._single else self._values()
 
     def __getitem__(self, key: int | slice | str) -> Any:
-        """Wait, and return some of the values; or one entry of each task's `metadata`: ``result["engine_id"]``."""
+        """Wait, and return some values; or, for a name such as "engine_id", this entry of each task's `metadata`."""
         if not isinstance(key, str):
             return self.result()[key]
         facts = [each[key] for each in self.metadata]
         return facts[0] if self._single else facts
 
     def __getattr__(self, name: str) -> Any:
+        """Return an entry of each task's `metadata`, as in ``result.engine_id``."""
         return self[name] if name in _FACTS else super().__getattr__(name)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the tasks were submitted; once all have ended, until the last value arrived."""
+        """Seconds from the submission of the tasks until now, or until the last value arrived."""
         ends = [task.received or now() for task in self._tasks]
         return (max(ends, default=self._begun) - self._begun).total_seconds()
 
     @property
     def wall_time(self) -> float:
-        """Seconds from the submission of the tasks until the last value arrived, which it waits for."""
+        """Seconds from the submission of the tasks until the last value arrived. Reading this waits for it."""
         self.wait()
         return self.elapsed
 
     @property
     def serial_time(self) -> float:
-        """Seconds that all tasks together took on workers. Waits for them."""
+        """Seconds that all tasks together took on workers. Reading this waits for the tasks."""
         self.wait()
         return sum(task.seconds for task in self._tasks)
 
     def wait_interactive(self, interval: float = 0.1, timeout: float | None = None) -> None:
-        """Wait, and show a progress bar, drawn anew every ``interval`` seconds. `get` raises the tasks' errors."""
+        """Wait, at most ``timeout`` seconds, and show a progress bar, drawn every ``interval`` seconds.
+
+        An error of a task is not raised here: `get` raises it.
+        """
         shown, ends = LiveText(current_sink()), time.monotonic() + (math.inf if timeout is None else timeout)
         while not self.wait(interval) and time.monotonic() < ends:
             shown.draw(f"{self._bar()}  {self.elapsed:.1f} s")
         shown.draw(self._bar(), last=True)
 
     def _bar(self) -> str:
+        """Return the progress bar as text."""
         return f"{bar(self.progress, len(self), 30)}  {self.progress}/{len(self)} tasks"

@@ -1,4 +1,4 @@
-"""Runs one task of a view on a worker: the only code of a view that workers run."""
+"""Runs one task of a view on a worker. Workers run no other code of the views."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ __all__ = ["Reference", "call", "call_each", "take_name"]
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands for a variable, or another expression, of the worker on which a task runs."""
+    """Stands for a variable of the worker on which a task runs, or for another expression there."""
 
     expression: str
+    """The expression, evaluated among the worker's variables when the task runs."""
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function; a `Reference` as the function or an argument is replaced by the value that it stands for."""
+    """Call a function and return its value. A `Reference`, as the function or an argument, is evaluated first."""
     return _found(function)(*map(_found, args), **{name: _found(value) for name, value in kwargs.items()})
 
 
 def call_each(function: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Call a function, or what a `Reference` stands for, once for each row of arguments; return the values."""
+    """Call a function, which may be a `Reference`, once for each row of arguments; return the values."""
     return [_found(function)(*row) for row in rows]
 
 
 def take_name() -> None:
-    """Have ``import ipyparallel`` mean nbdist's on a worker: modules of the notebook's folder may import it."""
+    """Make ``import ipyparallel`` import nbdist's on this worker, for modules in the notebook's folder."""
     sys.modules.setdefault("ipyparallel", sys.modules["nbdist.compat.ipyparallel"])
 
 
 def _found(value: Any) -> Any:
+    """Return the value of a `Reference` on this worker; any other value as it is."""
     shell: Any = get_ipython()
     return eval(value.expression, shell.user_global_ns, shell.user_ns) if isinstance(value, Reference) else value

@@ -1,7 +1,7 @@
-"""Shows some workers as one object, as ipyparallel has it: push, pull, scatter and gather, calls, maps.
+"""Defines ipyparallel's views, which present some workers as one object: push, pull, scatter, gather, calls and maps.
 
-A thin shell: variables go by `Cluster.push` and `Cluster.pull`, code by `Cluster.execute`, functions by
-`Cluster.executor`, which calls one at a time on each worker.
+The views contain little code: variables go through `Cluster.push` and `Cluster.pull`, code through `Cluster.execute`,
+and functions through `Cluster.executor`, which calls one function at a time on each worker.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ __all__ = ["DirectView", "LoadBalancedView", "View", "ViewExecutor"]
 
 
 class View(Closed):
-    """Calls functions on some workers.
+    """Calls functions on some workers. `Client` and ``cluster.view()`` make views.
 
-    ``targets`` are the workers' ranks. With ``single``, the value of a call is one value, and no list of one.
-    ``block`` says whether `apply` and `map` wait for their values.
+    ``notebooks/10_from_ipyparallel.ipynb`` shows them.
     """
 
     _balanced = False
+    """True if each task goes to one worker, the first free one."""
 
     def __init__(self, cluster: Cluster, targets: Sequence[int], *, single: bool = False, block: bool = False) -> None:
+        """Make a view of the workers with the ranks ``targets``.
+
+        With ``single``, a call has one value instead of a list of one value. ``block`` says whether `apply` and `map`
+        wait for their values.
+        """
         self.cluster, self.targets, self.block, self._single = cluster, targets, block, single or self._balanced
         self._executors = [cluster.executor(each) for each in ([targets] if self._balanced else targets)]
 
@@ -41,26 +46,27 @@ class View(Closed):
         return f"<{type(self).__name__} of {self.targets}>"
 
     def __len__(self) -> int:
+        """Return the number of workers."""
         return len(self.targets)
 
     def _submit(self, calls: Sequence[tuple[Any, ...]], **shape: bool) -> AsyncResult:
-        """Submit calls, to each executor in turn; return the handle, made as ``shape`` says."""
+        """Submit calls, one to each executor in turn; return their handle. ``shape`` has the options of the handle."""
         turns = zip(itertools.cycle(self._executors), calls, strict=False)
         return AsyncResult([executor.submit(*call) for executor, call in turns], **shape)
 
     def _unwrap(self, result: AsyncResult, block: bool | None = None) -> Any:
-        """Return a handle's value, or the handle, as ``block`` or else the view's `block` says."""
+        """Return a handle's value, waiting for it, if ``block`` or else the view's `block` is True; else the handle."""
         return result.get() if (self.block if block is None else block) else result
 
     def apply_async(self, function: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
-        """Call a function on each worker, or on the first free one of a load balanced view; return the handle."""
+        """Call a function on each worker (of a load balanced view, on the first free one); return the handle."""
         return self._submit([(tasks.call, function, args, kwargs)] * len(self._executors), single=self._single)
 
     def map_async(self, function: Any, /, *sequences: Any, chunksize: int | None = None) -> AsyncResult:
-        """Call a function with the items of sequences; return the handle of the values, in order.
+        """Call a function for each item of the sequences, like Python's `map`; return the handle of all values.
 
-        A direct view gives each worker one part of the items. A load balanced view makes a task of at most
-        ``chunksize`` items, of 1 without it.
+        A direct view gives each worker one part of the items. A load balanced view makes tasks of at most ``chunksize``
+        items, or of 1 item without it.
         """
         rows = list(zip(*sequences, strict=False))
         count = -(-len(rows) // (chunksize or 1)) if self._balanced else len(self)  # -(-a // b) is a / b rounded up
@@ -68,27 +74,30 @@ class View(Closed):
         return self._submit([(tasks.call_each, function, part) for part in parts], chunks=True)
 
     def apply(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function; return what it returns, or the handle, as ``block`` says."""
+        """Call a function as `apply_async` does; return the value if the view's `block` is True, else the handle."""
         return self._unwrap(self.apply_async(function, *args, **kwargs))
 
     def apply_sync(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and wait for what it returns."""
+        """Call a function as `apply_async` does, wait, and return the value. Raises the function's error."""
         return self.apply_async(function, *args, **kwargs).get()
 
     def map(self, function: Any, /, *sequences: Any, chunksize: int | None = None, block: bool | None = None) -> Any:
-        """Call a function with the items of sequences; return what that returns, or the handle, as ``block`` says."""
+        """Map a function as `map_async` does; return the values if ``block``, or the view's `block`, is True.
+
+        Otherwise, return the handle.
+        """
         return self._unwrap(self.map_async(function, *sequences, chunksize=chunksize), block)
 
     def map_sync(self, function: Any, /, *sequences: Any, chunksize: int | None = None) -> list[Any]:
-        """Call a function with the items of sequences, and wait for what that returns."""
+        """Map a function as `map_async` does, wait, and return the list of values. Raises the function's error."""
         return list(self.map_async(function, *sequences, chunksize=chunksize))
 
     def imap(self, function: Any, /, *sequences: Any, chunksize: int | None = None) -> Iterator[Any]:
-        """Yield what a function returns for the items of sequences, in order, each as soon as it is there."""
+        """Map a function as `map_async` does, and yield the values in order, each as soon as it has arrived."""
         return iter(self.map_async(function, *sequences, chunksize=chunksize))
 
     def parallel(self, block: bool | None = None, chunksize: int | None = None) -> Callable[[Any], Any]:
-        """Return a decorator. The new function, and its ``map``, call the old one with the items of sequences."""
+        """Return a decorator: the new function, and its ``map``, take sequences, and do what `View.map` does."""
 
         def decorate(function: Any) -> Any:
             mapped = functools.partial(self.map, function, chunksize=chunksize, block=block)
@@ -98,99 +107,116 @@ class View(Closed):
         return decorate
 
     def remote(self, block: bool | None = None) -> Callable[[Any], Any]:
-        """Return a decorator: the function runs on the view's workers when it is called."""
+        """Return a decorator: calling the new function calls the old one on the view's workers, as `apply` does."""
         return lambda function: lambda *args, **kwargs: self._unwrap(self.apply_async(function, *args, **kwargs), block)
 
     wait = staticmethod(wait_for)
 
     @property
     def executor(self) -> ViewExecutor:
-        """The view as an executor of `concurrent.futures`."""
+        """This view as an executor, in the sense of `concurrent.futures`."""
         return ViewExecutor(self)
 
 
 class DirectView(View):
-    """Has all its workers do the same. The value of a call is the list of the workers' values, by rank."""
+    """Gives each task to all of its workers. The value of a call is the list of the workers' values, by rank.
+
+    ``notebooks/10_from_ipyparallel.ipynb`` shows it.
+    """
 
     def execute(self, code: str, *, silent: bool = False, block: bool | None = None) -> AsyncResult:
-        """Run code as a cell; return its handle, whose value is None. ``silent`` hides the last expression's value."""
+        """Run code as a cell; return a handle, whose value is None. ``silent`` hides the value of the last expression.
+
+        ``block``, or else the view's `block`, says whether to wait.
+        """
         cell = self.cluster.execute(code, self.targets, block=self.block if block is None else block, quiet=silent)
         task = Task()
         cell.when_done(lambda: task.settle(error=cell.error()))
         return AsyncResult([task], single=True)
 
     def run(self, filename: str, *, block: bool | None = None) -> AsyncResult:
-        """Run a file of the notebook's folder as a cell; return its handle."""
+        """Run a Python file of the notebook's machine as a cell; return its handle, as `execute` does."""
         return self.execute(Path(filename).read_text(), block=block)
 
     def _wrap(self, value: Any, block: bool | None) -> Any:
-        """Return a value that is there already, or its handle, as ``block`` says."""
+        """Return a value that has arrived, or a handle that is done with it, as `_unwrap` does."""
         task = Task()
         task.settle(value)
         return self._unwrap(AsyncResult([task], single=True), block)
 
     def push(self, variables: Mapping[str, Any], *, block: bool | None = None) -> Any:
-        """Set variables on each worker, after the cells that were sent before. Waits for that in any case."""
+        """Set variables on each worker, after the cells that were sent before. Always waits.
+
+        Returns None if ``block``, or the view's `block`, is True; else a handle that is done.
+        """
         self.cluster.push(variables, self.targets)
         return self._wrap(None, block)
 
     def pull(self, names: str | Sequence[str], *, block: bool | None = None) -> Any:
-        """Fetch variables from each worker: one name gives its value, several give a list. Waits in any case."""
+        """Fetch variables from each worker: a name gives its value, several names give a list. Always waits.
+
+        Returns the values if ``block``, or the view's `block`, is True; else a handle that is done.
+        """
         found = self.cluster.pull(names, self.targets[0] if self._single else self.targets)
         if not isinstance(names, str):
             found = [list(each.values()) for each in found] if isinstance(found, list) else list(found.values())
         return self._wrap(found, block)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        """Set a variable on each worker: ``view["x"] = 1``."""
         self.push({name: value}, block=True)
 
     def __getitem__(self, name: str) -> Any:
+        """Fetch a variable from each worker: ``view["x"]``."""
         return self.pull(name, block=True)
 
     def scatter(self, name: str, values: Any, *, flatten: bool = False, block: bool | None = None) -> Any:
-        """Cut a sequence into as many parts as there are workers, and set a variable to one part on each.
+        """Cut a sequence into one part for each worker, and set the variable ``name`` to the worker's part.
 
-        With ``flatten``, a part of one item becomes that item.
+        With ``flatten``, a part with only one item is replaced by the item. Always waits.
         """
         for number, part in zip(self.targets, _parts(values, len(self)), strict=True):
             self.cluster.push({name: part[0] if flatten and len(part) == 1 else part}, number)
         return self._wrap(None, block)
 
     def gather(self, name: str, *, block: bool | None = None) -> Any:
-        """Fetch a variable's parts and put them together: the opposite of `scatter`."""
+        """Fetch a variable from each worker and join the parts: the opposite of `scatter`. Always waits."""
         return self._wrap(self[name] if self._single else _joined(self[name]), block)
 
     def activate(self, suffix: str = "") -> DirectView:
-        """Run what ``%px`` is given on this view; with a suffix ``0``, what ``%px0`` is given. Return the view."""
+        """Make ``%px`` run code on this view's workers; with a suffix "0", the magic is ``%px0``. Returns the view."""
         from nbdist.compat.ipyparallel.magics import activate
 
         activate(",".join(map(str, self.targets)), suffix)
         return self
 
     def use_dill(self) -> None:
-        """Do nothing: cloudpickle sends functions, with the variables that they close over."""
+        """Do nothing, because cloudpickle sends functions with the variables that they close over anyway."""
 
     use_cloudpickle = use_dill
 
 
 class LoadBalancedView(View):
-    """Gives each task to the first of its workers that is free."""
+    """Gives each task to one worker: the first of its workers that is free."""
 
     _balanced = True
 
 
 class ViewExecutor(Executor):
-    """A view for programs that take an executor of `concurrent.futures`."""
+    """Makes a view usable by programs that take an executor of `concurrent.futures`."""
 
     def __init__(self, view: View) -> None:
         self.view = view
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
-        """Call a function on the view's workers; return the handle."""
+        """Call a function on the view's workers; return the handle, which is a future."""
         return self.view.apply_async(function, *args, **kwargs)
 
     def map(self, function: Any, /, *sequences: Any, timeout: float | None = None, chunksize: int = 1) -> Iterator[Any]:
-        """Yield what the function returns for the items of sequences, in order."""
+        """Yield the values of a function for the items of sequences, in order.
+
+        With ``timeout``, waits for all values first, at most this many seconds.
+        """
         result = self.view.map_async(function, *sequences, chunksize=chunksize)
         return iter(result if timeout is None else result.get(timeout))
 
@@ -203,7 +229,7 @@ def _parts(values: Any, count: int) -> list[Any]:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Put the parts of a sequence, array or tensor together again; of parts that are single values, return the list."""
+    """Join the parts of a sequence, array or tensor; if the parts are single values, return the list of them."""
     first = parts[0]
     if isinstance(first, Sequence):
         return [value for part in parts for value in part]

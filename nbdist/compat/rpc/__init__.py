@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.rpc itself: its public names, and the private ones that torch's suites use."""
+"""Replaces torch.distributed.rpc: its public names, and the private ones that torch's test suites use."""
 # ruff: noqa: F401 - torch's package has many names that its __all__ does not list
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _is_tensorpipe_available = True
 
 
 def is_available() -> bool:
-    """Whether there is RPC: there is."""
+    """Return True, because nbdist has RPC."""
     return True
 
 
@@ -78,7 +78,10 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Make this process a member of an RPC world; see `nbdist.rpc.init_rpc`."""
+    """Make this process a member of an RPC world; see `nbdist.rpc.init_rpc`.
+
+    A backend that the program has registered itself is started with a store from torch's rendezvous.
+    """
     if backend is not None and not backend_registry.is_backend(backend):
         raise TypeError("Argument backend must be a member of BackendType")
     is_ours = backend is None or backend_registry.is_ours(backend)
@@ -86,7 +89,7 @@ def init_rpc(
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     chosen = backend or backend_registry.backend_of(rpc_backend_options)
     settings = rpc_backend_options or construct_rpc_backend_options(chosen)
-    # Without a store, an agent of nbdist opens its own.
+    # An agent of nbdist opens its own store if it is given none.
     store = None if is_ours else backend_registry.open_store(settings, rank, world_size)
     _init_rpc_backend(chosen, store, name, rank, world_size, settings)
 
@@ -99,6 +102,7 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
+    """Start an agent of a backend, and make it the current one; in a worker of a cluster, use the agent that runs."""
     if not isinstance(name, str):
         raise UsageError(f"Argument name must be a str, not {name!r}")
     if _is_current_rpc_agent_set():
@@ -122,19 +126,22 @@ def _init_rpc_backend(
 
 
 def get_rpc_timeout() -> float:
-    """The default time limit of calls, in seconds."""
+    """Return the default time limit of calls, in seconds."""
     return current_agent().rpc_timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
+    """Set the default time limit of calls of this worker."""
     current_agent().rpc_timeout = time_limit(seconds)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
+    """Return the numbers of references, under torch's names."""
     return debug_info(current_agent())
 
 
 def _get_debug_info() -> dict[str, str]:
+    """Return the counters of references, the agent and autograd, under torch's names."""
     return {
         **_rref_context_get_debug_info(),
         **_get_current_rpc_agent().get_debug_info(),
@@ -143,10 +150,11 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def enable_gil_profiling(enabled: bool) -> None:
-    """Would measure how long calls wait for the interpreter's lock; that cannot be seen from Python."""
+    """Raise UsageError if ``enabled``: Python code cannot measure how long calls wait for the interpreter's lock."""
     if enabled:
         _refuse_profiling()
 
 
 def _refuse_profiling() -> NoReturn:
+    """Raise UsageError: nbdist has no profiling of the interpreter's lock."""
     raise UsageError("nbdist does not measure how long calls wait for the interpreter's lock")

@@ -1,7 +1,7 @@
-"""Stands for torch.distributed.rpc.api: the calls, and what torch's suites reach for beneath them.
+"""Replaces torch.distributed.rpc.api: the calls, and the private functions that torch's test suites use.
 
-The calls are nbdist's. They differ here in three things: errors have torch's words (`nbdist.compat.words`), futures are
-collected inside a ``_wait_all``, and a pickler of the program's own is used where one is set.
+The calls are nbdist's, with three differences: they raise torch's errors (`nbdist.compat.words`), futures are collected
+inside of a ``_wait_all`` block, and a program's own pickler is used inside of a ``_use_rpc_pickler`` block.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdo
 logger = logging.getLogger("nbdist.compat")
 
 _ignore_rref_leak = True
-"""Whether `shutdown` may find references that nobody has let go of; set by the program."""
+"""False if `shutdown` must raise an error for references that were not deleted. A program may set it."""
 
-_NO_WAIT = 1e-9
-"""Seconds that an orderly shutdown waits for owners to hear of deletions: its last round does, within its timeout."""
+_PRACTICALLY_NO_WAIT = 1e-9
+"""Seconds for which `_delete_users` waits: practically none, because the last round of `shutdown` waits anyway."""
 
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
@@ -93,7 +93,7 @@ def remote(
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Name and id of a worker; of the current one without a name."""
+    """Return the name and id of a worker, found by name or id; without an argument, of this worker."""
     try:
         return rpc.get_worker_info(worker_name)
     except UsageError as error:
@@ -102,7 +102,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait, at the end of the block, for what `rpc_async` was asked for in it."""
+    """Wait, at the end of the block, for all calls that the thread has made in it with `rpc_async`."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -128,7 +128,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 
 def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """The call to make: this one, or one that unpickles this one and runs it."""
+    """Return the function and arguments to call; with a program's own pickler, a call that unpickles and runs them."""
     pickler = _default_pickler
     if pickler is _internal_rpc_pickler or not callable(func):
         return func, args, kwargs
@@ -139,6 +139,7 @@ def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def _run(data: bytes, tensors: list[torch.Tensor], rrefs: list[RRef[Any]]) -> Any:
+    """Unpickle a call and run it, on the callee."""
     with beside(rrefs):
         function, args, kwargs = _internal_rpc_pickler.deserialize(data, tensors)
     return function(*args, **kwargs)
@@ -151,27 +152,36 @@ _run_async = async_execution(_run)
 
 
 def _get_current_rpc_agent() -> RpcAgent:
+    """Return the current agent, in torch's form. Raises UsageError if RPC does not run."""
     return agent_of_torch()
 
 
 def _init_rpc_states(agent: Any) -> None:
+    """Accept an agent of nbdist, which runs already; refuse any other."""
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    raise UsageError(f"nbdist cannot make calls through an agent that is not its own: {agent!r}")
+    """Raise UsageError: a registered backend's own agent cannot be used."""
+    raise UsageError(
+        f"nbdist cannot make calls through {agent!r}, which is not an agent of nbdist; use a backend of BackendType "
+        "that nbdist has, such as TENSORPIPE"
+    )
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """End RPC in this process; see `nbdist.rpc.shutdown`."""
+    """End RPC in this process; see `nbdist.rpc.shutdown`.
+
+    Raises RuntimeError if other workers still refer to values of this one and ``_ignore_rref_leak`` is False.
+    """
     try:
         agent = rpc.current_agent()
     except UsageError as error:
         words.refuse_call(error)
     if graceful:
         agent.ending.release = _delete_users
-    leaked = [] if graceful else agent.references.leaked()  # who leaves at once gives nobody time to let go
+    leaked = [] if graceful else agent.references.leaked()  # before shutdown, which gives nobody time to delete RRefs
     rpc.shutdown(graceful, timeout)
     leaked = leaked or agent.references.leaked()
     if leaked and not _ignore_rref_leak:
@@ -179,11 +189,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _delete_users() -> None:
-    """Let go of every reference, by the function that programs may replace in this module."""
-    _delete_all_user_and_unforked_owner_rrefs(_NO_WAIT)
+    """Release all references to other workers' values, by the function of this module that a program may replace."""
+    _delete_all_user_and_unforked_owner_rrefs(_PRACTICALLY_NO_WAIT)
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
+    """Release all references to other workers' values; wait for the owners, ``timeout`` seconds at most."""
     references.release_users(rpc.current_agent(), timeout)
 
 
@@ -193,7 +204,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
 def _all_gather(
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """What every worker, or every one of those, has given, by name; all of them must call this."""
+    """Return the objects that all workers, or all ``worker_names``, have given, by name. All of them must call this."""
     try:
         return gathering.all_gather(obj, worker_names, timeout)
     except UsageError as error:
@@ -201,11 +212,11 @@ def _all_gather(
 
 
 def _barrier(worker_names: Collection[str]) -> None:
-    """Wait until all those workers have called this; a failure is logged."""
+    """Wait until all of ``worker_names`` have called this. A failure is logged, not raised, as in torch."""
     try:
         _all_gather(None, worker_names)
     except NbdistError:
-        logger.exception("a barrier of %s failed", ", ".join(worker_names))
+        logger.exception("_barrier of %s failed: not all of them called it in time", ", ".join(worker_names))
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:

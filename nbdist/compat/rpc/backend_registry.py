@@ -1,8 +1,8 @@
-"""Stands for torch.distributed.rpc.backend_registry: names of backends, all of which are nbdist.
+"""Replaces torch.distributed.rpc.backend_registry: the names of backends.
 
-A backend is a pair of functions: one makes its options, one starts an agent. ``TENSORPIPE`` is nbdist's
-agent, ``FAULTY_TENSORPIPE`` the same with faults injected. Others may be registered, but nbdist makes calls
-through its own agents only.
+A backend is a pair of functions: one makes options, one starts an agent. ``TENSORPIPE`` starts nbdist's agent,
+``FAULTY_TENSORPIPE`` starts it with faults injected. A program may register others, but nbdist makes calls only through
+its own agents.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """What a backend is."""
+    """The two functions of a backend."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
+    """Makes the backend's options."""
     init_backend_handler: Callable[..., Any]
+    """Starts an agent."""
 
 
 class _Backend:
+    """Gives the members of `BackendType` torch's representation."""
+
     name: str
 
     def __repr__(self) -> str:
@@ -55,6 +59,7 @@ def _faulty_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> Faul
 def _start(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> RpcAgent:
+    """Start nbdist's agent. Raises TypeError for options of another backend."""
     if not _suits_tensorpipe(rpc_backend_options):
         wanted = TensorPipeRpcBackendOptions.__name__
         raise TypeError(f"`rpc_backend_options` must be a `{wanted}`, not {rpc_backend_options!r}")
@@ -75,11 +80,11 @@ BackendType: Any = Enum(
     },
     type=_Backend,
 )
-"""The backends that are registered, by name; a new class with every registration, as in torch."""
+"""The registered backends, by name. As in torch, every registration makes a new class."""
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend of that name."""
+    """Return whether a backend of this name is registered."""
     return backend_name in BackendType.__members__
 
 
@@ -88,7 +93,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend, and return its member of the new `BackendType`."""
+    """Register a backend; return its member of the new `BackendType`. Raises UsageError if the name is taken."""
     global BackendType
     if backend_registered(backend_name):
         raise UsageError(f"RPC backend {backend_name}: already registered")
@@ -104,12 +109,12 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Options for a backend."""
+    """Return options for a backend, made by the backend's own function."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start an agent of a backend."""
+    """Start an agent of a backend, by the backend's own function, and return it."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -117,17 +122,17 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_backend(backend: object) -> bool:
-    """Whether this is a member of `BackendType`, of today's or of one before a registration."""
+    """Return whether an object is a member of `BackendType`, or of an earlier class before a registration."""
     return isinstance(backend, Enum) and isinstance(backend.value, BackendValue)
 
 
 def is_ours(backend: Any) -> bool:
-    """Whether a backend's agents are nbdist's, which meet at a store of their own choice."""
+    """Return whether a backend starts agents of nbdist, which open their own store."""
     return backend.value.init_backend_handler in (_start, _start_faulty)
 
 
 def backend_of(options: RpcBackendOptions | None) -> Any:
-    """The backend that options are meant for; without options, the default."""
+    """Return the backend to which options belong; TENSORPIPE without options. Raises TypeError for any others."""
     if isinstance(options, FaultyTensorPipeRpcBackendOptions):
         return BackendType["FAULTY_TENSORPIPE"]
     if options is None or _suits_tensorpipe(options):
@@ -136,11 +141,12 @@ def backend_of(options: RpcBackendOptions | None) -> Any:
 
 
 def _suits_tensorpipe(options: object) -> bool:
+    """Return whether options are for TENSORPIPE: torch's class, or nbdist's own."""
     return isinstance(options, TensorPipeRpcBackendOptions) or type(options) is RpcBackendOptions
 
 
 def open_store(options: Any, rank: int, world_size: int | None) -> Any:
-    """The store that a backend of somebody else's is started with."""
+    """Open a store by torch's rendezvous, for a backend that the program has registered."""
     store, _, _ = next(rendezvous(options.init_method, rank=rank, world_size=world_size or -1))
     store.set_timeout(datetime.timedelta(seconds=options.rpc_timeout))
     return store

@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.rpc.constants."""
+"""Replaces torch.distributed.rpc.constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.rpc.functions."""
+"""Replaces torch.distributed.rpc.functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.rpc.internal: a pickler that sets tensors aside, and names for profiles."""
+"""Replaces torch.distributed.rpc.internal: a pickler that keeps tensors out of the bytes, and names for profiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serial
 
 
 class RPCExecMode(Enum):
-    """The ways to call."""
+    """The kinds of calls, in the names of profiles."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -29,7 +29,7 @@ class RPCExecMode(Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A function and what to call it with."""
+    """A function and its arguments."""
 
     func: Any
     args: Any
@@ -37,7 +37,7 @@ class PythonUDF(NamedTuple):
 
 
 class RemoteException(NamedTuple):
-    """An error as torch sends it; nbdist sends the error itself."""
+    """An error in the form in which torch sends it. nbdist never makes one, because it sends the error itself."""
 
     msg: str
     exception_type: type[BaseException]
@@ -48,7 +48,10 @@ _TENSOR, _RREF, _SCRIPT, _BESIDE = "tensor", "rref", "script", "beside"
 
 
 class _PerThread(threading.local):
+    """The state of a thread inside of a `beside` block."""
+
     beside: list[RRef[Any]] | None = None
+    """The list of the block; None outside of one."""
 
 
 _thread = _PerThread()
@@ -56,10 +59,10 @@ _thread = _PerThread()
 
 @contextlib.contextmanager
 def beside(rrefs: list[RRef[Any]]) -> Iterator[None]:
-    """Keep references out of the bytes that this thread serializes in the block: they are appended to ``rrefs``.
+    """Keep references out of the bytes that this thread serializes in the block: append them to ``rrefs`` instead.
 
-    A call carries ``rrefs`` beside the bytes, so that the codec forks them for the callee. Deserializing such bytes
-    takes a block with the same references.
+    A call carries ``rrefs`` next to the bytes, so that the codec forks them for the callee. The callee deserializes the
+    bytes in a block with the list that it received.
     """
     before, _thread.beside = _thread.beside, rrefs
     try:
@@ -69,24 +72,27 @@ def beside(rrefs: list[RRef[Any]]) -> Iterator[None]:
 
 
 class _InternalRPCPickler:
-    """Serializes a value to bytes and a list of tensors, and back."""
+    """Serializes a value to bytes and a list of its tensors, and back."""
 
     def __init__(self) -> None:
         self._reducers: dict[type, Reducer] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Reducer) -> None:
-        """Have instances of a class serialized by ``reducer``, in calls too; the first one registered stays."""
+        """Serialize instances of a class by ``reducer``, in calls, too. If the class has a reducer, do nothing."""
         self._reducers.setdefault(obj_class, reducer)
-        register_reducer(obj_class, self._reducers[obj_class])  # torch's RemoteModule travels in this way
+        register_reducer(obj_class, self._reducers[obj_class])  # torch's RemoteModule is sent in this way
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """``obj`` without its tensors, and they."""
+        """Return the bytes of ``obj``, without its tensors, and the list of the tensors."""
         file, tensors = io.BytesIO(), list[torch.Tensor]()
         _Pickler(file, tensors, self._reducers).dump(obj)
         return file.getvalue(), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-        """What was serialized; an AttributeError is returned where a function or class is missing here."""
+        """Return the value that was serialized; if a function or class is missing here, return an AttributeError.
+
+        As in torch, the error is returned, not raised.
+        """
         try:
             return _Unpickler(io.BytesIO(binary_data), tensor_table).load()
         except AttributeError as error:
@@ -99,12 +105,15 @@ class _InternalRPCPickler:
 
 
 class _Pickler(pickle.Pickler):
+    """Pickles a value, and appends its tensors to a list."""
+
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], reducers: dict[type, Reducer]) -> None:
         super().__init__(file)
         self._tensors = tensors
         self._reducers = reducers
 
     def persistent_id(self, obj: Any) -> Any:
+        """Return the id of a tensor, a reference or a script module, for `_Unpickler.persistent_load`; else None."""
         if type(obj) is torch.Tensor:
             self._tensors.append(obj)
             return _TENSOR, len(self._tensors) - 1
@@ -120,6 +129,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce an object by the reducer of its class, if one is registered."""
         reducer = self._reducers.get(type(obj))
         if reducer is None and type(obj) is Serialized and _thread.beside is not None:
             reducer = in_a_message
@@ -127,11 +137,14 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickles a value with its tensors."""
+
     def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
 
     def persistent_load(self, pid: Any) -> Any:
+        """Return the tensor, reference or script module with an id of `_Pickler.persistent_id`."""
         kind, what = pid
         if kind == _TENSOR:
             return self._tensors[what]
@@ -139,7 +152,9 @@ class _Unpickler(pickle.Unpickler):
             return RRef._deserialize(what)  # type: ignore[attr-defined]  # see nbdist.compat.references
         if kind == _BESIDE:
             if _thread.beside is None:
-                raise pickle.UnpicklingError("these bytes belong to a call, which carried their references beside them")
+                raise pickle.UnpicklingError(
+                    "these bytes lack their references, which only the call that sent them has"
+                )
             return _thread.beside[what]
         return torch.jit.load(io.BytesIO(what))
 
@@ -148,17 +163,17 @@ _internal_rpc_pickler = _InternalRPCPickler()
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A value without its tensors, and they."""
+    """Return the bytes of a value, without its tensors, and the list of the tensors."""
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-    """What `serialize` was given."""
+    """Return the value that `serialize` was given; an AttributeError if a function or class is missing here."""
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """The name under which a call appears in a profile."""
+    """Return the name under which a call appears in a profile."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

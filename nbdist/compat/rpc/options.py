@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.rpc.options."""
+"""Replaces torch.distributed.rpc.options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.rpc.rref_proxy."""
+"""Replaces torch.distributed.rpc.rref_proxy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Stands for torch.distributed.rpc.server_process_global_profiler, whose profiler nbdist does not have.
+"""Replaces torch.distributed.rpc.server_process_global_profiler, whose profiler nbdist does not have.
 
-The name is here because programs import it; only who uses it is told.
+Programs can import the profiler's name; an error is raised only when they use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 class _server_process_global_profile:
-    """Would profile what other workers have this one run."""
+    """Stands in for torch's profiler of the calls that a worker runs; using it raises UsageError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError("nbdist has no profiler of RPC servers; profile inside the called functions")

@@ -1,8 +1,8 @@
-"""Has a process use nbdist for torch's RPC as soon as it imports torch.
+"""Replaces torch's RPC by nbdist in this process, as soon as it imports torch.
 
-Python imports a module of this name when it starts. ``python -m nbdist run`` puts this directory on
-PYTHONPATH, so that the program's own process and every Python process below it gets here. It must be light:
-most processes never import torch. Nothing is imported from nbdist before torch is there.
+Python imports a module of this name when it starts. ``python -m nbdist run`` puts this folder on PYTHONPATH, so that
+the program's process and all Python processes that it starts import this module. Importing it must be quick, because
+most processes never import torch; so nbdist is imported only after torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch where everybody else finds it, and has nbdist installed when it has been executed."""
+    """Finds torch as the usual finders do, and calls `_install` once torch has been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return torch's spec, with a loader that calls `_install` afterwards; None for any other module."""
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)
@@ -45,6 +46,10 @@ class _AfterTorch(MetaPathFinder):
 
 
 def _install() -> None:
+    """Call `nbdist.compat.install`. If nbdist cannot be imported, say so on standard error and do nothing.
+
+    nbdist is imported as this Python has it installed, or else from the checkout that this file is in.
+    """
     root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
     checkout = importlib.util.find_spec("nbdist") is None and os.path.basename(root) not in (
         "site-packages",
@@ -56,8 +61,8 @@ def _install() -> None:
         from nbdist import compat
     except ImportError as error:
         print(
-            f"python -m nbdist run: {sys.executable} cannot import nbdist ({error}); in this process, "
-            "torch.distributed.rpc remains torch's own",
+            f"python -m nbdist run: {sys.executable} cannot import nbdist ({error}), so this process uses "
+            "torch's own torch.distributed.rpc",
             file=sys.stderr,
         )
     else:
@@ -68,7 +73,7 @@ def _install() -> None:
 
 
 def _run_the_other() -> None:
-    """Import the sitecustomize that this one hides."""
+    """Import the ``sitecustomize`` of this system or environment, which this one hides, if there is one."""
     others = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:

@@ -60,7 +60,7 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
             return
         rref = self._known()
         self._tell(references.facts_of(rref) if rref is not None else references.over(self._facts))
-        if rref is None or self._facts.standing in references.OVER:
+        if rref is None or self._facts.standing in references.FINAL_STANDINGS:
             self.freeze()
 
     def _tell(self, facts: cards.Facts) -> None:

@@ -13,7 +13,7 @@ from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["PanelView"]
 
-_EVERY = 1.0
+_SAMPLE_SECONDS = 1.0
 """Seconds between two samples."""
 
 
@@ -76,4 +76,4 @@ def _sample(known: weakref.ref[PanelView]) -> None:
     while (view := known()) is not None and view.looking:
         view.sample()
         del view
-        time.sleep(_EVERY)
+        time.sleep(_SAMPLE_SECONDS)

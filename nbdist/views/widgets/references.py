@@ -57,7 +57,7 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         if not self.live:  # late news of a table that is a picture already
             return
         self._tell("released")
-        if all(facts.standing in references.OVER for _, facts in self._facts.items):
+        if all(facts.standing in references.FINAL_STANDINGS for _, facts in self._facts.items):
             self.freeze()
 
     def _tell(self, standing: str, *, ended: bool = False) -> None:

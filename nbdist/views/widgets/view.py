@@ -39,13 +39,13 @@ _STEADY, _BURST = 8, 2
 
 So there are ten a second at most, and the first one comes without delay.
 """
-_GAP = 0.02
+_ROUND_SECONDS = 0.02
 """Seconds between two rounds of the painter, so that changes in quick succession are published together."""
 _SAVE_EVERY = 5.0
 """Seconds between two pictures of a view that changes; a saved notebook has the last of them."""
-_PICTURES = 16
+_PICTURES_UPDATED = 16
 """The number of places of one view whose pictures are kept up to date; older places keep the picture they have."""
-_LOOKING = 10.0
+_LOOKING_SECONDS = 10.0
 """Seconds after which a view counts as not looked at, unless the page reports again that somebody looks."""
 
 STATIC = Path(__file__).parent.parent / "static"
@@ -103,7 +103,7 @@ class View(anywidget.AnyWidget):
 
     def __init__(self, **traits: Any) -> None:
         _painter.start()
-        self._places: deque[Shown] = deque(maxlen=_PICTURES)
+        self._places: deque[Shown] = deque(maxlen=_PICTURES_UPDATED)
         super().__init__(mark=f"nbdist-{uuid.uuid4().hex}", **traits)
         self.on_msg(_receive)
 
@@ -169,12 +169,12 @@ class View(anywidget.AnyWidget):
 
     @property
     def looking(self) -> bool:
-        """True if the page has reported in the last `_LOOKING` seconds that somebody looks."""
+        """True if the page has reported in the last `_LOOKING_SECONDS` seconds that somebody looks."""
         return self.comm is not None and time.monotonic() < self._until
 
     def looked(self) -> None:
         """Note that the page has reported that somebody looks."""
-        self._until = time.monotonic() + _LOOKING
+        self._until = time.monotonic() + _LOOKING_SECONDS
 
     def publish(self) -> None:
         """Send the present snapshot to the page. Called by the painter's thread."""
@@ -264,7 +264,7 @@ class _Painter:
                 if view is not None:
                     _safely(view.save)
                 del view
-            time.sleep(_GAP)
+            time.sleep(_ROUND_SECONDS)
 
 
 def _safely(draw: Callable[[], None]) -> None:

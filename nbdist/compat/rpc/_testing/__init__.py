@@ -1,4 +1,4 @@
-"""Stands for torch.distributed.rpc._testing: the backend that injects faults."""
+"""Replaces torch.distributed.rpc._testing, with the backend that injects faults."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_ava
 
 
 def is_available() -> bool:
-    """Whether faults can be injected: they can."""
+    """Return True, because nbdist can inject faults."""
     return True

@@ -1,1 +1,1 @@
-"""Stands for torch's module of that name, whose import registers the backend: here it always is."""
+"""Replaces torch's module of this name. Importing torch's registers the backend, which nbdist always has."""
