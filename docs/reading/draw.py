@@ -2,9 +2,9 @@
 
     python docs/reading/draw.py COMMIT [PACKAGE ...] > questions.md
 
-The first eight hexadecimal digits of COMMIT seed the drawing, so anybody can repeat it. With packages ("rpc swarm"), ten
-of each are drawn from these alone. A function comes with its module, its signature and its docstring, but no code; a
-message comes with the kind of its error and the code of its text, in which {...} stands for values.
+The first eight hexadecimal digits of COMMIT seed the drawing, so anybody can repeat it. With packages ("rpc swarm"),
+ten of each are drawn from these alone. A function comes with its module, its signature and its docstring, but no code.
+A message comes with the kind of its error and the code of its text, in which {...} stands for values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "nbdist"
-ERRORS = ("Error", "Lost", "Timeout", "Unused", "Full", "NoRoute", "NaN", "Interrupted", "Initialized", "Unique", "Worker")
+ERRORS = (
+    "Error",
+    "Lost",
+    "Timeout",
+    "Unused",
+    "Full",
+    "NoRoute",
+    "NaN",
+    "Interrupted",
+    "Initialized",
+    "Unique",
+    "Worker",
+)
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
