@@ -32,7 +32,7 @@ INK, FAINT, ERROR, MAGIC, STRING, COMMENT = "#1f2328", "#59636e", "#b42318", "#8
 
 
 def run_cells() -> list[list[tuple[str, str]]]:
-    """What each cell shows: pairs of a kind, ``out``, ``result`` or ``error``, and text."""
+    """Return what each cell shows: pairs of a kind, ``out``, ``result`` or ``error``, and text."""
     sys.path.insert(0, str(ROOT / "tests"))
     with tempfile.TemporaryDirectory(prefix="nbdist-draw-", dir="/tmp") as runtime:
         os.environ.setdefault("NBDIST_RUNTIME_DIR", runtime)
@@ -63,7 +63,7 @@ def _shown(cell: Any) -> list[tuple[str, str]]:
 
 
 def draw(outputs: list[list[tuple[str, str]]]) -> str:
-    """The picture."""
+    """Return the picture, as SVG."""
     shapes: list[str] = []
     y = float(MARGIN)
     for number, (code, shown) in enumerate(zip(CELLS, outputs, strict=True), 1):
@@ -103,7 +103,7 @@ def draw(outputs: list[list[tuple[str, str]]]) -> str:
 
 
 def _code(y: float, line: str) -> str:
-    """A line of code, with its magic, its strings and its comment in colours of their own."""
+    """Return a line of code, with its magic, its strings and its comment in colours of their own."""
     if line.startswith("%"):
         return _text(MARGIN + GUTTER + 10, y, line, MAGIC)
     code, mark, comment = line.partition("  # ")

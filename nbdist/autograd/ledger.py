@@ -1,4 +1,4 @@
-"""The account that the root of a pass keeps: is there anything left to do on any worker?
+"""The account that the root of a pass keeps of what is left to do on any worker.
 
 Every mark and every gradient message carries a *token*. Its sender reports the token as sent and its receiver as
 settled, both to the root. One report names what a worker has settled together with what it has sent because of that::

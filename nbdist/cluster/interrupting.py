@@ -1,4 +1,6 @@
-"""Interrupts work on the workers, and reports what does not stop. Every interrupt goes through `interrupt`::
+"""Interrupts work on the workers, and reports what does not stop.
+
+Every interrupt goes through `interrupt`::
 
     Ctrl-C, the stop button, a time limit,    one cell, on all its workers              `interrupt_cell`
     `Cell.cancel`, ``fail_fast``

@@ -420,7 +420,7 @@ class RRefState(Message, frozen=True, tag=14):
 
 
 class AskShutdown(Message, frozen=True, tag=15):
-    """Leader to member, again and again: how far are you with ending round ``round``?"""
+    """Leader to member, again and again: asks how far the member is with ending round ``round``."""
 
     kind: ClassVar[str] = "ask_shutdown"
 
