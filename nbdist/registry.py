@@ -12,4 +12,4 @@ from typing import Any
 __all__ = ["make_recorder"]
 
 make_recorder: Callable[[Any], Any]
-"""Returns the recorder of an agent, a `nbdist.rpc.recording.Recorder`, which the agent calls for each call."""
+"""Returns the recorder of an agent, a `nbdist.rpc.recording.CallRecorder`, which the agent calls for each call."""

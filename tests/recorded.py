@@ -1,7 +1,7 @@
 """Recorded graphs that are made by hand, for tests of how they are drawn."""
 
 from nbdist.autograd.inspection import Edge, NodeInfo, Trace
-from nbdist.autograd.origins import Origin
+from nbdist.autograd.origins import NodeOrigin
 from nbdist.nn import schedules
 from nbdist.nn.watched import plan_of_step
 
@@ -14,7 +14,7 @@ class Recorded:
 
     def add(self, worker, name, *inputs, kind="operation", module=None, **more):
         nodes = self.trace.nodes[worker]
-        nodes.append(NodeInfo(len(nodes), name, kind, (2,), "float32", inputs, origin=Origin(module), **more))
+        nodes.append(NodeInfo(len(nodes), name, kind, (2,), "float32", inputs, origin=NodeOrigin(module), **more))
         return nodes[-1].number
 
     def leaf(self, worker, label):

@@ -38,7 +38,7 @@ from nbdist.channel.contract import ChannelError
 from nbdist.errors import Interrupted, MissingDefinition, NbdistError, RpcTimeout, WorkerLost
 from nbdist.rpc import RRef, functions, rpc_async, rpc_sync
 from nbdist.rpc.agent import Agent, active_agent
-from nbdist.rpc.forks import Standing
+from nbdist.rpc.forks import ForkStanding
 from nbdist.rpc.futures import Latch, set_blocking_hook
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.testing import ManualClock
@@ -315,7 +315,7 @@ class Member:
         """Whether nothing is known to be wrong with a reference."""
         if handle._fork is None:
             return True
-        return self.agent.references.forks.standing(handle._fork) in (Standing.PENDING, Standing.CONFIRMED)
+        return self.agent.references.forks.standing(handle._fork) in (ForkStanding.PENDING, ForkStanding.CONFIRMED)
 
     def usable(self):
         """List the references held here with which nothing is known to be wrong."""
@@ -708,9 +708,9 @@ class SimulatedWorld:
                 assert handle._fork in forks._users, f"{member} let go of {handle!r}, which it holds"
         for fork, user in forks._users.items():
             if user.held and not self.is_excused(Held(member.incarnation, user.rref, fork, user.owner)):
-                is_dead = user.standing is Standing.DEAD
+                is_dead = user.standing is ForkStanding.DEAD
                 assert not is_dead or self._is_never_made(user.rref), f"{fork} of {member} is dead"
-                if user.standing is Standing.CONFIRMED:
+                if user.standing is ForkStanding.CONFIRMED:
                     owner = self.all[user.owner].agent.references
                     assert user.rref in owner.forks._owned, f"{user.rref} is dropped by its owner"
                     assert fork in owner.forks._owned[user.rref].forks, f"{fork} of {member} is not counted"
@@ -804,7 +804,7 @@ class SimulatedWorld:
         for member in self.members:
             for handle in member.handles:
                 standing = member.agent.references.forks.standing(handle._fork) if handle._fork is not None else None
-                assert standing is not Standing.PENDING, f"{handle!r} pends for ever"
+                assert standing is not ForkStanding.PENDING, f"{handle!r} pends for ever"
         handle = None
         self.release_all()
         gc.collect()

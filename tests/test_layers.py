@@ -217,12 +217,12 @@ def large_protocols() -> set[str]:
 
 def test_the_parts_of_an_agent_ask_little_of_each_other():
     """Only what makes and joins all parts may know a Protocol of more than five methods."""
-    assert large_protocols() == {"Recorder"}
+    assert large_protocols() == {"CallRecorder"}
     for module in modules_below(Path(nbdist.__file__).parent):
         for node in ast.walk(ast.parse(module.source)):
             if isinstance(node, ast.ImportFrom) and node.module == "nbdist.rpc.recording":
                 names = {alias.name for alias in node.names}
-                assert "Recorder" not in names or module.name in {"nbdist.rpc.agent", "nbdist.registry"}, module.name
+                assert "CallRecorder" not in names or module.name in {"nbdist.rpc.agent", "nbdist.registry"}, module.name
 
 
 def loaded_by(statement: str, path: Path) -> set[str]:
@@ -371,3 +371,15 @@ def test_modules_are_read_from_a_folder(tmp_path):
     assert violations(found, LAYERS, THIRD_PARTY) == [
         "nbdist/wire/codec.py:3: nbdist.wire.codec (layer 1) imports nbdist.rpc (layer 3), a higher one"
     ]
+
+
+def test_no_public_class_name_is_used_twice():
+    """One word has one meaning. The classes of compat have the names that torch and ipyparallel gave them."""
+    places: dict[str, list[str]] = {}
+    package = Path(nbdist.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if "compat" not in path.relative_to(package).parts:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(str(path.relative_to(package)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

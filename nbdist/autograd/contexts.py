@@ -32,7 +32,7 @@ import torch
 
 from nbdist.autograd.edges import Node, Received, Sent
 from nbdist.autograd.graph import walk
-from nbdist.autograd.leaves import Gradients
+from nbdist.autograd.leaves import GradientStore
 from nbdist.autograd.messages import PassId, Watching
 from nbdist.errors import UsageError
 
@@ -50,7 +50,7 @@ _ENDED_CONTEXTS_REMEMBERED = 10_000
 """The number of ended contexts that a worker remembers, to recognise messages that come too late."""
 
 
-class Numbers:
+class NodeNumbers:
     """Gives the nodes of a context on this worker the numbers by which they are shown to the user."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Context:
         self.runs: dict[PassId, Run] = {}
         """The passes whose gradients are not added to the context's yet: those under way, or not known to be over."""
         self.given_up: set[PassId] = set()
-        self.numbers = Numbers()
+        self.numbers = NodeNumbers()
         self.watching: Watching | None = None
         """The watch that passes which begin on this worker report to."""
         self.watches_over: set[tuple[int, int]] = set()
@@ -105,8 +105,8 @@ class Context:
         self.step_observers: dict[PassId, Observer] = {}
         """The observers of the pipeline steps that run on this worker."""
         self.lock = threading.Lock()
-        self._gradients = Gradients()
-        self._contributions: dict[object, Gradients] = {}
+        self._gradients = GradientStore()
+        self._contributions: dict[object, GradientStore] = {}
 
     def nodes(self, more: Iterable[tuple[Node, int]] = ()) -> Iterable[Node]:
         """Return all nodes of the graph on this worker: those behind sent tensors, behind roots, and behind ``more``.
@@ -129,7 +129,7 @@ class Context:
             if self.runs.pop(run.head.id, None) is not None:
                 self._gradients.update(run.part.gradients)
 
-    def contribute(self, key: object, gradients: Gradients) -> None:
+    def contribute(self, key: object, gradients: GradientStore) -> None:
         """Add gradients that a pipeline's step has computed on this worker; `withdraw` removes them by the key."""
         with self.lock:
             self._contributions[key] = gradients
@@ -147,7 +147,7 @@ class Context:
             self._contributions.clear()
             for run in self.runs.values():
                 self._gradients.update(run.part.gradients)
-                run.part.gradients = Gradients()
+                run.part.gradients = GradientStore()
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
         """Multiply the gradients of some leaves by a factor; call it only while no pass runs."""
@@ -177,8 +177,8 @@ class Context:
         total = self._total()
         return [(leaf, total.of(leaf)) for leaf in leaves]
 
-    def _total(self) -> Gradients:
-        total = Gradients()
+    def _total(self) -> GradientStore:
+        total = GradientStore()
         with self.lock:
             total.update(self._gradients)
             for gradients in self._contributions.values():

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from nbdist.autograd.folding import TIMES, Box, Diagram, Line, diagram_of, name_of
-from nbdist.autograd.layout import BOX, Layout, Place, Point, lay_out
+from nbdist.autograd.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of
+from nbdist.autograd.layout import BOX, Layout, NodePlace, Point, lay_out
 from nbdist.autograd.seen import Key
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class _Drawing:
 
     # -- lines --------------------------------------------------------------------------------
 
-    def _line(self, number: int, line: Line) -> str:
+    def _line(self, number: int, line: DrawnLine) -> str:
         """Return a line between two boxes, coloured for messages, for missing gradients and for the critical path."""
         marks = self.marks
         colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
@@ -408,7 +408,7 @@ def _stroke(points: Sequence[Point], *, corners: bool) -> str:
 
 
 def _boxed(
-    place: Place,
+    place: NodePlace,
     kind: str,
     name: str,
     tags: Sequence[tuple[str, str, str]],
@@ -450,7 +450,7 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
 
 def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
     """Return the small box of a legend entry."""
-    return _boxed(Place(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
+    return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
 
 
 def _sample_tag(text: str, fill: str, ink: str) -> str:

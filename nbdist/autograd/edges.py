@@ -8,9 +8,9 @@ One message with two tensors; the arrows show the way of the gradients::
     history of y <--- gate (Slot 1) <---+            +--- receive node <--- what was computed from y
 
 A *gate* is the node in front of the history of a tensor that was sent. The tensor's gradient enters right behind it, at
-`Slot.edge`; the gate itself runs only as a barrier, or where the gradient that has come is None. When a *receive node*
-runs, it hands its gradient to the part of the pass, which sends it to the worker that the tensor came from, together
-with those of the other tensors of the message.
+`EdgeSlot.edge`; the gate itself runs only as a barrier, or where the gradient that has come is None. When a *receive
+node* runs, it hands its gradient to the part of the pass, which sends it to the worker that the tensor came from,
+together with those of the other tensors of the message.
 
 Both kinds of nodes need to know the part for which they run (`current_part`). It belongs to the thread that calls
 torch's engine, and the engine hands it on to its threads for other devices.
@@ -42,7 +42,7 @@ from nbdist.torch_private import (
 if TYPE_CHECKING:
     from nbdist.autograd.part import Part
 
-__all__ = ["RECEIVE", "Held", "Node", "Received", "Sent", "Slot", "current_part", "receive", "swap_part"]
+__all__ = ["RECEIVE", "HeldBack", "Node", "Received", "Sent", "EdgeSlot", "current_part", "receive", "swap_part"]
 
 Node = Any
 """A node of torch's graph. Nodes made in C++ have no class that could be named here."""
@@ -70,11 +70,11 @@ def swap_part(part: Part | None) -> Part | None:
     return outer
 
 
-class Held(Exception):
+class HeldBack(Exception):
     """Raised by a barrier to end a contested call of torch's engine: no other node can run now."""
 
 
-class Slot:
+class EdgeSlot:
     """One tensor that was sent: its gate, and the graph edge at which its gradient enters this worker's graph.
 
     ``gate`` is the gate's output, ``node`` its node, and ``edge`` the graph edge behind it.
@@ -101,9 +101,9 @@ class Sent:
         self.message = message
         self.peer = peer
         self.function = function
-        self.slots: list[Slot] = []
+        self.slots: list[EdgeSlot] = []
         for index, tensor in enumerate(tensors):
-            self.slots.append(Slot(message, index, tensor))
+            self.slots.append(EdgeSlot(message, index, tensor))
 
 
 class Received:
@@ -135,7 +135,7 @@ class Received:
             self.looked_at = True
 
 
-def _enter(ctx: Any, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
     """Make a gate for a tensor: the forward of `_Gate`. Its output only serves as a root for torch's engine."""
     ctx.slot = weakref.ref(slot)  # weak, because the slot refers to this node
     return torch.empty((), device="cpu")

@@ -26,7 +26,7 @@ from nbdist.autograd.seen import Key
 if TYPE_CHECKING:
     from nbdist.autograd.inspection import Edge, NodeInfo, Trace
 
-__all__ = ["TIMES", "Box", "Diagram", "Line", "crossings", "diagram_of", "name_of"]
+__all__ = ["TIMES", "Box", "Diagram", "DrawnLine", "crossings", "diagram_of", "name_of"]
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NODES = 150
@@ -54,7 +54,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Line:
+class DrawnLine:
     """A line between two boxes, in the direction of the forward pass."""
 
     source: Key
@@ -70,7 +70,7 @@ class Diagram:
     """The boxes of each worker, each after the boxes from which lines come to it where possible; and the lines."""
 
     boxes: dict[str, list[Box]]
-    lines: list[Line]
+    lines: list[DrawnLine]
     ranks: dict[Key, int] | None = None
     """The column of each box, if boxes are folded by distance; such boxes may have lines in both directions."""
     in_order: bool = False
@@ -255,7 +255,7 @@ class _Graph:
                 if first[source] != first[target] and (source, target) not in between:
                     ways.setdefault((first[source], first[target], False), []).append((source, target))
         lines = [
-            Line(source, target, tuple(each), tuple(edges.get((source, target, across), {}).values()))
+            DrawnLine(source, target, tuple(each), tuple(edges.get((source, target, across), {}).values()))
             for (source, target, across), each in ways.items()
         ]
         return Diagram(boxes, lines, in_order=self.in_order)

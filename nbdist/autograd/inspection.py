@@ -15,9 +15,9 @@ import torch
 from nbdist.autograd import api
 from nbdist.autograd.contexts import Context
 from nbdist.autograd.drawing import as_svg, as_text, plan_as_svg, plan_as_text
-from nbdist.autograd.edges import RECEIVE, Node, Slot
+from nbdist.autograd.edges import RECEIVE, EdgeSlot, Node
 from nbdist.autograd.graph import ACCUMULATE
-from nbdist.autograd.origins import Origin, origin_of
+from nbdist.autograd.origins import NodeOrigin, origin_of
 from nbdist.autograd.parameters import ParameterName, names_of
 from nbdist.autograd.seen import Key, Pass
 from nbdist.errors import WorkerLost
@@ -27,7 +27,7 @@ from nbdist.rpc import api as rpc
 __all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "plan_from", "trace"]
 
 
-_NOWHERE = Origin()
+_NOWHERE = NodeOrigin()
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class NodeInfo:
     """For a receive: the ``autograd_message_id`` of the edge that ends here."""
     tensors: tuple[int, ...] = ()
     """For a receive: the positions, among the edge's tensors, of those that this node made."""
-    origin: Origin = _NOWHERE
+    origin: NodeOrigin = _NOWHERE
     """The module and the line that made the node, if the context notes lines."""
     label: str | None = None
     """For a leaf: the parameter's path in its outermost module, `fc1.weight`, or a variable's name in `__main__`."""
@@ -337,7 +337,7 @@ def _like(tensor: Any) -> tuple[tuple[int, ...], str]:
     return tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _tensor(slot: Slot) -> tuple[tuple[int, ...], str, int]:
+def _tensor(slot: EdgeSlot) -> tuple[tuple[int, ...], str, int]:
     """Return the shape, dtype and size in bytes of a tensor that was sent."""
     node, output = slot.edge
     kind: Any = type(node)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from nbdist.autograd.folding import Box, Diagram
 from nbdist.autograd.seen import Key
 
-__all__ = ["BOX", "Lane", "Layout", "Mark", "Place", "Point", "lay_out"]
+__all__ = ["BOX", "Lane", "Layout", "BreakMark", "NodePlace", "Point", "lay_out"]
 
 BOX = 22
 """The height of a box."""
@@ -56,7 +56,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """The place of a box."""
 
     x: float
@@ -85,7 +85,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Mark:
+class BreakMark:
     """Letters at the right end of a row, where lines break off, and again where they continue."""
 
     x: float
@@ -100,14 +100,14 @@ class Layout:
 
     width: float = 0.0
     height: float = 0.0
-    places: dict[Key, Place] = field(default_factory=dict)
+    places: dict[Key, NodePlace] = field(default_factory=dict)
     columns: dict[Key, int] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
     routes: list[list[list[Point]]] = field(default_factory=list)
     """For each line of the diagram, its strokes: points to join, by a curve where they differ in height."""
     elbows: set[int] = field(default_factory=set)
     """The numbers of lines from a box to the one that it hangs below; their strokes have corners, not curves."""
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[BreakMark] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -342,7 +342,7 @@ class _Making:
             top = tops[row_of[item.column], item.lane] + item.y
             for line, (box, depth) in enumerate(item.boxes):
                 x = starts[item.column] + depth * _INDENT
-                found.places[box.key] = Place(x, top + line * _ROW, self.width_of(box))
+                found.places[box.key] = NodePlace(x, top + line * _ROW, self.width_of(box))
                 found.columns[box.key] = item.column
         self._route(found, _Grid(left, starts, widths, row_of, tops))
         return found
@@ -368,8 +368,8 @@ class _Making:
                 if grid.row_of[item.column] != grid.row_of[column]:
                     letter = letters.setdefault((item.column, line.source), _letter(item.column, letters))
                     points.append((found.width - 4, y))
-                    found.marks.append(Mark(found.width - 5, y - 3, letter))
-                    found.marks.append(Mark(grid.left - 3, new - 3, letter))
+                    found.marks.append(BreakMark(found.width - 5, y - 3, letter))
+                    found.marks.append(BreakMark(grid.left - 3, new - 3, letter))
                     points = [(grid.left - 8, new)]
                     strokes.append(points)
                 points.append((grid.starts[item.column], new))
@@ -379,7 +379,7 @@ class _Making:
         at: dict[Point, list[str]] = {}
         for mark in found.marks:
             at.setdefault((mark.x, mark.y), []).append(mark.letters)
-        found.marks = [Mark(*place, "".join(sorted(set(letters)))) for place, letters in at.items()]
+        found.marks = [BreakMark(*place, "".join(sorted(set(letters)))) for place, letters in at.items()]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ hooks on the tensor, on the node and after accumulation, also those of other lib
 
     claim        .grad of every leaf that the call can reach is set aside and becomes None
     engine       accumulates into .grad
-    release      what is in .grad goes to the pass's `Gradients`; what was set aside comes back
+    release      what is in .grad goes to the pass's `GradientStore`; what was set aside comes back
 
 So calls of two passes must not reach the same leaf at the same time. Steps of one pass may: they claim as one group,
 and when the last of them is over, ``.grad`` holds their sum. A call claims all of its leaves at once, and holds none
@@ -30,7 +30,7 @@ from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
 from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
-__all__ = ["Claim", "Gradients", "current_claim", "halted", "halted_leaves", "lent"]
+__all__ = ["Claim", "GradientStore", "current_claim", "halted", "halted_leaves", "lent"]
 
 _lock = threading.Lock()
 """Held while claims change. Taken directly and not by the Condition, whose ``with`` is a slower Python function."""
@@ -43,7 +43,7 @@ _halted: set[_Holder] = set()
 """The holders whose engine calls are halted by a watch."""
 
 
-class Gradients:
+class GradientStore:
     """The gradients of leaves on this worker, added up over the steps of a pass or the passes of a context.
 
     Leaves are found by id, because hashing a tensor is slow.
@@ -62,7 +62,7 @@ class Gradients:
                     gradient = known[1] + gradient
             self._sums[id(leaf)] = (leaf, gradient)
 
-    def update(self, other: Gradients) -> None:
+    def update(self, other: GradientStore) -> None:
         """Add all sums of another object to these."""
         with self._lock:
             if not self._sums:
@@ -212,7 +212,7 @@ class Claim:
     and the leaves accumulate there. Blocks of one ``group`` may claim the same leaves at the same time.
     """
 
-    def __init__(self, nodes: Iterable[Node], into: Gradients | None, group: object) -> None:
+    def __init__(self, nodes: Iterable[Node], into: GradientStore | None, group: object) -> None:
         self._into = into
         self._leaves: dict[int, torch.Tensor] = {}
         for node in nodes:
@@ -314,7 +314,7 @@ class Claim:
                 holder.give_back()
 
 
-def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: Gradients | None) -> None:
+def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore | None) -> None:
     """Accumulate a gradient into a claimed leaf, as the leaf's node would; hooks on the gradient have run already."""
     before = leaf.grad
     hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}

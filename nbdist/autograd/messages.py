@@ -13,7 +13,7 @@ message            from, to                         sent when
 `Granted`          that worker, to the root         the pass has its turn
 `Failed`           a worker, to the root            the pass failed there
 `Cancel`           a worker, to others              the pass is given up
-`Watch`            the watcher, to all workers      a watch begins or ends; the maker passes it on
+`WatchChanged`            the watcher, to all workers      a watch begins or ends; the maker passes it on
 `Observed`         a worker, to the watcher         something was seen of a watched pass
 `Over`             the root, to the watcher         a watched pass is over
 `Steer`            the watcher, to a worker         the control is new, or halts are over
@@ -62,7 +62,7 @@ __all__ = [
     "Steer",
     "Token",
     "Turn",
-    "Watch",
+    "WatchChanged",
     "Watching",
     "decode",
     "encode",
@@ -241,7 +241,7 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
     maker: int
 
 
-class Watch(msgspec.Struct, array_like=True, frozen=True, tag=9):
+class WatchChanged(msgspec.Struct, array_like=True, frozen=True, tag=9):
     """To all workers of a context, by way of its maker: its passes are watched from now on, or (``over``) no more."""
 
     context: int
@@ -311,7 +311,7 @@ Message = (
     | Cancel
     | Entered
     | Release
-    | Watch
+    | WatchChanged
     | Observed
     | Over
     | Steer

@@ -38,7 +38,7 @@ from nbdist.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from nbdist.autograd.origins import Origin
+    from nbdist.autograd.origins import NodeOrigin
 
 __all__ = ["Check", "holds_nan", "tensors_in"]
 
@@ -154,7 +154,7 @@ class Check:
         kwargs: Mapping[str, Any],
         result: Any,
         held: Sequence[Named],
-        place: Callable[[], Origin],
+        place: Callable[[], NodeOrigin],
     ) -> None:
         """Check what an operation has returned or changed in place; ``held`` is what `before` returned.
 
@@ -184,7 +184,7 @@ class Check:
         if isinstance(result, torch.Tensor):
             self._last = [weakref.ref(result)]
 
-    def returned(self, args: Any, result: Any, place: Callable[[], Origin], kind: str) -> None:
+    def returned(self, args: Any, result: Any, place: Callable[[], NodeOrigin], kind: str) -> None:
         """Check what a module has returned, unless the last operation returned it; compiled code has no other check.
 
         ``kind`` is the name of the module's class.
@@ -207,13 +207,15 @@ class Check:
 
     # -- what is said -------------------------------------------------------------------------
 
-    def _made(self, name: str, given: Sequence[Named], outputs: Sequence[torch.Tensor], place: Origin) -> ForwardNaN:
+    def _made(
+        self, name: str, given: Sequence[Named], outputs: Sequence[torch.Tensor], place: NodeOrigin
+    ) -> ForwardNaN:
         """Return the error for an operation that made a NaN."""
         inputs = [text for argument, value in given for text in _range(argument, value)]
         made_from = f" from {', '.join(inputs)}" if inputs else ""
         return self._error(f"{name} made {_count(outputs)}{made_from}; no input holds one", name, place)
 
-    def _given(self, name: str, held: Named, place: Origin) -> ForwardNaN:
+    def _given(self, name: str, held: Named, place: NodeOrigin) -> ForwardNaN:
         """Return the error for an operation that was given a NaN."""
         argument, value = held
         return self._error(f"{argument} of {name} holds NaN already: {self._source(value)}", name, place)
@@ -236,7 +238,7 @@ class Check:
             return "it was made by an operation that is not checked, or outside of this context"
         return "it is data that needs no gradient, or was made by an operation that is not checked"
 
-    def _error(self, what: str, operation: str, place: Origin) -> ForwardNaN:
+    def _error(self, what: str, operation: str, place: NodeOrigin) -> ForwardNaN:
         """Return the error, with the worker, the module, the line and the operation also as attributes."""
         where = f", in {place.module}" if place.module else ""
         line = f", at {place.line}" if place.line else ""

@@ -37,7 +37,7 @@ from nbdist.errors import NbdistError
 from nbdist.rpc.futures import blocking_wait
 
 if TYPE_CHECKING:
-    from nbdist.autograd.contexts import Numbers
+    from nbdist.autograd.contexts import NodeNumbers
 
 __all__ = ["Observer", "Stopped", "are_finite"]
 
@@ -65,7 +65,7 @@ class Observer:
     def __init__(
         self,
         worker: str,
-        numbers: Numbers,
+        numbers: NodeNumbers,
         watching: Watching,
         send: Callable[[int, list[Happening], int], None],
         explain: Callable[[Node, Sequence[Saved]], Inherited | None] = lambda node, saved: None,

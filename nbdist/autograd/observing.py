@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nbdist.autograd.inspection import Plan
     from nbdist.autograd.run import Run
 
-    class Transport(watching.Transport, Protocol):
+    class _Transport(watching._Transport, Protocol):
         """The methods of an agent that observing needs."""
 
         @property
@@ -52,7 +52,7 @@ _CLOSED_WATCHES_KEPT = 64
 class Observing:
     """The watches of one worker, and the observers of the passes that run there; `Passes` has one on each worker."""
 
-    def __init__(self, transport: Transport, contexts: Contexts) -> None:
+    def __init__(self, transport: _Transport, contexts: Contexts) -> None:
         self._transport = transport
         self._contexts = contexts
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
@@ -84,7 +84,7 @@ class Observing:
 
     def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
         """Send the begin or the end of a watch to the maker of the context, which passes it on to all its workers."""
-        message = messages.Watch(context.id, context.maker, watching, over)
+        message = messages.WatchChanged(context.id, context.maker, watching, over)
         if context.maker != self._transport.me:
             self._transport.tell(context.maker, message)
         else:
@@ -118,7 +118,7 @@ class Observing:
 
     # -- for all that a context touches -------------------------------------------------------
 
-    def on_watch(self, message: messages.Watch) -> None:
+    def on_watch(self, message: messages.WatchChanged) -> None:
         """Take in that a watch of a context begins or ends; the maker tells all other workers of the context.
 
         The end of a watch also ends its halts here. An end that overtakes its begin is remembered, and the begin is
@@ -144,7 +144,7 @@ class Observing:
     def on_join(self, context: Context, worker: int) -> None:
         """On the maker: tell a worker that joins a context about its watch."""
         if context.watching is not None and context.maker == self._transport.me:
-            self._transport.tell(worker, messages.Watch(context.id, context.maker, context.watching, False))
+            self._transport.tell(worker, messages.WatchChanged(context.id, context.maker, context.watching, False))
 
     # -- for the workers that run a pass ------------------------------------------------------
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from nbdist.autograd.edges import Node, Slot
+from nbdist.autograd.edges import EdgeSlot, Node
 
-__all__ = ["Lines", "ordered"]
+__all__ = ["GateQueues", "ordered"]
 
 
 def _forward(ctx: Any, tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
@@ -45,16 +45,16 @@ def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
     return found
 
 
-class Lines:
+class GateQueues:
     """The queues of one worker's ordered gates: in each group, which gate may let its gradient in next.
 
     The worker's `Part` calls the methods with its lock held.
     """
 
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self.places: dict[Slot, tuple[object, int]] = {}
+    def __init__(self, slots: Iterable[EdgeSlot]) -> None:
+        self.places: dict[EdgeSlot, tuple[object, int]] = {}
         """The group and the index of each gate that is ordered; nearly always there are none."""
-        self._left: dict[object, dict[int, set[Slot]]] = {}
+        self._left: dict[object, dict[int, set[EdgeSlot]]] = {}
         """By group and index, the gates that have not let their gradients in."""
         for slot in slots:
             node: Node = slot.edge[0]
@@ -62,7 +62,7 @@ class Lines:
                 self.places[slot] = place = node.group, node.index
                 self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
 
-    def has_turn(self, slot: Slot) -> bool:
+    def has_turn(self, slot: EdgeSlot) -> bool:
         """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered."""
         place = self.places.get(slot)
         if place is None:
@@ -70,7 +70,7 @@ class Lines:
         group = self._left[place[0]]
         return slot not in group.get(place[1], ()) or place[1] == max(group)
 
-    def leave(self, slot: Slot) -> None:
+    def leave(self, slot: EdgeSlot) -> None:
         """Take a gate out of its queue: its gradient has entered, or never will."""
         place = self.places.get(slot)
         if place is not None:

@@ -3,7 +3,7 @@
 The same mode of torch that notes lines has every operation checked for NaN (`nbdist.autograd.nans`), whose errors name
 the module and the line::
 
-    context(lines=True)   `noted` enters a `_Noting` mode   `_note` puts an `Origin` on new nodes   `origin_of` reads it
+    context(lines=True)   `noted` enters a `_Noting` mode   `_note` puts a `NodeOrigin` on each new node
     context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
 
 The note lies in ``node.metadata``, the dictionary in which torch's anomaly mode keeps its own notes, so it lives as
@@ -36,7 +36,7 @@ from nbdist.autograd.nans import Check, tensors_in
 from nbdist.autograd.parameters import walk
 from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
 
-__all__ = ["Origin", "noted", "origin_of"]
+__all__ = ["NodeOrigin", "noted", "origin_of"]
 
 _KEY = "nbdist.origin"
 _FRAMES_SKIPPED = (
@@ -46,7 +46,7 @@ _FRAMES_SKIPPED = (
 """The files whose frames are not the user's code."""
 
 
-class Origin(NamedTuple):
+class NodeOrigin(NamedTuple):
     """The place in the user's code that made a node; all fields are empty if it is not known."""
 
     module: str | None = None
@@ -91,9 +91,9 @@ _users = 0
 _hooks: list[Any] = []
 
 
-def origin_of(node: Node) -> Origin:
+def origin_of(node: Node) -> NodeOrigin:
     """Return the noted origin of a node; for a user's own Function, the line of its ``backward``."""
-    found: Origin | None = node.metadata.get(_KEY)
+    found: NodeOrigin | None = node.metadata.get(_KEY)
     if found is None:
         backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
         code = getattr(inspect.unwrap(backward) if backward is not None else None, "__code__", None)
@@ -101,8 +101,8 @@ def origin_of(node: Node) -> Origin:
             file, number = code.co_filename, code.co_firstlineno
             while (text := linecache.getline(file, number).strip()).startswith("@"):  # a decorator
                 number += 1
-            return Origin(None, file, number, text)
-    return found or Origin()
+            return NodeOrigin(None, file, number, text)
+    return found or NodeOrigin()
 
 
 @contextlib.contextmanager
@@ -263,9 +263,9 @@ def _note(nodes: list[Node]) -> None:
         stack.extend(behind for behind, _ in node.next_functions)
 
 
-def _here() -> Origin:
+def _here() -> NodeOrigin:
     """Return where in the user's code the calling thread is, with the module."""
-    return Origin(_path(-1) if _thread.modules else None, *_line())
+    return NodeOrigin(_path(-1) if _thread.modules else None, *_line())
 
 
 def _line() -> tuple[str, int, str]:

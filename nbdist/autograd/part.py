@@ -14,7 +14,7 @@ flow downwards::
 
 =========== ==============================================================================================
 gate        the node in front of the history of one sent tensor (a slot), where the tensor's gradient enters;
-            its `State` says whether the gradient has come. UNSURE and EXPECTED gates are *pending*
+            its `GateState` says whether the gradient has come. UNSURE and EXPECTED gates are *pending*
 held back   of a node: it lies behind a pending gate, so it cannot run yet (`Part._holders`)
 free        of a node: it lies behind no pending gate, so it can run now
 kept        of a gradient: a free node has computed it for a held-back one, here ``a`` for ``c``. It is
@@ -40,7 +40,7 @@ plain
 contested
     Other graph edges lead into held-back nodes, as from ``a`` to ``c``. The pending gates become *barriers*: more roots
     of the call, with the lowest priority. The engine does not run ``c``, which still waits for a gradient from gate 2.
-    It comes to gate 2 when no other node is left to run, and the gate ends the call by raising `Held`. Hooks on the
+    It comes to gate 2 when no other node is left to run, and the gate ends the call by raising `HeldBack`. Hooks on the
     free nodes have kept the gradients for held-back nodes. A contested step runs alone, and only if a receive node is
     free: otherwise no other worker waits for its results, and its entries wait for the next gradient.
 
@@ -60,17 +60,17 @@ import msgspec
 import torch
 
 from nbdist.autograd import ddp
-from nbdist.autograd.edges import RECEIVE, Held, Node, Received, Sent, Slot, swap_part
+from nbdist.autograd.edges import RECEIVE, EdgeSlot, HeldBack, Node, Received, Sent, swap_part
 from nbdist.autograd.engine import run_backward
 from nbdist.autograd.graph import ACCUMULATE, Region, walk
-from nbdist.autograd.leaves import Claim, Gradients
+from nbdist.autograd.leaves import Claim, GradientStore
 from nbdist.autograd.messages import Head
-from nbdist.autograd.ordering import Lines
+from nbdist.autograd.ordering import GateQueues
 
 if TYPE_CHECKING:
     from nbdist.autograd.observer import Observer
 
-__all__ = ["Entry", "Marks", "Part", "Roots", "State"]
+__all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
 
 _RUNS_LAST = 0
 """The sequence number of barriers. Of the nodes that are ready, torch's engine runs the one with the highest number."""
@@ -81,7 +81,7 @@ _MOST_MESSAGES_APART = 16
 _one = torch.ones((), device="cpu")
 
 
-class State(Enum):
+class GateState(Enum):
     """The state of a gate in one pass; the module's docstring shows how it changes."""
 
     UNSURE = "unsure"  # not marked, but may still be
@@ -98,13 +98,13 @@ class Crossing(NamedTuple):
     gradient: torch.Tensor
 
 
-class Roots:
+class PassRoots:
     """The graph edges from which a pass begins, with a gradient for each; only the pass's root has them."""
 
     def __init__(self, edges: Sequence[tuple[Node, int]], gradients: Sequence[torch.Tensor]) -> None:
         self.edges = list(edges)
         self.gradients: list[torch.Tensor | None] = list(gradients)
-        self.slot: Slot | None = None
+        self.slot: EdgeSlot | None = None
 
 
 class _Arrived(msgspec.Struct, eq=False):
@@ -112,7 +112,7 @@ class _Arrived(msgspec.Struct, eq=False):
 
     edges: list[tuple[Node, int]]
     gradients: list[torch.Tensor | None]
-    slot: Slot | None
+    slot: EdgeSlot | None
 
 
 class _Step(msgspec.Struct, eq=False):
@@ -125,7 +125,7 @@ class _Step(msgspec.Struct, eq=False):
     """True for a contested step, during which no other step of the part may run."""
 
 
-Entry = Roots | _Arrived
+Entry = PassRoots | _Arrived
 Marks = dict[Received, list[int]]
 """The indices of the tensors that will get a gradient, for each message that this worker received."""
 
@@ -147,7 +147,7 @@ class Part:
         send_marks: Callable[[Marks], None],
         observer: Observer | None = None,
     ) -> None:
-        self.gradients = Gradients()
+        self.gradients = GradientStore()
         self.smart = head.smart
         self._head = head
         self._send_back = send_back
@@ -157,11 +157,11 @@ class Part:
         """Marks that `_next_step` has found necessary, until `run` has released the lock and sends them."""
         self._lock = threading.Lock()
         self._sends: dict[int, Sent] = {}
-        self.states: dict[Slot, State] = {}
+        self.states: dict[EdgeSlot, GateState] = {}
         for sent in sends:
             self._sends[sent.message] = sent
-            self.states.update(dict.fromkeys(sent.slots, State.UNSURE if head.smart else State.EXPECTED))
-        self._lines = Lines(self.states)
+            self.states.update(dict.fromkeys(sent.slots, GateState.UNSURE if head.smart else GateState.EXPECTED))
+        self._lines = GateQueues(self.states)
         self.ready: list[Entry] = []
         """The entries that no step has taken yet."""
         self._running: list[_Step] = []
@@ -172,7 +172,7 @@ class Part:
         """The region behind each slot or entry that has been walked."""
         self._holders: dict[Node, int] = {}
         """The held-back nodes, each with the number of pending gates that it lies behind."""
-        self._counted: set[Slot] = set()
+        self._counted: set[EdgeSlot] = set()
         """The slots whose gates are counted in `_holders`."""
         self._awaited: dict[Received, set[int]] = {}
         """The tensors of each received message that will get a gradient, as far as is known."""
@@ -181,7 +181,7 @@ class Part:
         self._gone_back: dict[Received, set[int]] = {}
         """The tensors whose gradients have been sent back."""
         self.root_edges: list[tuple[Node, int]] = []
-        self._barriers: set[Slot] = set()
+        self._barriers: set[EdgeSlot] = set()
         self.reduces = False
         """True if the pass reaches a DistributedDataParallel module on this worker; only found out in SMART mode."""
         self._may_reduce = not head.smart
@@ -199,12 +199,12 @@ class Part:
         with self._lock:
             for index in outputs:
                 slot = self._sends[message].slots[index]
-                if self.states[slot] is State.UNSURE:
-                    self.states[slot] = State.EXPECTED
+                if self.states[slot] is GateState.UNSURE:
+                    self.states[slot] = GateState.EXPECTED
                     self._reach(slot, found)
         return found
 
-    def _reach(self, of: Slot | Entry, marks: Marks | None) -> None:
+    def _reach(self, of: EdgeSlot | Entry, marks: Marks | None) -> None:
         """In SMART mode, note that all nodes behind a slot or entry will run; add what others must know to ``marks``.
 
         ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers. Called
@@ -225,14 +225,14 @@ class Part:
         with self._lock:
             self._may_reduce = True
             for slot, state in self.states.items():
-                if state is State.UNSURE:
-                    self.states[slot] = State.UNUSED
+                if state is GateState.UNSURE:
+                    self.states[slot] = GateState.UNUSED
                     self._release(slot)
                     self._lines.leave(slot)
 
     # -- arriving -----------------------------------------------------------------------------
 
-    def begin(self, roots: Roots) -> None:
+    def begin(self, roots: PassRoots) -> None:
         """Make the roots of the pass the first entry; called once, on the worker where the pass begins."""
         self.ready.append(roots)
         self.root_edges = list(roots.edges)
@@ -246,17 +246,17 @@ class Part:
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
                 slot = slots[index]
-                self.states[slot] = State.ARRIVED
+                self.states[slot] = GateState.ARRIVED
                 self._release(slot)
                 entry = _Arrived([slot.edge], [gradient], slot)
                 if (region := self._regions.pop(slot, None)) is not None:
                     self._regions[entry] = region  # slot and entry have the same graph edge
                 self.ready.append(entry)
 
-    def missing(self) -> list[Slot]:
+    def missing(self) -> list[EdgeSlot]:
         """Return the slots whose gates are EXPECTED: their gradients have not come."""
         with self._lock:
-            return [slot for slot, state in self.states.items() if state is State.EXPECTED]
+            return [slot for slot, state in self.states.items() if state is GateState.EXPECTED]
 
     def peers(self) -> set[int]:
         """Return the workers to which this part sends gradients, by incarnation."""
@@ -267,7 +267,7 @@ class Part:
     def unsure(self) -> bool:
         """True if entries or kept gradients are left that the end of the marking may let run."""
         left = bool(self.ready or self._kept)
-        return left and (State.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
+        return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
         """Begin no further step. Steps that run now go on to their end."""
@@ -332,7 +332,7 @@ class Part:
             entries = self._take_ready()
         else:
             entries, self.ready = self.ready, []
-        pending = [slot for slot, state in self.states.items() if state in (State.UNSURE, State.EXPECTED)]
+        pending = [slot for slot, state in self.states.items() if state in (GateState.UNSURE, GateState.EXPECTED)]
         if not pending and (self._may_reduce or not ddp.living):
             if self.smart:
                 for entry in entries:
@@ -367,7 +367,7 @@ class Part:
         self._kept = [crossing for crossing in self._kept if crossing.node in held]
         missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held_here)]
         # Leaves of DistributedDataParallel modules may be held back without a gate: they get one as a barrier.
-        missing += [Slot(-1, 0, node.variable) for node in held_here if node not in self._holders]
+        missing += [EdgeSlot(-1, 0, node.variable) for node in held_here if node not in self._holders]
         crossings = {
             node: crossing
             for node in free
@@ -430,7 +430,7 @@ class Part:
         entries, self.ready = self._in_turn(self.ready)
         if ddp.living and not self._may_reduce:
             for entry in list(entries):
-                if isinstance(entry, Roots) and ddp.own(self._region(entry).leaves):
+                if isinstance(entry, PassRoots) and ddp.own(self._region(entry).leaves):
                     self._reach(entry, self._due)
                     self.ready.append(entry)
                     entries.remove(entry)
@@ -510,14 +510,14 @@ class Part:
 
     # -- what is held back --------------------------------------------------------------------
 
-    def _region(self, of: Slot | Entry) -> Region:
+    def _region(self, of: EdgeSlot | Entry) -> Region:
         """Return the region behind a slot or entry, which is walked once."""
         region = self._regions.get(of)
         if region is None:
-            region = self._regions[of] = walk([of.edge] if isinstance(of, Slot) else of.edges)
+            region = self._regions[of] = walk([of.edge] if isinstance(of, EdgeSlot) else of.edges)
         return region
 
-    def _hold(self, slots: Iterable[Slot]) -> None:
+    def _hold(self, slots: Iterable[EdgeSlot]) -> None:
         """Hold back all nodes behind these pending gates; gates that hold already are not counted twice."""
         holders = self._holders
         for slot in slots:
@@ -526,7 +526,7 @@ class Part:
                 for node in self._region(slot).nodes:
                     holders[node] = holders.get(node, 0) + 1
 
-    def _release(self, slot: Slot) -> None:
+    def _release(self, slot: EdgeSlot) -> None:
         """Let a gate that is no longer pending hold no nodes back."""
         if slot in self._counted:
             self._counted.discard(slot)
@@ -580,7 +580,7 @@ class Part:
         kept: Sequence[Crossing],
         free: Sequence[Node],
         crossings: Mapping[Node, Sequence[tuple[int, Node, int]]],
-        missing: Sequence[Slot],
+        missing: Sequence[EdgeSlot],
     ) -> None:
         """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers.
 
@@ -593,14 +593,14 @@ class Part:
         for node in free:
             if node._sequence_nr() == _RUNS_LAST:
                 node._set_sequence_nr(_RUNS_LAST + 1)
-        barriers = Roots([], [])
+        barriers = PassRoots([], [])
         for slot in missing:
             slot.node._set_sequence_nr(_RUNS_LAST)
             barriers.edges.append((slot.node, 0))
             barriers.gradients.append(_one)
         try:
             self._call([*entries, barriers], kept, free, [node for node in free if type(node) is ACCUMULATE])
-        except Held:
+        except HeldBack:
             pass
         finally:
             self._barriers = set()
@@ -620,14 +620,14 @@ class Part:
 
     # -- from the nodes -----------------------------------------------------------------------
 
-    def enter(self, slot: Slot) -> torch.Tensor | None:
+    def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
         """Return None as the gradient of a gate that torch's engine runs; called by the gate's node.
 
         None is what has arrived for that gate. If the gate is a barrier, its gradient has not arrived, and nothing else
-        can run: this raises `Held`, which ends the contested call.
+        can run: this raises `HeldBack`, which ends the contested call.
         """
         if slot in self._barriers:
-            raise Held
+            raise HeldBack
         return None
 
     def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -27,7 +27,7 @@ The locks of autograd, and the order in which a thread may take them:
 ======================= ==========================================================================================
 while it holds          a thread may take
 ======================= ==========================================================================================
-`Context.lock`          `Numbers._lock`, `Gradients._lock`, `Observer._sending`, `Observer._changed`,
+`Context.lock`          `NodeNumbers._lock`, `GradientStore._lock`, `Observer._sending`, `Observer._changed`,
                         `Watch._changed`
 `Run.lock`              `Part._lock`
 `Observer._halting`     `leaves._lock`, `Observer._sending`, `Observer._changed`, `Watch._changed`. The thread that
@@ -63,7 +63,7 @@ from nbdist.autograd.edges import Received
 from nbdist.autograd.ledger import Ledger
 from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
 from nbdist.autograd.observing import Observing
-from nbdist.autograd.part import Marks, Part, Roots
+from nbdist.autograd.part import Marks, Part, PassRoots
 from nbdist.autograd.run import Outgoing, Run
 from nbdist.autograd.turns import TurnTaking
 from nbdist.errors import NbdistError, UsageError, WorkerLost
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
     from nbdist.autograd import observing
 
-    class Transport(observing.Transport, Protocol):
+    class _Transport(observing._Transport, Protocol):
         """The methods of an agent's recorder that passes call."""
 
         def post(self, to: int, message: messages.Message, body: Any = None) -> None:
@@ -117,7 +117,7 @@ class UnusedOutputs(UsageError):
 class Passes:
     """All passes that touch one worker: begins them, acts on their messages and ends them."""
 
-    def __init__(self, transport: Transport, contexts: Contexts) -> None:
+    def __init__(self, transport: _Transport, contexts: Contexts) -> None:
         self.observing = Observing(transport, contexts)
         self._transport = transport
         self._me = transport.me
@@ -135,7 +135,7 @@ class Passes:
     def begin(
         self,
         context: Context,
-        roots: Roots,
+        roots: PassRoots,
         outcome: Future[None] | None = None,
         *,
         smart: bool = True,

@@ -35,7 +35,7 @@ from nbdist.autograd.contexts import Context, Contexts
 from nbdist.autograd.edges import Received
 from nbdist.autograd.nans import Check
 from nbdist.autograd.origins import noted
-from nbdist.autograd.part import Roots
+from nbdist.autograd.part import PassRoots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.run import Run
 from nbdist.errors import NbdistError, NotInitialized, UsageError
@@ -112,7 +112,7 @@ class Recorder:
         self._handle(messages.Cancel, lambda message, sender: partial(passes.on_cancel, message))
         self._handle(messages.Entered, self._on_entered)
         self._handle(messages.Release, lambda message, sender: partial(self._release, message.context, message.maker))
-        self._handle(messages.Watch, lambda message, sender: observing.on_watch(message))
+        self._handle(messages.WatchChanged, lambda message, sender: observing.on_watch(message))
         self._handle(messages.Observed, observing.on_observed)
         self._handle(messages.Over, lambda message, sender: observing.on_over(message))
         self._handle(messages.Steer, observing.on_steer)
@@ -298,7 +298,7 @@ class Recorder:
         """Begin a pass from these roots, with a gradient for each; ``options`` and the rest as for `Passes.begin`."""
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
-        return self.passes.begin(context, Roots(edges, gradients), outcome, **options)
+        return self.passes.begin(context, PassRoots(edges, gradients), outcome, **options)
 
     def wait(self, run: Run) -> None:
         """Wait for the end of a pass; its error is raised, in the words of `failure_words`.

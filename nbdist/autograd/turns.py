@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nbdist.autograd.ledger import Ledger
     from nbdist.autograd.run import Run
 
-    class Transport(Protocol):
+    class _Transport(Protocol):
         """The methods of an agent's recorder that `TurnTaking` calls."""
 
         def tell(self, to: int, message: messages.Message) -> None:
@@ -75,7 +75,7 @@ class Turns:
 class TurnTaking:
     """Asks for turns as the root of passes, and gives turns as the leader for others; one object on each worker."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: _Transport) -> None:
         self._transport = transport
         self._turns = Turns()
         self._lock = threading.Lock()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from nbdist.autograd.inspection import Plan
 
-    class Transport(Protocol):
+    class _Transport(Protocol):
         """The methods of an agent that a watch needs."""
 
         @property
@@ -96,7 +96,7 @@ class Watch:
     """
 
     def __init__(
-        self, transport: Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
+        self, transport: _Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
     ) -> None:
         self.id = next(_ids)
         self.context_id = context

@@ -31,7 +31,7 @@ from nbdist.holds import Hold, Holds
 from nbdist.signals import Deferral
 from nbdist.wire.messages import Place
 
-__all__ = ["PROBE", "Arena", "Slot", "default_bound", "file_name", "open_arena"]
+__all__ = ["PROBE", "Arena", "ArenaSlot", "default_bound", "file_name", "open_arena"]
 
 PROBE = 0
 """The number of an empty segment. A process that can open it can open the other segments, too."""
@@ -74,7 +74,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Slot:
+class ArenaSlot:
     """A block with a copy of a tensor, for one receiver. A slot that is collected unsent returns its block."""
 
     __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
@@ -97,7 +97,7 @@ class Slot:
         self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
 
 
-class Space:
+class ArenaSpace:
     """The arena as a place for tensors to one receiver."""
 
     def __init__(self, arena: Arena, receiver: int) -> None:
@@ -106,7 +106,7 @@ class Space:
         self._arena = arena
         self._receiver = receiver
 
-    def put(self, pointer: int, length: int) -> Slot | None:
+    def put(self, pointer: int, length: int) -> ArenaSlot | None:
         """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room."""
         return self._arena.put(pointer, length, self._receiver)
 
@@ -138,7 +138,7 @@ class Arena:
 
     # -- out ----------------------------------------------------------------------------------
 
-    def put(self, pointer: int, length: int, receiver: int) -> Slot | None:
+    def put(self, pointer: int, length: int, receiver: int) -> ArenaSlot | None:
         """Copy ``length`` bytes at the address ``pointer`` into a block for ``receiver``.
 
         Returns None, and counts that in `falls_back`, if the arena has no room for them or is closed.
@@ -155,7 +155,7 @@ class Arena:
                 # This local keeps the segment mapped if another thread closes the arena during the copy below.
                 file, mapping = self._files[segment.number], self._mappings[segment.number]
                 place = Place(segment.number, file, segment.size, block.offset, length)
-                slot = Slot(self, block, self._unsent.hold(block), receiver, place)
+                slot = ArenaSlot(self, block, self._unsent.hold(block), receiver, place)
         finally:
             this_thread.is_closed = was_closed
         ctypes.memmove(mapping.address + block.offset, pointer, length)
@@ -174,7 +174,7 @@ class Arena:
         return block
 
     def send(self, block: Block, hold: Hold, receiver: int) -> None:
-        """Note that a block is lent to ``receiver``. The caller defers signals (`Slot.send`)."""
+        """Note that a block is lent to ``receiver``. The caller defers signals (`ArenaSlot.send`)."""
         with self._lock:
             self._unsent.forget(hold)
             self._blocks.send(block, receiver)

@@ -25,7 +25,7 @@ from nbdist.holds import Holds
 from nbdist.wire.messages import Place, Record
 from nbdist.wire.tensors import Buffer, Unreadable
 
-__all__ = ["Ended", "Leases"]
+__all__ = ["LeaseEnded", "Leases"]
 
 _UNMAP_AFTER = 30.0
 """Seconds without a new lease after which `Leases` drops its mapping of a segment: its owner may have closed it."""
@@ -43,7 +43,7 @@ def _on_fork() -> None:
 os.register_at_fork(before=_on_fork, after_in_parent=_on_fork)
 
 
-class Ended(NamedTuple):
+class LeaseEnded(NamedTuple):
     """A lease that has ended: the place of its block, and to whom the block goes back."""
 
     owner: int
@@ -71,7 +71,7 @@ class Leases:
     """All leases of one agent. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._holds: Holds[tuple[Ended, int]] = Holds()
+        self._holds: Holds[tuple[LeaseEnded, int]] = Holds()
         """A hold for each lease, with the note of its end and the value of `_forks` when it began."""
         self.ended = self._holds.ended
         """Not empty while leases have ended that `take_ended` has not returned. Only test whether it is empty."""
@@ -102,7 +102,7 @@ class Leases:
         return [self._begin(owner, place, now) for place in places]
 
     def _begin(self, owner: Record, place: Place, now: float) -> Buffer:
-        what = Ended(owner.incarnation, place.segment, place.offset, place.length, False)
+        what = LeaseEnded(owner.incarnation, place.segment, place.offset, place.length, False)
         hold = self._holds.hold((what, _forks))  # if this method returns no memory, the lease ends at once
         self.begun += 1
         if not 0 <= place.offset <= place.offset + place.length <= place.size:
@@ -126,7 +126,7 @@ class Leases:
             segment.used_at = now
             return segment.mapping
 
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[LeaseEnded]:
         """Return the leases that have ended since the last call.
 
         A lease that ended before a fork and is returned after it counts as shared, although no child reads its block:

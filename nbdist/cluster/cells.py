@@ -1,6 +1,6 @@
-"""One cell that runs on workers: `Cell` is the handle that users wait for, `Part` is one worker's share of the cell.
+"""One cell that runs on workers: `Cell` is the handle that users wait for, `CellPart` one worker's share of it.
 
-Each part moves through these states; ``began`` and ``done`` are fields of `Part`::
+Each part moves through these states; ``began`` and ``done`` are fields of `CellPart`::
 
     sent ── execute_input ──> began ── reply and idle, in either order ──────────> done
       │                         ├───── idle, but no reply within _REPLY_WITHIN ─────> done, failed
@@ -35,7 +35,7 @@ from nbdist.cluster.outlet import Outlet
 from nbdist.cluster.page_lines import moved_down
 from nbdist.cluster.sinks import Sink
 
-__all__ = ["Cell", "Part"]
+__all__ = ["Cell", "CellPart"]
 
 _log = logging.getLogger("nbdist.cluster")
 _IDLE_WITHIN = 10.0
@@ -69,7 +69,7 @@ _OUTPUTS = ("stream", "display_data", "execute_result", "error")
 
 
 @dataclass
-class Part:
+class CellPart:
     """One worker's share of a cell."""
 
     worker: str
@@ -134,7 +134,7 @@ class Cell:
         self.source = moved_down(code, above)
         """The code below as many empty lines as stand above it in the page's cell, so that line numbers agree."""
         self.sink = sink
-        self.parts = {worker: Part(worker, new_id()) for worker in workers}
+        self.parts = {worker: CellPart(worker, new_id()) for worker in workers}
         self._outlet = Outlet(thread, arranger, sink, number)
         self._thread = thread
         self._interrupt = interrupt
@@ -388,7 +388,7 @@ class Cell:
         if not part.done:
             self._thread.loop.call_later(_IDLE_WITHIN, self._idle_is_lost, part)
 
-    def _idle_is_lost(self, part: Part) -> None:
+    def _idle_is_lost(self, part: CellPart) -> None:
         """End a part whose kernel has replied and has not reported idle in time."""
         part.idle = True
         self._maybe_end(part)
@@ -409,14 +409,14 @@ class Cell:
         self._end(part)
 
     @staticmethod
-    def _on_begin(part: Part) -> None:
+    def _on_begin(part: CellPart) -> None:
         """Note that the code starts. From now on the kernel reacts to SIGINT."""
         part.began = time.monotonic()
         actions, part.when_begun = part.when_begun, []
         for action in actions:
             action()
 
-    def _on_status(self, part: Part, state: str) -> None:
+    def _on_status(self, part: CellPart, state: str) -> None:
         """Note that a kernel is idle. The part ends when the reply is there too, or `_REPLY_WITHIN` seconds later."""
         if state == "idle":
             part.idle = True
@@ -424,14 +424,14 @@ class Cell:
             if not part.done:
                 self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
 
-    def _reply_is_lost(self, part: Part) -> None:
+    def _reply_is_lost(self, part: CellPart) -> None:
         """End a part without a reply: with the error that it has shown last, else with KeyboardInterrupt."""
         if not part.done:
             if not self._take_error(part, None):
                 part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
             self._end(part)
 
-    def _fail(self, part: Part, content: Mapping[str, Any]) -> None:
+    def _fail(self, part: CellPart, content: Mapping[str, Any]) -> None:
         """Set a part's error from a message; add a hint if the missing name is a notebook variable."""
         traceback = tuple(content.get("traceback", ()))
         if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
@@ -441,7 +441,7 @@ class Cell:
             )
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
-    def _take_error(self, part: Part, name: str | None) -> bool:
+    def _take_error(self, part: CellPart, name: str | None) -> bool:
         """Fail a part with the last error that it holds back, if its class is called ``name``; return whether it is.
 
         None stands for any error, and so does ``NoneType``, which a kernel replies if the error's ``repr`` fails.
@@ -453,7 +453,7 @@ class Cell:
         self._fail(part, errors[-1].content)
         return True
 
-    def _maybe_end(self, part: Part) -> None:
+    def _maybe_end(self, part: CellPart) -> None:
         """End a part once its kernel has both replied and reported idle."""
         if not part.idle or part.reply is None or part.done:
             return
@@ -461,7 +461,7 @@ class Cell:
             self._fail(part, part.reply)
         self._end(part)
 
-    def _end(self, part: Part) -> None:
+    def _end(self, part: CellPart) -> None:
         """End a part; end the cell if this was its last part."""
         part.done = True
         self._part_ended(self, part.worker)
@@ -504,7 +504,7 @@ class Cell:
             if error is not None:
                 self.sink.publish("error", error_content(error))
 
-    def _show_or_hold(self, part: Part, message: Published) -> None:
+    def _show_or_hold(self, part: CellPart, message: Published) -> None:
         """Show a message, or hold it back while the error that ends the cell may be among the messages held."""
         if message.kind in _OUTPUTS and message.kind != "stream":
             self._show_held(part)  # an error that is followed by more than text did not end the cell
@@ -516,11 +516,11 @@ class Cell:
         else:
             self._show(part, message)
 
-    def _show(self, part: Part, message: Published) -> None:
+    def _show(self, part: CellPart, message: Published) -> None:
         """Pass a message to the outlet, and keep what the outlet will show."""
         self._remember(part, self._outlet.feed(part.worker, message))
 
-    def _show_held(self, part: Part, error: Published | None = None) -> None:
+    def _show_held(self, part: CellPart, error: Published | None = None) -> None:
         """Show the messages held back. With ``error``, only if that error is still the first of them."""
         if error is not None and (not part.held or part.held[0] is not error):
             return
@@ -529,7 +529,7 @@ class Cell:
             self._show(part, message)
 
     @staticmethod
-    def _remember(part: Part, shown: Sequence[Published]) -> None:
+    def _remember(part: CellPart, shown: Sequence[Published]) -> None:
         """Add messages to a part's outputs, and merge neighbouring text of one stream."""
         for message in shown:
             if message.kind == LEFT_OUT:

@@ -18,13 +18,13 @@ from nbdist.cluster.arrange import LEFT_OUT, OUTPUT, Published
 from nbdist.cluster.items import merged
 from nbdist.cluster.terminal import as_seen
 
-__all__ = ["LINES_KEPT", "Cutter"]
+__all__ = ["LINES_KEPT", "OutputCutter"]
 
 LINES_KEPT = 2000
 """The number of lines shown at the beginning, and again at the end."""
 
 
-class Cutter:
+class OutputCutter:
     """Cuts one worker's text in one cell: messages go in, the messages to show now come out."""
 
     def __init__(self, cell: int, streams: Container[str]) -> None:

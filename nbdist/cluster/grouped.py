@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from nbdist.cluster import arrange
 from nbdist.cluster.arrange import OUTPUT, Arranger, Published
-from nbdist.cluster.items import Item, display_id, merged, updated, with_own_id
+from nbdist.cluster.items import OutputItem, display_id, merged, updated, with_own_id
 from nbdist.cluster.lines import Lines
 
 __all__ = ["Grouped"]
@@ -90,7 +90,7 @@ class Grouped(Arranger):
 
     def finish(self, now: float) -> list[Published]:
         """Return all output by worker; workers with the same output share one copy of it."""
-        groups: dict[tuple[str, ...], tuple[list[str], list[Item]]] = {}
+        groups: dict[tuple[str, ...], tuple[list[str], list[OutputItem]]] = {}
         for worker, held in self._held.items():
             items = _settled(worker, held.messages)
             alike = tuple(item.key or f"of {worker} alone" for item in items)
@@ -105,14 +105,14 @@ class Grouped(Arranger):
         return merged(published)
 
 
-def _settled(worker: str, said: Sequence[Published]) -> list[Item]:
+def _settled(worker: str, said: Sequence[Published]) -> list[OutputItem]:
     """Return one worker's output as items, in an order that does not depend on when its streams were flushed.
 
     Between two displays, all text of stdout comes before that of stderr.
     """
     lines = Lines(worker)
-    items: list[Item] = []
-    part: list[Item] = []
+    items: list[OutputItem] = []
+    part: list[OutputItem] = []
 
     def end_part() -> None:
         items.extend(item for item in part if item.stream == "stdout")

@@ -26,7 +26,7 @@ from nbdist.cluster import pins, process_memory, variables
 from nbdist.cluster.census import Amount, Census, Walk
 from nbdist.cluster.pins import Pin
 from nbdist.cluster.process_memory import Usage
-from nbdist.cluster.roots import Named, named_values, names_by_value, references, roots_of
+from nbdist.cluster.roots import NamedValue, named_values, names_by_value, references, roots_of
 from nbdist.cluster.status import gpu_memory
 from nbdist.cluster.variables import Variable
 from nbdist.ids import GlobalId
@@ -97,7 +97,7 @@ class WorkerMemory(msgspec.Struct, frozen=True):
     """Bytes that torch has reserved on the worker's GPUs."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class MemoryReport(msgspec.Struct, frozen=True):
     """One worker's answer to `collect`."""
 
     owned: list[Owned]
@@ -175,7 +175,7 @@ def collect() -> Holdings:
 _UNKNOWN = Pin("other", "a call, or a function that is running")
 
 
-def _disagree(reports: dict[str, Report]) -> bool:
+def _disagree(reports: dict[str, MemoryReport]) -> bool:
     """Return whether some owner lists a user of a value that reports no reference to that value (any more)."""
     return any(
         name in reports and owned.id not in reports[name].used
@@ -209,7 +209,7 @@ def _settle() -> None:
     current_agent().reap()
 
 
-def _report() -> Report:
+def _report() -> MemoryReport:
     """Make this worker's report, which must not keep the values alive.
 
     Contexts are counted first, then values, then variables: a buffer that several of them hold counts for the first.
@@ -243,7 +243,7 @@ def _report() -> Report:
     rrefs = references(agent)
     for rref, held in zip(rrefs, pins.find(rrefs, roots), strict=True):
         used[rref._id] = pins.told({*used.get(rref._id, []), *(held or [_UNKNOWN])})
-    return Report(owned, contexts, used, _memory(agent, census, rows))
+    return MemoryReport(owned, contexts, used, _memory(agent, census, rows))
 
 
 class _Value(NamedTuple):
@@ -308,7 +308,7 @@ def _watch(census: Census, values: list[_Value]) -> list[int]:
     return numbers
 
 
-def _pins_within(named: Named) -> list[Pin]:
+def _pins_within(named: NamedValue) -> list[Pin]:
     """Return pins that say that the value is in the objects with these names."""
     return [Pin(named.kind, name, within=True) for name in named.names]
 

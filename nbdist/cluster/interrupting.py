@@ -37,7 +37,7 @@ from nbdist.rpc.agent import active_agent
 from nbdist.rpc.stopping import BREAK_OFF_AFTER, NAME_AFTER
 
 if TYPE_CHECKING:
-    from nbdist.cluster.cells import Cell, Part
+    from nbdist.cluster.cells import Cell, CellPart
     from nbdist.cluster.cluster import Cluster
     from nbdist.cluster.workers import Worker
     from nbdist.rpc.futures import Future
@@ -88,7 +88,7 @@ def _interrupt_cells_of(cluster: Cluster, workers: Sequence[Worker]) -> None:
     cluster.kernel_thread.loop.create_task(interrupt(cluster, work))
 
 
-async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, Part]]) -> list[str]:
+async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
     """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
 
     Cells that have not begun are called off, cells that run get SIGINT. After `BREAK_AFTER` seconds collectives are
@@ -119,7 +119,7 @@ def stop_served_calls() -> None:
         agent.stopping.stop_served()
 
 
-def _is_next(cluster: Cluster, cell: Cell, part: Part) -> bool:
+def _is_next(cluster: Cluster, cell: Cell, part: CellPart) -> bool:
     """Return whether the worker runs this cell or will run it next.
 
     ``part.began`` alone does not tell: a cell that takes the GIL at once cannot report that it began.
@@ -134,7 +134,7 @@ async def _until(happened: Callable[[], bool], deadline: float) -> None:
         await asyncio.sleep(_POLL)
 
 
-def _signal(cluster: Cluster, part: Part) -> None:
+def _signal(cluster: Cluster, part: CellPart) -> None:
     """Send SIGINT to the worker as soon as its kernel reacts to it, which is when the cell has begun."""
     loop = asyncio.get_running_loop()
 
@@ -167,7 +167,7 @@ def _signal(cluster: Cluster, part: Part) -> None:
     part.when_begun.append(send_once)
 
 
-def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:
+def _call_off(cluster: Cluster, part: CellPart) -> Future[Any] | None:
     """Tell a worker to skip a cell that has not begun.
 
     Returns a future that is done once the worker has confirmed, or None if the worker is gone. A worker that was told
@@ -185,7 +185,7 @@ def _call_off(cluster: Cluster, part: Part) -> Future[Any] | None:
     return None
 
 
-def _break_collective(cluster: Cluster, part: Part) -> None:
+def _break_collective(cluster: Cluster, part: CellPart) -> None:
     """Break the process group of the collective in which the worker may wait, and note in the part what was broken."""
 
     def note(future: object) -> None:
@@ -196,7 +196,7 @@ def _break_collective(cluster: Cluster, part: Part) -> None:
         cluster.agent.call(part.worker, collectives.break_off, timeout=NAME_AFTER).then(note)
 
 
-async def _describe(cluster: Cluster, cell: Cell, part: Part, deadline: float) -> str:
+async def _describe(cluster: Cluster, cell: Cell, part: CellPart, deadline: float) -> str:
     """Return what to say of a worker that has not ended its cell; "" if it ends while its traceback is formatted."""
     name = part.worker
     if not _is_next(cluster, cell, part):

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from nbdist.cluster.arrange import LEFT_OUT, Published, label_of, say_left_out
 
-__all__ = ["Item", "display_id", "merged", "updated", "with_own_id"]
+__all__ = ["OutputItem", "display_id", "merged", "updated", "with_own_id"]
 
 _GENERATED_ID = re.compile(r"[0-9a-f]{32}")
 """A display id that IPython has generated, and that no other worker has."""
 
 
 @dataclass(slots=True)
-class Item:
+class OutputItem:
     """A whole line of text, a display, or a request to clear the output.
 
     When `Live` shows an item, it sets `workers` to all workers with the same item, and `key` to "", so that the item is

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Sequence
 
 from nbdist.cluster import arrange
 from nbdist.cluster.arrange import LEFT_OUT, Published
-from nbdist.cluster.items import Item, display_id
+from nbdist.cluster.items import OutputItem, display_id
 from nbdist.cluster.terminal import as_seen, close_colours, overlaid
 
 __all__ = ["Lines"]
@@ -41,7 +41,7 @@ class Lines:
         self._colours: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
         """The colours that are set at this point of a stream."""
 
-    def take(self, message: Published, now: float) -> list[Item]:
+    def take(self, message: Published, now: float) -> list[OutputItem]:
         """Take a message; return the items that it completes.
 
         A result that is only text becomes one item of text. Any other display becomes an item that is never merged if
@@ -59,12 +59,12 @@ class Lines:
             content = {"data": data, "metadata": content.get("metadata", {})}
             message = message._replace(kind="display_data", content=content)
         if message.kind == LEFT_OUT:
-            return [*self.rest(now, bars=False), Item([self._worker], json.dumps(content), now, message=message)]
+            return [*self.rest(now, bars=False), OutputItem([self._worker], json.dumps(content), now, message=message)]
         alone = display_id(message) is not None  # the worker may update its own display later
         key = "" if alone else json.dumps([message.kind, content], sort_keys=True, default=str)
-        return [*self.rest(now), Item([self._worker], key, now, message=message)]
+        return [*self.rest(now), OutputItem([self._worker], key, now, message=message)]
 
-    def _take_text(self, stream: str, text: str, now: float) -> list[Item]:
+    def _take_text(self, stream: str, text: str, now: float) -> list[OutputItem]:
         """Add text to a stream; return the lines that it completes."""
         begun = self._begun.get(stream, "")
         *lines, last = (begun + text).split("\n")
@@ -74,7 +74,7 @@ class Lines:
         self._begun[stream] = overlaid(before) + written_over + tail  # a bar is short, however often it moved
         return [self._line(stream, line, now) for line in lines]
 
-    def rest(self, now: float, streams: Sequence[str] = ("stdout", "stderr"), *, bars: bool = True) -> list[Item]:
+    def rest(self, now: float, streams: Sequence[str] = ("stdout", "stderr"), *, bars: bool = True) -> list[OutputItem]:
         """Return the unfinished lines as items, and forget them.
 
         Without ``bars``, lines that are overwritten are kept: they are shown as progress bars. In plain streams there
@@ -105,8 +105,8 @@ class Lines:
         """Yield the unfinished lines whose display can be replaced."""
         return ((stream, text) for stream, text in self._begun.items() if text and stream not in self._plain)
 
-    def _line(self, stream: str, line: str, now: float) -> Item:
+    def _line(self, stream: str, line: str, now: float) -> OutputItem:
         return self._item(stream, close_colours(as_seen(line), self._colours[stream]) + "\n", now)
 
-    def _item(self, stream: str, text: str, now: float) -> Item:
-        return Item([self._worker], f"{stream}:{text}", now, text, stream)
+    def _item(self, stream: str, text: str, now: float) -> OutputItem:
+        return OutputItem([self._worker], f"{stream}:{text}", now, text, stream)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from nbdist.cluster import arrange
 from nbdist.cluster.arrange import OUTPUT, Arranger, Published, label_of
-from nbdist.cluster.items import Item, display_id, merged, updated, with_own_id
+from nbdist.cluster.items import OutputItem, display_id, merged, updated, with_own_id
 from nbdist.cluster.lines import Lines
 from nbdist.cluster.screen import Screen
 
@@ -29,7 +29,7 @@ class _Worker:
     """The arranger's state of one worker: its unfinished lines, and the items that wait to be shown."""
 
     lines: Lines
-    queue: deque[Item] = field(default_factory=deque)
+    queue: deque[OutputItem] = field(default_factory=deque)
     """Items that have not been shown."""
     ended: bool = False
     clear: bool = False
@@ -159,7 +159,7 @@ class Live(Arranger):
                     published += self._show(same, item, now)
         return merged(published)
 
-    def _show(self, workers: list[str], item: Item, now: float) -> list[Published]:
+    def _show(self, workers: list[str], item: OutputItem, now: float) -> list[Published]:
         """Return the messages that show an item for these workers, and remember it on the screen."""
         if item.message is not None and item.message.kind == "clear_output":
             return self._wipe(workers, item.message, now)
@@ -182,7 +182,7 @@ class Live(Arranger):
         state.lines.wipe()
         state.queue.clear()
         state.queue += kept
-        state.queue.append(Item([worker], f"clear:{message.content['wait']}", now, message=message))
+        state.queue.append(OutputItem([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
         """Clear the output of some workers. The page can only clear all, so the output of the others is shown again."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from nbdist.cluster.arrange import Arranger, Published, Straight, label_of
-from nbdist.cluster.cutting import Cutter
+from nbdist.cluster.cutting import OutputCutter
 from nbdist.cluster.grouped import Grouped
 from nbdist.cluster.in_place import InPlace
 from nbdist.cluster.kernels import KernelThread
@@ -55,7 +55,7 @@ class Outlet:
         self._number = number
         self._timer: asyncio.TimerHandle | None = None
         """The next call of the arranger's `flush`."""
-        self._cutters: dict[str, Cutter] = {}
+        self._cutters: dict[str, OutputCutter] = {}
         self._ended: set[str] = set()
         self._last = InPlace(sink.page)
         self._last_due: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class Outlet:
         """Take a message; return the messages that the cutter lets through, which may be earlier ones."""
         cutter = self._cutters.get(worker)
         if cutter is None:
-            cutter = self._cutters[worker] = Cutter(self._number, self._sink.cut)
+            cutter = self._cutters[worker] = OutputCutter(self._number, self._sink.cut)
         let_through = cutter.take(message)
         self._arrange(worker, let_through)
         if cutter.holds:

@@ -29,7 +29,18 @@ from pathlib import Path
 
 import msgspec
 
-from nbdist.cluster.zygote import Ended, Failed, Line, Preload, Preloaded, Ready, Setup, Signal, Start, Started
+from nbdist.cluster.zygote import (
+    MessageSocket,
+    Preload,
+    Preloaded,
+    ProcessEnded,
+    ProcessFailed,
+    Setup,
+    Signal,
+    Start,
+    Started,
+    ZygoteReady,
+)
 from nbdist.errors import UsageError, WorkerLost
 
 __all__ = ["Processes", "describe_exit"]
@@ -70,7 +81,7 @@ class Processes:
         self._starting: dict[str, Future[int]] = {}
         """The workers that have been asked for and not been answered, by name."""
         self._living: dict[str, int] = {}
-        self._ready: Future[Ready] = Future()
+        self._ready: Future[ZygoteReady] = Future()
         self._preloading: Future[None] = Future()
         self._closing = False
         """True once no worker can be started any more: `close` was called, or the zygote has ended."""
@@ -88,11 +99,11 @@ class Processes:
                 env=None if environment is None else dict(environment),
             )
             undo.pop_all()
-        self._line = Line(ours)
+        self._line = MessageSocket(ours)
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
         self._thread.start()
 
-    def ready(self, timeout: float | None = None) -> Ready:
+    def ready(self, timeout: float | None = None) -> ZygoteReady:
         """Wait until the zygote has done its imports; return how they went.
 
         Raises WorkerLost if the zygote has ended, TimeoutError after ``timeout`` seconds.
@@ -190,12 +201,14 @@ class Processes:
         """Handle the zygote's events until it ends. In a thread of its own."""
         while (lines := self._line.receive()) is not None:
             for line in lines:
-                self._take(msgspec.json.decode(line, type=Ready | Preloaded | Started | Failed | Ended))
+                self._take(
+                    msgspec.json.decode(line, type=ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded)
+                )
         self._zygote_ended()
 
-    def _take(self, event: Ready | Preloaded | Started | Failed | Ended) -> None:
+    def _take(self, event: ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded) -> None:
         """Handle one event of the zygote's, as in the table above."""
-        if isinstance(event, Ready):
+        if isinstance(event, ZygoteReady):
             for complaint in event.complaints:
                 _log.warning(
                     "a module could not be imported for all workers before they start; each worker will try again: %s",
@@ -210,7 +223,7 @@ class Processes:
                 future = self._starting.pop(event.name)
             if future.set_running_or_notify_cancel():
                 future.set_result(event.pid)
-        elif isinstance(event, Failed):
+        elif isinstance(event, ProcessFailed):
             with self._lock:
                 future = self._starting.pop(event.name)
             if future.set_running_or_notify_cancel():

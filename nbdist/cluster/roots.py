@@ -14,7 +14,7 @@ from nbdist.rpc import inert
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.rref import RRef
 
-__all__ = ["LAST_RESULT", "Named", "named_values", "names_by_value", "references", "results", "roots_of", "shell"]
+__all__ = ["LAST_RESULT", "NamedValue", "named_values", "names_by_value", "references", "results", "roots_of", "shell"]
 
 _IN_TRACEBACK = Pin("traceback", "a traceback")
 """The pin of objects that the shell's traceback formatter keeps."""
@@ -82,7 +82,7 @@ def names_by_value(roots: Roots) -> dict[int, set[str]]:
     return found
 
 
-class Named(NamedTuple):
+class NamedValue(NamedTuple):
     """A value, with all names by which the user knows it."""
 
     names: list[str]
@@ -91,21 +91,23 @@ class Named(NamedTuple):
     value: Any
 
 
-def named_values(roots: Roots) -> list[Named]:
+def named_values(roots: Roots) -> list[NamedValue]:
     """Return the values of the user's variables and modules, the results of cells, and what tracebacks hold.
 
     Variables that the shell and nbdist have put into the namespace are left out. A value with several names comes once.
     """
-    found: dict[int, Named] = {}
+    found: dict[int, NamedValue] = {}
     for name, value in _variables(roots):
         if inert.is_a(value, int, float, str, bytes) or value is None:
-            found[id(name)] = Named([name], "variable", value)  # one object for several names by chance: keep apart
+            found[id(name)] = NamedValue(
+                [name], "variable", value
+            )  # one object for several names by chance: keep apart
         else:
-            found.setdefault(id(value), Named([], "variable", value)).names.append(name)
+            found.setdefault(id(value), NamedValue([], "variable", value)).names.append(name)
     for number, value in list(dict.items(roots.out)):
-        found.setdefault(id(value), Named([f"Out[{number}]"], "out", value))
+        found.setdefault(id(value), NamedValue([f"Out[{number}]"], "out", value))
     held = [each for frame in roots.tracebacks.values() for each in gc.get_referents(frame)]
-    return [*found.values(), *([Named(["a traceback"], "traceback", held)] if held else [])]
+    return [*found.values(), *([NamedValue(["a traceback"], "traceback", held)] if held else [])]
 
 
 def _variables(roots: Roots) -> Iterator[tuple[str, Any]]:

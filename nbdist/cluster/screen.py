@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from nbdist.cluster.arrange import Published
-from nbdist.cluster.items import Item, display_id, updated
+from nbdist.cluster.items import OutputItem, display_id, updated
 
 __all__ = ["Screen"]
 
@@ -22,14 +22,14 @@ class Screen:
     """The items that have been shown, as far as they are remembered."""
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
-        self._displays: dict[str, list[Item]] = {}
+        self._items: deque[OutputItem] = deque()
+        self._displays: dict[str, list[OutputItem]] = {}
         """The items with a display id, by this id."""
         self._size = 0
         self._forgotten = False
         """True once older items had to be forgotten."""
 
-    def add(self, item: Item) -> None:
+    def add(self, item: OutputItem) -> None:
         """Remember an item that has been shown."""
         self._items.append(item)
         self._size += _size(item)
@@ -42,7 +42,7 @@ class Screen:
     def wipe(self, workers: Sequence[str]) -> bool:
         """Forget what these workers have printed; return whether the page may show any of it."""
         gone = set(workers)
-        kept: deque[Item] = deque()
+        kept: deque[OutputItem] = deque()
         found = self._forgotten
         for item in self._items:
             left = [name for name in item.workers if name not in gone]
@@ -67,7 +67,7 @@ class Screen:
         """Return the messages that show all remembered items again."""
         return [message for item in self._items for message in item.render()]
 
-    def _forget(self, item: Item) -> None:
+    def _forget(self, item: OutputItem) -> None:
         """Take an item out of the count of characters and the index of displays."""
         self._size -= _size(item)
         if item.message is not None and (id := display_id(item.message)) is not None:
@@ -76,7 +76,7 @@ class Screen:
                 del self._displays[id]
 
 
-def _size(item: Item) -> int:
+def _size(item: OutputItem) -> int:
     """Return about how many characters an item takes."""
     data = item.message.content.get("data", {}) if item.message is not None else {}
     return 200 + len(item.text) + sum(len(value) for value in data.values() if isinstance(value, str))

@@ -28,10 +28,10 @@ from nbdist.cluster.in_place import InPlace
 from nbdist.cluster.users_code import is_users
 
 if TYPE_CHECKING:
-    from nbdist.cluster.cells import Cell, Part
+    from nbdist.cluster.cells import Cell, CellPart
     from nbdist.cluster.cluster import Cluster
 
-__all__ = ["Lookout", "Place", "Stands", "say_where"]
+__all__ = ["Lookout", "Position", "Stands", "say_where"]
 
 _LOOK_EVERY = 2.0
 """Seconds between two looks."""
@@ -51,7 +51,7 @@ _SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
 """The arguments that are shown of a call: they name the worker for which it waits."""
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a worker's main thread is, and how much it has computed."""
 
     instruction: tuple[int, int]
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 # -- on the worker ----------------------------------------------------------------------------------------------
 
 
-def place() -> Place | None:
+def place() -> Position | None:
     """Return where this process's main thread is; None if it runs no user code.
 
     Runs by RPC on the worker, in another thread, which can do so as long as the main thread releases the GIL.
@@ -85,7 +85,7 @@ def place() -> Place | None:
     if found is None:
         return None
     processor = time.clock_gettime(time.pthread_getcpuclockid(ident))
-    return Place((id(innermost), innermost.f_lasti), processor, *found)
+    return Position((id(innermost), innermost.f_lasti), processor, *found)
 
 
 def say_where(tb: TracebackType | None) -> str:
@@ -99,7 +99,7 @@ def say_where(tb: TracebackType | None) -> str:
 
 
 def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
-    """Return the call and the line of a `Place`; None if there is no frame of the user's.
+    """Return the call and the line of a `Position`; None if there is no frame of the user's.
 
     ``frames`` has frames and line numbers, the innermost first. Between the wait and the user's line are frames of
     torch, nbdist or Python. The outermost of these that is no wrapper is the function that the user called.
@@ -146,12 +146,12 @@ class Stands:
     """The looks at the workers of one cell, and what they say. Pure: looks and times in, a line out."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[float, Place]] = {}
+        self._last: dict[str, tuple[float, Position]] = {}
         """When each worker was seen last, and where."""
         self._since: dict[str, float] = {}
         """Since when each worker waits; without an entry it computes, or is not known to wait."""
 
-    def saw(self, worker: str, found: Place | None, now: float) -> None:
+    def saw(self, worker: str, found: Position | None, now: float) -> None:
         """Note where a worker was at the time ``now``; None if it has not answered or runs no user code.
 
         The worker waits, since the earlier look, if nothing has moved between two looks.
@@ -250,6 +250,6 @@ class Lookout:
         self._line.show(self._stands.say([part.worker for part in self._running()], ended, now) if silent else "")
         self._later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
 
-    def _running(self) -> list[Part]:
+    def _running(self) -> list[CellPart]:
         """Return the parts of the cell that have not ended."""
         return [part for part in self._cell.parts.values() if not part.done]

@@ -54,7 +54,7 @@ class WorkerStatus:
     state: str
     """One of ``idle``, ``busy``, a step of starting, or the reason for which the worker died."""
     runs: str
-    """The first line of the cell that runs, with its seconds so far; without a cell, `Report.doing`."""
+    """The first line of the cell that runs, with its seconds so far; without a cell, `StatusReport.doing`."""
     memory: int | None
     """Bytes in pages that no other process has; None where the system has no count."""
     calls: int | None
@@ -88,7 +88,7 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
     silent = [worker for worker in busy if worker.name not in reports]
     places = _ask_silent(cluster, silent)
     return [
-        _status(worker, reports.get(worker.name) or Report(None, where=places.get(worker.name, "")))
+        _status(worker, reports.get(worker.name) or StatusReport(None, where=places.get(worker.name, "")))
         for worker in cluster.workers
     ]
 
@@ -128,7 +128,7 @@ def _told(name: str, number: int, line: str) -> str:
     return f"{name}:{number}" + (f": {line[:_LINE_SHOWN]}" if line else "")
 
 
-def _status(worker: Worker, report: Report) -> WorkerStatus:
+def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
     """Join a worker's report with what the notebook knows of the worker."""
     cell = worker.cells[0] if worker.cells else None
     runs = report.doing
@@ -156,7 +156,7 @@ def _status(worker: Worker, report: Report) -> WorkerStatus:
     )
 
 
-class Report(NamedTuple):
+class StatusReport(NamedTuple):
     """A worker's answer to `collect`."""
 
     calls: int | None
@@ -169,17 +169,17 @@ class Report(NamedTuple):
     gpu_memory: int | None = None
 
 
-def _report() -> Report:
+def _report() -> StatusReport:
     """Make this worker's report. Called on the worker, in a thread of its agent."""
     from nbdist.rpc.agent import active_agent
 
     agent = active_agent()
     if agent is None:
-        return Report(0)
+        return StatusReport(0)
     others = agent.exchange.active - 1
     waits = Counter(call.worker for call in agent.awaited())
     doing = agent.executor.doing() if others > 0 else ""
-    return Report(others, doing, _where(), dict(waits), agent.sent(), gpu_memory())
+    return StatusReport(others, doing, _where(), dict(waits), agent.sent(), gpu_memory())
 
 
 def gpu_memory() -> int | None:

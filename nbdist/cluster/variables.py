@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from nbdist.cluster.census import Census, Walk
-from nbdist.cluster.roots import Named
+from nbdist.cluster.roots import NamedValue
 from nbdist.rpc import inert
 from nbdist.rpc.describing import describe_value
 from nbdist.wire.messages import State
@@ -41,7 +41,7 @@ class Variable(msgspec.Struct, frozen=True):
     """True if the value may hold more than was visited."""
 
 
-def count(census: Census, named: list[Named]) -> tuple[list[Variable], dict[int, list[Named]]]:
+def count(census: Census, named: list[NamedValue]) -> tuple[list[Variable], dict[int, list[NamedValue]]]:
     """Count what these values hold. Returns a row for each value that holds anything, the largest first.
 
     All values are visited in turns of `_OBJECTS_A_TURN` objects, until all are done or `MOST_OBJECTS` were.
@@ -68,7 +68,7 @@ def count(census: Census, named: list[Named]) -> tuple[list[Variable], dict[int,
         for each, walk in walks
         if walk.nbytes or walk.gpu or not walk.done
     ]
-    leading: dict[int, list[Named]] = {}
+    leading: dict[int, list[NamedValue]] = {}
     for each, walk in walks:
         for number in walk.met:
             leading.setdefault(number, []).append(each)

@@ -8,7 +8,7 @@
     │           │ <─────────────────────── │         │ ────────────────────────────────> │ worker1 │     that it starts
     └───────────┘  Ready, Preloaded,       └─────────┘                                   └─────────┘
                    Started, Failed, Ended
-                   over a socket pair: `Line`
+                   over a socket pair: `MessageSocket`
 
     this one ends              the zygote notices by         and then
     a worker                   SIGCHLD                       `_reap`: kills the worker's process group, reads its last
@@ -47,12 +47,12 @@ from pathlib import Path
 import msgspec
 
 __all__ = [
-    "Ended",
-    "Failed",
-    "Line",
+    "ProcessEnded",
+    "ProcessFailed",
+    "MessageSocket",
     "Preload",
     "Preloaded",
-    "Ready",
+    "ZygoteReady",
     "Setup",
     "Signal",
     "Start",
@@ -120,7 +120,7 @@ class Signal(msgspec.Struct, tag="signal"):
     number: int
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class ZygoteReady(msgspec.Struct, tag="ready"):
     """Event: the imports of `Setup` are done."""
 
     forks: bool
@@ -130,7 +130,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Preloaded(msgspec.Struct, tag="preloaded"):
-    """Event: the imports of `Preload` are done. Its fields are those of `Ready`."""
+    """Event: the imports of `Preload` are done. Its fields are those of `ZygoteReady`."""
 
     forks: bool
     complaints: list[str]
@@ -143,21 +143,21 @@ class Started(msgspec.Struct, tag="started"):
     pid: int
 
 
-class Failed(msgspec.Struct, tag="failed"):
+class ProcessFailed(msgspec.Struct, tag="failed"):
     """Event: a worker process could not be made."""
 
     name: str
     why: str
 
 
-class Ended(msgspec.Struct, tag="ended"):
+class ProcessEnded(msgspec.Struct, tag="ended"):
     """Event: a worker process has ended, with its exit code or minus the number of the signal that killed it."""
 
     name: str
     code: int
 
 
-class Line:
+class MessageSocket:
     """One end of the socket between owner and zygote, which carries one JSON message per text line."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -211,7 +211,7 @@ class _Zygote:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._line = Line(socket.socket(fileno=setup.line))
+        self._line = MessageSocket(socket.socket(fileno=setup.line))
         self._line.socket.set_inheritable(False)
         self._workers: dict[int, str] = {}
         """The names of the workers that have not been reaped, by pid."""
@@ -239,7 +239,7 @@ class _Zygote:
         try:
             complaints = self._import(self._setup.preload)
             self._forks = self._setup.fork and hasattr(os, "fork") and _is_safe_to_fork()
-            self._line.send(Ready(self._forks, complaints))
+            self._line.send(ZygoteReady(self._forks, complaints))
             return self._listen()
         finally:
             if os.getpid() == me:
@@ -349,7 +349,7 @@ class _Zygote:
         except OSError as error:
             ours.close()
             theirs.close()
-            self._line.send(Failed(start.name, str(error)))
+            self._line.send(ProcessFailed(start.name, str(error)))
             return False
         if pid == 0:
             try:
@@ -443,7 +443,7 @@ class _Zygote:
             name = self._workers.pop(found.si_pid, None)
             if name is not None:
                 _read_last_words(*self._unread.pop(found.si_pid))
-                self._line.send(Ended(name, os.waitstatus_to_exitcode(status)))
+                self._line.send(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> None:
         """Kill every process that was started from here, remove the run directory, and exit.

@@ -27,11 +27,11 @@ def load(shell: InteractiveShell) -> None:
         tell("nbdist imports torch ...")
     from nbdist.cluster.shell_channel import answer_through_stream
     from nbdist.magics.commands import DistMagics
-    from nbdist.magics.session import Session
+    from nbdist.magics.session import NotebookSession
     from nbdist.views import displays
 
     answer_through_stream(getattr(shell, "kernel", None))
-    session = Session.of(shell)
+    session = NotebookSession.of(shell)
     shell.register_magics(DistMagics(shell, session))
     displays.register(shell)
     trace.show_steps(line_in_place)
@@ -41,9 +41,9 @@ def load(shell: InteractiveShell) -> None:
 def unload(shell: InteractiveShell) -> None:
     """End the cluster, and undo what `load` did to the shell, except that the magics stay registered."""
     from nbdist import trace
-    from nbdist.magics.session import Session
+    from nbdist.magics.session import NotebookSession
     from nbdist.views import displays
 
     trace.show_steps(None)
     displays.unregister(shell)
-    Session.of(shell).close()
+    NotebookSession.of(shell).close()

@@ -40,12 +40,12 @@ from nbdist.magics.lines import (
     reader,
 )
 from nbdist.magics.overview import overview
-from nbdist.magics.session import Session
+from nbdist.magics.session import NotebookSession
 from nbdist.views.clusters import Cluster
 from nbdist.views.difference import DiffTable
 from nbdist.views.memory import FreedTable, MemoryTable
 from nbdist.views.panel import Panel
-from nbdist.views.printed import Span
+from nbdist.views.printed import LineRange
 from nbdist.views.printed import save as save_printed
 from nbdist.views.printed import say as say_printed
 from nbdist.views.progress import StartProgress
@@ -88,7 +88,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     ``notebooks/00_tour.ipynb`` shows them; ``docs/howto`` has a page for each task.
     """
 
-    def __init__(self, shell: Any, session: Session) -> None:
+    def __init__(self, shell: Any, session: NotebookSession) -> None:
         super().__init__(shell)
         self._shell = shell
         self._session = session
@@ -275,7 +275,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         asked = parse_log(line)
         printed = read_logs(self._session.cluster(), asked.targets, asked.cell)
         if asked.save is None:
-            print(say_printed(printed, Span(*asked.lines) if asked.lines is not None else None))
+            print(say_printed(printed, LineRange(*asked.lines) if asked.lines is not None else None))
             return
         try:
             print(f"{save_printed(printed, asked.save):,} lines are in {asked.save}.")

@@ -25,7 +25,7 @@ from nbdist.views.memory_rows import Look
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["Session"]
+__all__ = ["NotebookSession"]
 
 _RESULT_WAITS_FOR_OUTPUT = 0.3
 """The most seconds for which a cell's result waits for what its calls printed. A worker may hold the GIL longer."""
@@ -33,7 +33,7 @@ _RESULT_WAITS_FOR_OUTPUT = 0.3
 _RANK = re.compile(r"^(\s*%%rank)(?=\[)")
 
 
-class Session:
+class NotebookSession:
     """The state of nbdist in one shell. It hooks into the shell until `close`."""
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -62,7 +62,7 @@ class Session:
         follow_page(self._shell.compile, lambda: self._counted)
 
     @classmethod
-    def of(cls, shell: Any) -> Session:
+    def of(cls, shell: Any) -> NotebookSession:
         """Return the session of a shell; make it at the first call."""
         found = getattr(shell, "_nbdist", None)
         if found is None:

@@ -32,7 +32,7 @@ from nbdist.nn.losses import Reduction, total
 from nbdist.nn.placement import place_of
 from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.reports import PipelineTimeline
-from nbdist.nn.schedules import SCHEDULES, Span, Table, forward_only
+from nbdist.nn.schedules import SCHEDULES, OpTimes, Table, forward_only
 from nbdist.nn.station import Done, Order, Station, abandon_step, build_stages, call_station, run_share
 from nbdist.nn.watched import WatchedStep
 from nbdist.optim.local import ask_all
@@ -179,7 +179,7 @@ class Pipeline:
         `load_state_dict` sets it back, unlike `_orders`, which numbers the steps that are sent to the stations.
         """
         self._counting = threading.Lock()
-        self._last: tuple[int, list[list[Span]]] | None = None
+        self._last: tuple[int, list[list[OpTimes]]] | None = None
         self._offsets: list[float] | None = None
         self._uid = secrets.token_hex(8)
         where = [names[stage % len(names)] for stage in range(len(parts))]
@@ -505,7 +505,7 @@ class Pipeline:
             offset(self._agent.me, self._agent.find(name), self._agent.ask) for name in self.workers
         ]
         moved = [
-            [Span(op, start - ahead, end - ahead) for op, start, end in row]
+            [OpTimes(op, start - ahead, end - ahead) for op, start, end in row]
             for row, ahead in zip(rows, offsets, strict=True)
         ]
         return PipelineTimeline(self.workers, self.stages, moved, step)

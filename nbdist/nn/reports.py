@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from nbdist.nn.charts import Bar, gantt, micro_batch_name, with_legend
-from nbdist.nn.schedules import Op, Span, Table, simulate
+from nbdist.nn.schedules import Op, OpTimes, Table, simulate
 
 __all__ = ["PipelineTimeline"]
 
@@ -28,13 +28,13 @@ class PipelineTimeline:
             time of its stage and direction.
     """
 
-    def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[Span]], step: int) -> None:
+    def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[OpTimes]], step: int) -> None:
         """Take the times of one clock, and shift them so that the first operation begins at 0."""
         first = min((row[0].start for row in rows if row), default=0.0)
         self.workers = list(workers)
         self.stages = stages
         self.step = step
-        self.rows = [[Span(span.op, span.start - first, span.end - first) for span in row] for row in rows]
+        self.rows = [[OpTimes(span.op, span.start - first, span.end - first) for span in row] for row in rows]
         self.ideal = simulate(self.table, stages, self._median().__getitem__)
 
     @property
@@ -94,7 +94,7 @@ class PipelineTimeline:
         ]
         return with_legend(drawings, {_KINDS[span.op.kind] for row in self.rows for span in row})
 
-    def _bar(self, span: Span) -> Bar:
+    def _bar(self, span: OpTimes) -> Bar:
         kind, stage, micro_batch = span.op
         text = f"{micro_batch}" if self.stages == len(self.workers) else f"{stage}.{micro_batch}"
         what = _KINDS[kind]
@@ -102,12 +102,12 @@ class PipelineTimeline:
         return Bar(span.start, span.end, text, what, tip)
 
 
-def _length(rows: Sequence[Sequence[Span]]) -> float:
+def _length(rows: Sequence[Sequence[OpTimes]]) -> float:
     """Return when the last operation ends, in seconds."""
     return max((row[-1].end for row in rows if row), default=0.0)
 
 
-def _bubble(rows: Sequence[Sequence[Span]]) -> float:
+def _bubble(rows: Sequence[Sequence[OpTimes]]) -> float:
     """Return the part of the rows' time, from 0 to 1, in which no operation runs."""
     whole = _length(rows) * len(rows)
     busy = sum(span.end - span.start for row in rows for span in row)

@@ -26,7 +26,7 @@ from nbdist.errors import UsageError
 __all__ = [
     "SCHEDULES",
     "Op",
-    "Span",
+    "OpTimes",
     "Table",
     "draw",
     "forward_only",
@@ -46,7 +46,7 @@ class Op(NamedTuple):
     micro_batch: int
 
 
-class Span(NamedTuple):
+class OpTimes(NamedTuple):
     """The times, in seconds, at which an operation began and ended."""
 
     op: Op
@@ -169,13 +169,13 @@ def what_it_needs(op: Op, stages: int) -> Op | None:
     return op._replace(stage=op.stage + 1) if op.stage + 1 < stages else op._replace(kind="F")
 
 
-def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op: 1.0) -> list[list[Span]]:
+def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op: 1.0) -> list[list[OpTimes]]:
     """Return when each operation would run, as early as it can, if sending took no time; rows as in the table.
 
     ``cost`` gives an operation's seconds. The first operation starts at 0. Raises `UsageError` if the table cannot be
     run to its end, because its workers would wait for each other.
     """
-    rows: list[list[Span]] = [[] for _ in table]
+    rows: list[list[OpTimes]] = [[] for _ in table]
     ended: dict[Op, float] = {}
     going_on = True
     while going_on:
@@ -189,7 +189,7 @@ def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op:
                 free = rows[worker][-1].end if rows[worker] else 0.0
                 start = max(free, ended[needs] if needs is not None else 0.0)
                 ended[op] = start + cost(op)
-                rows[worker].append(Span(op, start, ended[op]))
+                rows[worker].append(OpTimes(op, start, ended[op]))
                 going_on = True
     if any(len(done) < len(row) for done, row in zip(rows, table, strict=True)):
         raise UsageError(

@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 
 from nbdist import trace
 from nbdist.autograd.api import recorder
-from nbdist.autograd.leaves import Gradients, lent
+from nbdist.autograd.leaves import GradientStore, lent
 from nbdist.autograd.messages import Head
 from nbdist.autograd.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
@@ -45,7 +45,7 @@ from nbdist.nn.entry import enter
 from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.losses import Reduction, loss_of
 from nbdist.nn.randomness import random_state, restore_random_state
-from nbdist.nn.schedules import Op, Span
+from nbdist.nn.schedules import Op, OpTimes
 from nbdist.nn.stage import Stage, shapes_of
 from nbdist.nn.watched import WatchedShare
 from nbdist.optim.local import on_cpu
@@ -95,7 +95,7 @@ class Order:
 class Done:
     """The result of one worker's share of a step."""
 
-    spans: list[Span]
+    spans: list[OpTimes]
     """When each operation of the row ran, by the worker's own monotonic clock."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Each micro-batch's share of the loss, if the last stage is here and the step trains."""
@@ -162,7 +162,7 @@ class Station:
                 inbox = self._inboxes[step] = Inbox()
             return inbox
 
-    def commit(self, order: Order, inbox: Inbox, gradients: Gradients) -> None:
+    def commit(self, order: Order, inbox: Inbox, gradients: GradientStore) -> None:
         """Add the gradients of a finished share to the current context; raise an error if the step failed elsewhere.
 
         The lock is held, so an `abandon` either comes first and is seen here, or comes later and withdraws them.
@@ -318,13 +318,13 @@ class _Step:
                     else:
                         self._backward(op, given, look)
                 del given
-                spans.append(Span(op, start, time.monotonic()))
+                spans.append(OpTimes(op, start, time.monotonic()))
                 trace.emit("micro_batch.ran", agent=self._me, start=start, **op._asdict())
             told = watched.told if watched is not None else 0
         for latch in self._sent:
             latch.wait()
         if self._order.train:
-            gradients = Gradients()
+            gradients = GradientStore()
             for sums in self._sums.values():
                 for leaf, gradient in sums.items():
                     if gradient is not None:

@@ -26,7 +26,7 @@ from nbdist.autograd.api import recorder
 from nbdist.autograd.inspection import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.messages import Head
 from nbdist.autograd.observer import Observer, Stopped, are_finite
-from nbdist.autograd.origins import Origin
+from nbdist.autograd.origins import NodeOrigin
 from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import Op, Table, what_it_needs
 
@@ -57,7 +57,7 @@ def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: 
                 tuple(own),
                 message,
                 (0,) if away else (),
-                Origin(module=f"stage {op.stage}"),
+                NodeOrigin(module=f"stage {op.stage}"),
             )
         )
         waits_for[worker, number] = len(needed)

@@ -58,7 +58,7 @@ from nbdist.rpc.links import Links
 from nbdist.rpc.membership import Membership
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.outcomes import Outcomes
-from nbdist.rpc.recording import Recorder
+from nbdist.rpc.recording import CallRecorder
 from nbdist.rpc.references import References
 from nbdist.rpc.repeats import Repeats
 from nbdist.rpc.rref import Home, RRef
@@ -206,7 +206,7 @@ class Agent:
         """The values that this agent owns, and the references that it uses."""
         self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
         """The listeners that are called with the record of a lost member, and the reason."""
-        self.recorder: Recorder = registry.make_recorder(self)
+        self.recorder: CallRecorder = registry.make_recorder(self)
         """Records calls for backward passes; made by `nbdist.autograd`."""
         self.executor = Executor(
             self.exchange,

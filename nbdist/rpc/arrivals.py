@@ -8,10 +8,10 @@ from enum import Enum
 from nbdist.ids import GlobalId
 from nbdist.wire.messages import Call
 
-__all__ = ["Arrival", "Stage"]
+__all__ = ["Arrival", "ArrivalStage"]
 
 
-class Stage(Enum):
+class ArrivalStage(Enum):
     """Names what a call that has come waits for. `nbdist.rpc.exchange` draws the order of the stages."""
 
     CONFIRMING = "the owners of the references in its arguments, who have to count them"
@@ -25,7 +25,7 @@ class Arrival:
 
     number = -1
     """The number that the exchange gave it when it came; -1 before."""
-    stage = Stage.READY
+    stage = ArrivalStage.READY
     unconfirmed: frozenset[GlobalId] = frozenset()
     """The forks that the call brought and that their owners have not confirmed."""
     holds_target = False

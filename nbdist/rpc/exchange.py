@@ -1,6 +1,6 @@
 """Decides what happens next to the calls and references of one agent. Pure: an event goes in, what to do comes out.
 
-The life of a call. Events are in brackets, the stages of `nbdist.rpc.arrivals.Stage` in capitals::
+The life of a call. Events are in brackets, the stages of `nbdist.rpc.arrivals.ArrivalStage` in capitals::
 
     caller                                       callee
     ------                                       ------
@@ -44,9 +44,9 @@ from collections.abc import Sequence
 
 from nbdist.finalisers import guard
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.arrivals import Arrival, Stage
+from nbdist.rpc.arrivals import Arrival, ArrivalStage
 from nbdist.rpc.calls import PendingCalls
-from nbdist.rpc.forks import Forks, Instruction, Standing
+from nbdist.rpc.forks import Forks, ForkStanding, Instruction
 from nbdist.wire.messages import Fork
 
 __all__ = ["Exchange"]
@@ -119,7 +119,7 @@ class Exchange:
             if result.rref in self._by_target:
                 going_on = self._look_again(result.rref)
         if forks:
-            arrival.unconfirmed = frozenset(fork for fork in forks if self.forks.standing(fork) is Standing.PENDING)
+            arrival.unconfirmed = frozenset(fork for fork in forks if self.forks.standing(fork) is ForkStanding.PENDING)
             for fork in arrival.unconfirmed:
                 self._by_fork.setdefault(fork, []).append(arrival)
         if self._advance(arrival):
@@ -134,21 +134,21 @@ class Exchange:
         """
         forks, target = self.forks, arrival.call.target
         if arrival.unconfirmed:
-            arrival.stage = Stage.CONFIRMING
+            arrival.stage = ArrivalStage.CONFIRMING
             return False
         if forks.is_lost(arrival.sender):
             arrival.is_heard = False
         elif target is not None and not arrival.holds_target and not forks.is_gone(target):
             if not forks.owns(target):
-                return self._wait(arrival, target, Stage.SEEKING)
+                return self._wait(arrival, target, ArrivalStage.SEEKING)
             forks.retain(target)
             arrival.holds_target = True
         if arrival.is_heard and target is not None and arrival.holds_target and not forks.is_made(target):
-            return self._wait(arrival, target, Stage.AWAITING)
-        arrival.stage = Stage.READY
+            return self._wait(arrival, target, ArrivalStage.AWAITING)
+        arrival.stage = ArrivalStage.READY
         return True
 
-    def _wait(self, arrival: Arrival, target: GlobalId, stage: Stage) -> bool:
+    def _wait(self, arrival: Arrival, target: GlobalId, stage: ArrivalStage) -> bool:
         """Put a call into a stage in which it waits for a value; return False."""
         arrival.stage = stage
         self._by_target.setdefault(target, []).append(arrival)
@@ -225,12 +225,12 @@ class Exchange:
         instructions = self.forks.on_lost(agent)
         for key in [key for key in self._refused if key[0] == agent]:
             del self._refused[key]
-        waiting = [arrival for arrival in self._arrivals.copy().values() if arrival.stage is not Stage.READY]
+        waiting = [arrival for arrival in self._arrivals.copy().values() if arrival.stage is not ArrivalStage.READY]
         self._by_fork.clear()
         self._by_target.clear()
         going_on: list[Arrival] = []
         for arrival in waiting:
-            pending = [fork for fork in arrival.unconfirmed if self.forks.standing(fork) is Standing.PENDING]
+            pending = [fork for fork in arrival.unconfirmed if self.forks.standing(fork) is ForkStanding.PENDING]
             arrival.unconfirmed = frozenset(pending if arrival.sender != agent else ())
             for fork in arrival.unconfirmed:
                 self._by_fork.setdefault(fork, []).append(arrival)

@@ -15,7 +15,7 @@ of its own refers to the value.
 The life of a user's fork:
 
 ====================================  =================  ==================
-event                                 `Standing` before  `Standing` after
+event                                 `ForkStanding` before  `ForkStanding` after
 ====================================  =================  ==================
 `begin`: ``remote()`` is called                          PENDING
 `accept`, from another user                              PENDING
@@ -48,7 +48,7 @@ from typing import NamedTuple
 from nbdist.ids import GlobalId, IdSource
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
-__all__ = ["Drop", "Forks", "Instruction", "Send", "Standing"]
+__all__ = ["Drop", "Forks", "Instruction", "Send", "ForkStanding"]
 
 _DROPPED_VALUES_REMEMBERED = 1024
 """The number of dropped values that are remembered, to tell a request that is too late from one that is too early."""
@@ -72,7 +72,7 @@ class Drop(NamedTuple):
 Instruction = Send | Drop
 
 
-class Standing(Enum):
+class ForkStanding(Enum):
     """Names how far a user's fork has come. The table at the head of this module has the steps between them."""
 
     PENDING = "pending"
@@ -109,7 +109,7 @@ class _User:
     """The incarnation of the value's owner."""
     parent: int | None
     """The incarnation of the agent from which the fork came; None for a fork that ``remote()`` made."""
-    standing: Standing = Standing.PENDING
+    standing: ForkStanding = ForkStanding.PENDING
     held: bool = True
     """True while objects or messages here refer to the fork."""
     children: set[GlobalId] = field(default_factory=set)
@@ -160,7 +160,9 @@ class Forks:
     @property
     def pending(self) -> int:
         """The number of forks held here that the owner has not confirmed, plus children that are not accepted."""
-        return sum(1 for user in list(self._users.values()) if user.standing is Standing.PENDING) + len(self._children)
+        return sum(1 for user in list(self._users.values()) if user.standing is ForkStanding.PENDING) + len(
+            self._children
+        )
 
     def owns(self, rref: GlobalId) -> bool:
         """Return whether this agent owns the value, or is about to own it."""
@@ -208,7 +210,7 @@ class Forks:
         owned = self._owned.get(rref)
         return len(owned.forks) if owned is not None else 0
 
-    def standing(self, fork: GlobalId) -> Standing | None:
+    def standing(self, fork: GlobalId) -> ForkStanding | None:
         """Return how far a fork held here has come; None if this agent does not hold it (any more)."""
         user = self._users.get(fork)
         return user.standing if user is not None else None
@@ -340,19 +342,19 @@ class Forks:
 
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as confirmed: the reply has come."""
-        return self._settle(fork, Standing.CONFIRMED, state)
+        return self._settle(fork, ForkStanding.CONFIRMED, state)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as failed. If ``may_exist``, its release sends a delete to the owner."""
         user = self._users.get(fork)
         if user is not None:
             user.known_to_owner = may_exist
-        return self._settle(fork, Standing.FAILED, None)
+        return self._settle(fork, ForkStanding.FAILED, None)
 
-    def _settle(self, fork: GlobalId, standing: Standing, state: State | None) -> list[Instruction]:
+    def _settle(self, fork: GlobalId, standing: ForkStanding, state: State | None) -> list[Instruction]:
         """Set the standing of a pending or failed fork, and forget the fork if nothing needs it."""
         user = self._users.get(fork)
-        if user is None or user.standing not in (Standing.PENDING, Standing.FAILED):
+        if user is None or user.standing not in (ForkStanding.PENDING, ForkStanding.FAILED):
             return []
         user.standing = standing
         user.state = state or user.state
@@ -361,18 +363,18 @@ class Forks:
     def on_fork_confirm(self, message: ForkConfirm) -> list[Instruction]:
         """Mark a fork held here as counted by its owner, or as dead; tell its parent that it need not wait any more."""
         user = self._users.get(message.fork)
-        if user is None or user.standing is not Standing.PENDING:
+        if user is None or user.standing is not ForkStanding.PENDING:
             return []
         instructions: list[Instruction] = []
         if user.parent is not None:
             instructions.append(Send(user.parent, ChildAccept(message.fork)))
         # A dead fork has nothing to tell its owner.
         if message.gone:
-            user.standing = Standing.DEAD
+            user.standing = ForkStanding.DEAD
             if not user.held and not user.children:
                 del self._users[message.fork]
             return instructions
-        return instructions + self._settle(message.fork, Standing.CONFIRMED, message.state)
+        return instructions + self._settle(message.fork, ForkStanding.CONFIRMED, message.state)
 
     def on_child_accept(self, message: ChildAccept) -> list[Instruction]:
         """Forget a child that was handed on: the owner counts it, or the child is dead."""
@@ -398,10 +400,10 @@ class Forks:
 
     def _delete_if_free(self, fork: GlobalId, user: _User) -> list[Instruction]:
         """Forget a fork that nothing needs, and return the message for its owner."""
-        if user.held or user.children or user.standing is Standing.PENDING:
+        if user.held or user.children or user.standing is ForkStanding.PENDING:
             return []
         del self._users[fork]
-        if user.standing is Standing.DEAD or not user.known_to_owner:
+        if user.standing is ForkStanding.DEAD or not user.known_to_owner:
             return []
         return [Send(user.owner, UserDelete(user.rref, fork))]
 
@@ -459,13 +461,13 @@ class Forks:
             return []
         if handed.owner in self._lost:
             self._users[handed.fork] = _User(
-                handed.rref, handed.owner, handed.parent, Standing.DEAD, state=handed.state
+                handed.rref, handed.owner, handed.parent, ForkStanding.DEAD, state=handed.state
             )
             return [Send(handed.parent, ChildAccept(handed.fork))]
         # The owner has counted this fork before it sent it.
         if handed.parent == handed.owner:
             self._users[handed.fork] = _User(
-                handed.rref, handed.owner, handed.parent, Standing.CONFIRMED, state=handed.state
+                handed.rref, handed.owner, handed.parent, ForkStanding.CONFIRMED, state=handed.state
             )
             return []
         self._users[handed.fork] = _User(handed.rref, handed.owner, handed.parent, state=handed.state)
@@ -496,9 +498,9 @@ class Forks:
         # References to its values.
         for fork, user in list(self._users.items()):
             if user.owner == incarnation:
-                if user.standing is Standing.PENDING and user.parent is not None:
+                if user.standing is ForkStanding.PENDING and user.parent is not None:
                     instructions.append(Send(user.parent, ChildAccept(fork)))  # the parent need not wait for this fork
-                user.standing = Standing.DEAD
+                user.standing = ForkStanding.DEAD
                 for child in user.children:  # the owner will never confirm them
                     self._children.pop(child, None)
                 user.children.clear()

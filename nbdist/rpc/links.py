@@ -50,7 +50,7 @@ _FILE_SCHEMES = ("unix://", "ipc://")
 _log = logging.getLogger("nbdist.rpc")
 
 
-class Held(Protocol):
+class HeldByLinks(Protocol):
     """An object that a message keeps alive until it has arrived, such as the references in its arguments."""
 
     is_sent: bool
@@ -182,7 +182,7 @@ class Links:
         to: int,
         message: Message,
         frames: Sequence[Buffer] = (),
-        holds: Held | None = None,
+        holds: HeldByLinks | None = None,
         slots: Sequence[Slot] = (),
     ) -> int:
         """Send a message; return its number, with which `status` can tell whether it has arrived.
@@ -259,7 +259,7 @@ class Links:
             return connection is not None and connection.peer.keeps(message)
 
     def _take_back(
-        self, to: int, holds: Held | None, slots: Sequence[Slot], back: list[tuple[int, int]] | None
+        self, to: int, holds: HeldByLinks | None, slots: Sequence[Slot], back: list[tuple[int, int]] | None
     ) -> None:
         """Undo what was done for a message that certainly does not go out."""
         if holds is not None:

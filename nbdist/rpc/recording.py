@@ -15,7 +15,7 @@ import torch
 
 from nbdist.wire.messages import Recording
 
-__all__ = ["Attach", "Calling", "Recorder", "Replied", "Served"]
+__all__ = ["Attach", "Calling", "CallRecorder", "Replied", "Served"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Joins the tensors that a message brought to this process's graph: takes them and returns them with their history."""
@@ -57,7 +57,7 @@ class Calling(Protocol):
         """Warn the user that tensors which require grad are sent outside of any context: no gradient will come back."""
 
 
-class Recorder(Calling, Served, Protocol):
+class CallRecorder(Calling, Served, Protocol):
     """All methods of an agent's recorder. Each part of the agent knows only one of the smaller protocols."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:

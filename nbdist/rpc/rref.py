@@ -4,7 +4,7 @@ An `RRef` refers to a value that its owner keeps. The object itself knows only w
 be sent anyway: the owner, how far the reference has come, and, once the owner has confirmed it, the value's type and
 shape. Anything more costs a message, and the user asks for it by name: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
 
-How far a reference has come, in the word that its repr shows (`RRef._standing`; `Standing` in `nbdist.rpc.forks`)::
+How far a reference has come, in the word that its repr shows (`RRef._standing`; `ForkStanding` in `nbdist.rpc.forks`)::
 
     pending ──▶ confirmed ──▶ released      by release(), also before the confirmation
        │            │
@@ -29,7 +29,7 @@ from nbdist.errors import RRefError, UsageError, WorkerLost
 from nbdist.holds import Hold
 from nbdist.ids import GlobalId
 from nbdist.rpc.describing import error_line
-from nbdist.rpc.forks import Standing
+from nbdist.rpc.forks import ForkStanding
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.peeking import Peek, look
@@ -151,10 +151,10 @@ class RRef(Generic[T]):
         standing = references.forks.standing(self._fork)
         if standing is None:
             raise RRefError(f"{self!r} cannot be used: shutdown() has released all references of this worker")
-        if standing is Standing.FAILED:
+        if standing is ForkStanding.FAILED:
             why = self._creation.exception() if self._creation is not None and self._creation.done() else "timed out"
             raise creation_error(why)
-        if standing is Standing.DEAD:
+        if standing is ForkStanding.DEAD:
             lost = references.membership.why_gone(self.owner_name()) or "no longer has the value"
             raise WorkerLost(f"the value of this RRef is lost: its owner {self.owner_name()} {lost}")
 
@@ -216,7 +216,7 @@ class RRef(Generic[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Return whether the owner has confirmed that it counts this reference. Sends no message."""
-        return self._fork is None or self._home.references.forks.standing(self._fork) is Standing.CONFIRMED
+        return self._fork is None or self._home.references.forks.standing(self._fork) is ForkStanding.CONFIRMED
 
     @property
     def state(self) -> State | None:
@@ -248,7 +248,7 @@ class RRef(Generic[T]):
             return "ended"
         if self._fork is not None:
             standing = self._home.references.forks.standing(self._fork)
-            if standing is not Standing.CONFIRMED:
+            if standing is not ForkStanding.CONFIRMED:
                 return standing.value if standing is not None else "dead"
         state = self.state
         if state is not None and state.error is not None:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from nbdist.channel.arena import Arena, Space
+from nbdist.channel.arena import Arena, ArenaSpace
 from nbdist.channel.leases import Leases
 from nbdist.channel.liveness import is_alive
 from nbdist.wire.messages import Carrier, GiveBack, Message, Place, Record
@@ -61,7 +61,7 @@ class Sharing:
         self._reads = reads
         """True if this agent may read the memory of others at all."""
         self._leases = Leases()
-        self.spaces: dict[int, Space] = {}
+        self.spaces: dict[int, ArenaSpace] = {}
         """The shared memory for large tensors, by receiver; tensors for a receiver without an entry go in frames."""
         self._readable: dict[int, bool] = {}
         """True or False for each agent whose arena was tested, by incarnation."""
@@ -91,7 +91,7 @@ class Sharing:
     def on_met(self, other: int, reads: bool) -> None:
         """Note whether another agent, which has just said so, can read this one's arena."""
         if reads and self._arena is not None and other not in self.spaces:
-            self.spaces[other] = Space(self._arena, other)
+            self.spaces[other] = ArenaSpace(self._arena, other)
 
     # -- sending ------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ __all__ = [
     "Checkpoint",
     "LayerCall",
     "OPERATIONS",
-    "Place",
+    "Placeholder",
     "RecordedCache",
     "build",
     "call",
@@ -63,13 +63,13 @@ OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_
 """The methods by which generation changes a cache between two steps; the servers' caches have to follow."""
 
 
-class Place(Enum):
+class Placeholder(Enum):
     """Placeholders in the arguments of a layer, for objects that the server puts in itself."""
 
     CACHE = "cache"
 
 
-CACHE = Place.CACHE
+CACHE = Placeholder.CACHE
 
 
 class LayerCall(NamedTuple):

@@ -35,7 +35,7 @@ from nbdist.rpc import api
 from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.rpc.rref import RRef
 from nbdist.swarm import routing
-from nbdist.swarm.held import NoSession, Reply
+from nbdist.swarm.held import NoSession, StepReply
 from nbdist.swarm.journal import Journal
 from nbdist.swarm.large import fetch, leave
 from nbdist.swarm.member import Member
@@ -460,7 +460,7 @@ class Crew:
         with member.asked():
             try:
                 found = asked.wait(within)
-                if isinstance(found, Reply):
+                if isinstance(found, StepReply):
                     found = found._replace(result=fetch(found.result, self.step_timeout))
                 return found
             # Errors lose their tracebacks: the call refers to the error, whose frames refer to the call and to a
@@ -504,7 +504,7 @@ class Crew:
         ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through.
         """
         began = time.perf_counter()
-        reply: Reply = self.ask(
+        reply: StepReply = self.ask(
             member, method, *map(leave, args), points=self.spend(method, tokens), patience=self.step_timeout
         )
         member.answered(reply, time.perf_counter() - began, tokens, blocks)

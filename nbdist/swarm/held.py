@@ -1,7 +1,7 @@
 """One session on one server: its caches, the steps that clients have asked for, and the inputs that have arrived.
 
-Calls for steps, and their inputs, arrive in any order. Nothing here waits: `Held.take_up` returns a step whose input is
-complete, and `nbdist.swarm.server` computes it.
+Calls for steps, and their inputs, arrive in any order. Nothing here waits: `ServerSession.take_up` returns a step whose
+input is complete, and `nbdist.swarm.server` computes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbdist.rpc.futures import Future
 from nbdist.swarm.history import Step
 from nbdist.swarm.neighbours import Address
 
-__all__ = ["REPLAYED", "Asked", "Held", "NoSession", "Reply"]
+__all__ = ["REPLAYED", "StepCall", "ServerSession", "NoSession", "StepReply"]
 
 REPLAYED = -1
 """The number of all steps that are replayed from a history; those of new steps begin with 1."""
@@ -28,7 +28,7 @@ class NoSession(NbdistError):
     """A server does not have a session: it was closed, dropped, moved away, or never opened there."""
 
 
-class Reply(NamedTuple):
+class StepReply(NamedTuple):
     """The output of some blocks, and some numbers about the server."""
 
     result: Any
@@ -44,7 +44,7 @@ class Reply(NamedTuple):
 
 
 @dataclass(eq=False)
-class Asked:
+class StepCall:
     """A call for a step, which waits for its input and for its turn."""
 
     number: int
@@ -57,9 +57,9 @@ class Asked:
     """Seconds that the client allows for a step; half of it may pass in waiting for cache memory."""
     points: float
     """What the client spends on it, for its priority."""
-    answer: Future[Reply] | None
+    answer: Future[StepReply] | None
 
-    def settle(self, reply: Reply | None, error: BaseException | None) -> None:
+    def settle(self, reply: StepReply | None, error: BaseException | None) -> None:
         """Complete the caller's future; a second call does nothing.
 
         The future is dropped here, because the frames of its error refer to this object: they would keep each other.
@@ -69,7 +69,7 @@ class Asked:
             answer.try_settle(reply, error)
 
 
-class Held:
+class ServerSession:
     """One session on a server, at one span: its caches and its queue of steps.
 
     `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy``, ``exported`` and ``ended``.
@@ -87,7 +87,7 @@ class Held:
         self.next: tuple[Address, int] | None = None
         """The server to which the output is pushed, and the first block of its span; None behind the last span."""
         self.changed = threading.Condition()
-        self.asked: list[Asked] = []
+        self.asked: list[StepCall] = []
         self.given: dict[int, dict[int, torch.Tensor]] = {}
         """Hidden states that have arrived, by number of the step and by their first token in it."""
         self.busy = False
@@ -109,7 +109,7 @@ class Held:
             if at not in given or given[at].shape[1] < hidden.shape[1]:
                 given[at] = hidden
 
-    def take_up(self) -> tuple[Asked, torch.Tensor | None] | None:
+    def take_up(self) -> tuple[StepCall, torch.Tensor | None] | None:
         """Take a call that can be answered now out of the queue; return it with its input, or None if there is none.
 
         The input is None for the last step, whose output is known. Calls for earlier steps fail with UsageError. The
@@ -132,7 +132,7 @@ class Held:
             )
         return None
 
-    def _given_for(self, asked: Asked) -> torch.Tensor | None:
+    def _given_for(self, asked: StepCall) -> torch.Tensor | None:
         """Return the whole input of a step; None if a part of it has not arrived."""
         found: list[torch.Tensor] = []
         at, given = 0, self.given.get(asked.number, {})

@@ -12,7 +12,7 @@ from nbdist.rpc.rref import RRef
 from nbdist.swarm.routing import Offer, Span, runs_of
 
 if TYPE_CHECKING:
-    from nbdist.swarm.held import Reply
+    from nbdist.swarm.held import StepReply
     from nbdist.swarm.neighbours import Address
     from nbdist.swarm.server import Server
 
@@ -81,7 +81,7 @@ class Member:
             with self._counting:
                 self.load -= 1
 
-    def answered(self, reply: Reply, elapsed: float | None, tokens: int, blocks: int) -> None:
+    def answered(self, reply: StepReply, elapsed: float | None, tokens: int, blocks: int) -> None:
         """Take over the numbers of a reply, and lift a ban.
 
         ``elapsed`` is the seconds from call to answer, or None if the server had to wait for other servers. ``tokens``

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nbdist.swarm.history import History, Operation
-from nbdist.swarm.stacking import DEFAULT_LAYOUT, Layout
+from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 
 __all__ = ["Merged", "Unmergeable", "is_near", "merge"]
 
@@ -63,7 +63,7 @@ class _Piece:
         return self.begin + self.size
 
 
-def merge(history: History, layout: Layout = DEFAULT_LAYOUT) -> Merged:
+def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
     """Merge all steps of a span into one; raise `Unmergeable` if that is not possible."""
     pieces: list[_Piece] = []
     batch = 0
@@ -109,7 +109,7 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
 # -- what is done to a cache between steps ------------------------------------------------------------
 
 
-def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Layout) -> int:
+def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: StackLayout) -> int:
     """Apply an operation on the cache to the steps before it; return the number of sequences afterwards."""
     name, args = operation
     if name == "crop":
@@ -147,7 +147,7 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Lay
 
 
 def _by_rows(
-    value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: Layout
+    value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: StackLayout
 ) -> Any:
     """Apply ``change`` to the rows of an argument, if it has rows for each sequence; else return it as it is."""
     if type(value) in (tuple, list):

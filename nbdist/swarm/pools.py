@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.errors import NbdistError
 
-__all__ = ["Pools", "Request", "TooLarge", "prioritize"]
+__all__ = ["Pools", "QueuedRequest", "TooLarge", "prioritize"]
 
 
 class TooLarge(NbdistError):
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 @dataclass(eq=False)
-class Request:
+class QueuedRequest:
     """One request to compute something.
 
     ``work`` is opaque here: `nbdist.swarm.runtime` puts its job into it.
@@ -63,9 +63,9 @@ class Pools:
         """Tokens that one request may have; None for no limit."""
         self.batch = batch
         """Tokens that several requests computed as one may have in all."""
-        self._waiting: list[Request] = []
+        self._waiting: list[QueuedRequest] = []
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: QueuedRequest) -> None:
         """Add a request; raise `TooLarge` if it has more than `largest` tokens."""
         if self.largest is not None and request.size > self.largest:
             raise TooLarge(
@@ -75,16 +75,16 @@ class Pools:
         request.number = next(_numbers)
         self._waiting.append(request)
 
-    def withdraw(self, request: Request) -> bool:
+    def withdraw(self, request: QueuedRequest) -> bool:
         """Remove a request that is not wanted any more; return False if it has been taken out already."""
         if request not in self._waiting:
             return False
         self._waiting.remove(request)
         return True
 
-    def take(self) -> list[Request]:
+    def take(self) -> list[QueuedRequest]:
         """Take out the first request, and all later ones that can be computed with it; an empty list if none waits."""
-        found: list[Request] = []
+        found: list[QueuedRequest] = []
         size = 0
         # A request that does not fit into the batch is passed over, and later ones may still fit.
         for request in sorted(self._waiting, key=lambda request: request.order):

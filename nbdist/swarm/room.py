@@ -7,7 +7,7 @@ import time
 
 from nbdist.rpc.futures import blocking_wait
 from nbdist.swarm.budget import Budget, CacheFull, Ticket
-from nbdist.swarm.held import Held, NoSession
+from nbdist.swarm.held import NoSession, ServerSession
 
 __all__ = ["Room"]
 
@@ -40,7 +40,7 @@ class Room:
         """Return the bytes that a session has reserved for its span."""
         return self._budget.of(key)
 
-    def reserve(self, key: Key, session: Held, per_token: float, tokens: int, deadline: float) -> None:
+    def reserve(self, key: Key, session: ServerSession, per_token: float, tokens: int, deadline: float) -> None:
         """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; wait for it until ``deadline`` if necessary.
 
         Reserves for all tokens that the session expects, if so many can ever fit. Does nothing if the session has
@@ -74,7 +74,7 @@ class Room:
         if session.ended:
             raise NoSession(session.ended)
 
-    def _await(self, ticket: Ticket, session: Held, deadline: float) -> None:
+    def _await(self, ticket: Ticket, session: ServerSession, deadline: float) -> None:
         """Wait until a ticket is granted or expired, or the session ends.
 
         The caller holds the lock; it is released while this waits.

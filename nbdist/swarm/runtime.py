@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nbdist.rpc.futures import blocking_wait
-from nbdist.swarm.pools import Pools, Request
+from nbdist.swarm.pools import Pools, QueuedRequest
 
 __all__ = ["Runtime"]
 
@@ -59,7 +59,7 @@ class Runtime:
         self.busy = 0.0
         """Seconds spent on computing so far."""
 
-    def run(self, request: Request) -> Any:
+    def run(self, request: QueuedRequest) -> Any:
         """Let the computing thread compute a request, and wait; return its result or raise its error.
 
         Raises `TooLarge` at once for a request with too many tokens. If the wait is interrupted, the request is

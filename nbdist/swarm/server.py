@@ -7,7 +7,7 @@ also to the client, which keeps it in case a server dies.
 
 How a step of a session proceeds::
 
-    step()  ─► Held.asked ┐  `_go_on`: one thread at a time works for a session (`Held.busy`)
+    step()  ─► Held.asked ┐  `_go_on`: one thread at a time works for a session (`ServerSession.busy`)
     push()  ─► Held.given ┴► Held.take_up ─► `_take`: reserve memory ─► computing thread ─┬─► next server: push()
                                                                                           └─► the step's future
 """
@@ -32,11 +32,11 @@ from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.swarm import adapter, neighbours, stacking
-from nbdist.swarm.held import Asked, Held, NoSession, Reply
+from nbdist.swarm.held import NoSession, ServerSession, StepCall, StepReply
 from nbdist.swarm.history import Step
 from nbdist.swarm.large import fetch, leave
 from nbdist.swarm.neighbours import Address
-from nbdist.swarm.pools import Pools, Request, prioritize
+from nbdist.swarm.pools import Pools, QueuedRequest, prioritize
 from nbdist.swarm.room import Room
 from nbdist.swarm.runtime import Runtime
 
@@ -111,7 +111,7 @@ class Server:
         self._blocks: dict[int, nn.Module] = {}
         self._loading = threading.Lock()
         """Held while blocks are loaded or dropped."""
-        self._sessions: dict[tuple[str, int], Held] = {}
+        self._sessions: dict[tuple[str, int], ServerSession] = {}
         """By id of the session and first block of its span: a session may have several spans here."""
         self._room = Room(self._options.cache_bytes)
         self._per_token = 0.0
@@ -147,7 +147,7 @@ class Server:
                     adapter.empty(self._blocks.pop(number))
                 return sorted(self._blocks)
 
-        found: list[int] = self._runtime.run(Request("unload", 0, float("-inf"), (work, None)))
+        found: list[int] = self._runtime.run(QueuedRequest("unload", 0, float("-inf"), (work, None)))
         return found
 
     def info(self) -> Info:
@@ -186,14 +186,14 @@ class Server:
         is (sequences, tokens, blocks, seconds): reserve cache memory for so many, and wait so many seconds for it at
         most; raises `CacheFull`.
         """
-        session = Held(copy.deepcopy(cache), client, expected)
+        session = ServerSession(copy.deepcopy(cache), client, expected)
         self._enter(id, begin, session)
         if wants is not None:
             rows, tokens, blocks, patience = wants
             per_token = rows * blocks * self._per_token
             self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
 
-    def _enter(self, id: str, begin: int, session: Held) -> None:
+    def _enter(self, id: str, begin: int, session: ServerSession) -> None:
         """Register a session at a span, in place of one that is there; keep the computing thread to look after it."""
         before = self._sessions.pop((id, begin), None)
         if before is not None:
@@ -215,12 +215,12 @@ class Server:
             if session is not None:
                 self._end(key, session, "its client has closed it")
 
-    def _end(self, key: tuple[str, int], session: Held, why: str) -> None:
+    def _end(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
         """End a session that was taken out of the table, and free its memory."""
         session.end(f"session {key[0]} is over: {why}")
         self._room.release(key)
 
-    def _find(self, id: str, begin: int) -> Held:
+    def _find(self, id: str, begin: int) -> ServerSession:
         """Return a session and note that it was used now; raise NoSession if it is not here."""
         session = self._sessions.get((id, begin))
         if session is None:
@@ -253,7 +253,7 @@ class Server:
         behind: float = 0.0,
         patience: float = 60.0,
         points: float = 0.0,
-    ) -> Future[Reply]:
+    ) -> Future[StepReply]:
         """Compute step ``number`` of a session on the span that begins with block ``begin``; return a future.
 
         The hidden states of the ``tokens`` new tokens are in ``step``, or are pushed before or after this call; no
@@ -273,8 +273,8 @@ class Server:
         """
         session = self._find(id, begin)
         deadline = time.monotonic() + behind + patience
-        answer: Future[Reply] = Future()
-        asked = Asked(number, tokens, step, push, deadline, patience, points, answer)
+        answer: Future[StepReply] = Future()
+        asked = StepCall(number, tokens, step, push, deadline, patience, points, answer)
         with session.changed:
             if session.ended:
                 raise NoSession(session.ended)
@@ -285,9 +285,9 @@ class Server:
             self._go_on((id, begin), session)
             return answer
         finally:
-            del answer  # for the reason given at `Asked.settle`: an error's frames must not hold the future
+            del answer  # for the reason given at `StepCall.settle`: an error's frames must not hold the future
 
-    def _go_on(self, key: tuple[str, int], session: Held) -> None:
+    def _go_on(self, key: tuple[str, int], session: ServerSession) -> None:
         """Take all steps of a session that are ready, one by one; do nothing if another thread is doing so.
 
         The calling thread waits while the computing thread computes.
@@ -317,10 +317,10 @@ class Server:
                         session.busy = False
                     raise
 
-    def _reply(self, result: Any, seconds: float) -> Reply:
-        return Reply(leave(result), seconds, self._room.used, self._count(), self._steps)
+    def _reply(self, result: Any, seconds: float) -> StepReply:
+        return StepReply(leave(result), seconds, self._room.used, self._count(), self._steps)
 
-    def _take(self, key: tuple[str, int], session: Held, asked: Asked, hidden: torch.Tensor) -> float:
+    def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
 
         Reserves memory for the caches first; raises `CacheFull`. If the output is not pushed on, and that memory will
@@ -392,7 +392,7 @@ class Server:
             # The client finds out by itself whether the other server is dead; this one is not to blame.
             raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
         cache, taken, last, expected = found
-        session = Held(cache, client, expected)
+        session = ServerSession(cache, client, expected)
         session.taken, session.last = taken, last
         tokens = adapter.length(cache, (begin, end))
         self._enter(id, begin, session)
@@ -411,10 +411,10 @@ class Server:
         hidden: torch.Tensor,
         calls: Sequence[adapter.LayerCall],
         prompts: torch.Tensor | None = None,
-        layout: stacking.Layout = stacking.DEFAULT_LAYOUT,
+        layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
         patience: float = 60.0,
-    ) -> Reply:
+    ) -> StepReply:
         """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
 
         ``hidden`` and ``prompts`` may be `Left` with the client, in which case each piece has to arrive within
@@ -429,10 +429,10 @@ class Server:
         calls: Sequence[adapter.LayerCall],
         gradient: torch.Tensor,
         prompts: torch.Tensor | None = None,
-        layout: stacking.Layout = stacking.DEFAULT_LAYOUT,
+        layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
         patience: float = 60.0,
-    ) -> Reply:
+    ) -> StepReply:
         """Compute the blocks again and backpropagate ``gradient``, which is that of their output.
 
         The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments are those
@@ -446,10 +446,10 @@ class Server:
         begin: int,
         given: tuple[Any, Any, Any],
         calls: Sequence[adapter.LayerCall],
-        layout: stacking.Layout,
+        layout: stacking.StackLayout,
         points: float,
         patience: float,
-    ) -> Reply:
+    ) -> StepReply:
         """Fetch the input of a request without a cache, let the computing thread compute it, and return the reply.
 
         ``given`` is (hidden states, prompts, gradient). Raises TimeoutError if the client does not deliver them. With
@@ -459,9 +459,9 @@ class Server:
             hidden, prompts, gradient = fetch(given, patience)
         except (WorkerLost, RpcTimeout, RRefError) as error:  # the client's fault, not this server's
             raise TimeoutError(f"the input has not arrived from the client: {error}") from None
-        item = stacking.Item(hidden, tuple(calls), prompts, gradient, layout)
+        item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)
 
-        def work(item: stacking.Item) -> tuple[Any, float]:
+        def work(item: stacking.StackInput) -> tuple[Any, float]:
             began = time.perf_counter()
             found: Any
             if kind == "forward":
@@ -476,7 +476,7 @@ class Server:
         found, seconds = self._run(kind, size, points, work, item, together if prompts is None else None)
         return self._reply(found, seconds)
 
-    def _back(self, begin: int, item: stacking.Item) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _back(self, begin: int, item: stacking.StackInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the blocks of an item with gradients and backpropagate; runs on the computing thread."""
         with torch.enable_grad():
             given = item.hidden.detach().requires_grad_()
@@ -503,7 +503,7 @@ class Server:
         size: int,
         points: float,
         work: Callable[..., Any],
-        item: stacking.Item | None = None,
+        item: stacking.StackInput | None = None,
         together: Hashable = None,
     ) -> Any:
         """Queue work for the computing thread and wait for its result.
@@ -512,7 +512,7 @@ class Server:
         requests that have an equal key.
         """
         priority = float(self._options.prioritize(kind, size, points))  # no number: an error of this caller alone
-        return self._runtime.run(Request(kind, size, priority, (work, item), together))
+        return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
 
     def _through(
         self,
@@ -576,7 +576,7 @@ def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
         found.on_lost(record.incarnation)
 
 
-_Work = tuple[Callable[..., Any], stacking.Item | None]
+_Work = tuple[Callable[..., Any], stacking.StackInput | None]
 """A function, and the item to call it with, which may be stacked with other requests' items; None to call it alone."""
 
 
@@ -602,7 +602,7 @@ def _compute(works: Sequence[_Work]) -> list[Any]:
     return [_outcome(work, item) for item in items]
 
 
-def _outcome(work: Callable[[stacking.Item], Any], item: stacking.Item) -> Any:
+def _outcome(work: Callable[[stacking.StackInput], Any], item: stacking.StackInput) -> Any:
     try:
         return work(item)
     except Exception as error:

@@ -44,7 +44,7 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter, merging
 from nbdist.swarm.crew import Gone
-from nbdist.swarm.held import REPLAYED, Reply
+from nbdist.swarm.held import REPLAYED, StepReply
 from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.large import pieces
 from nbdist.swarm.routing import NoRoute, Span, named
@@ -211,7 +211,7 @@ class Session:
         which adds it to the histories and needs it if the next server is lost.
         """
         self._number += 1
-        sent: dict[_Part, tuple[Future[Reply], float]] = {}
+        sent: dict[_Part, tuple[Future[StepReply], float]] = {}
         hidden, at, tries = step.hidden, 0, 0
         while at < len(self._parts):
             part = self._parts[at]
@@ -241,7 +241,7 @@ class Session:
         span = slice(part.span.begin - self._begin, part.span.end - self._begin)
         return Step(step.before, hidden, step.calls[span], step.prompts[span] if step.prompts is not None else None)
 
-    def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[Reply], float]]:
+    def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[StepReply], float]]:
         """Call all servers from span ``at`` on for a step; return each call's future and the time of sending it.
 
         The first one gets ``hidden`` with the call; the others wait until the server before them pushes their input.
@@ -283,7 +283,7 @@ class Session:
         for at, piece in pieces(hidden):
             self._crew.send(part.member, "push", self.id, part.span.begin, number, at, piece)
 
-    def _wait(self, part: _Part, asked: Future[Reply], since: float, own: Step, *, first: bool) -> torch.Tensor:
+    def _wait(self, part: _Part, asked: Future[StepReply], since: float, own: Step, *, first: bool) -> torch.Tensor:
         """Return a server's result of a step; `Gone` if it is lost.
 
         ``first`` says that its input went with the call. Any other server may wait for a push that got lost, so
@@ -454,7 +454,7 @@ class Session:
             span = slice(part.span.begin - gone.span.begin, part.span.end - gone.span.begin)
             prompts = step.prompts[span] if step.prompts is not None else None
             own = Step(step.before, hidden, step.calls[span], prompts)
-            reply: Reply = self._crew.ask(
+            reply: StepReply = self._crew.ask(
                 part.member,
                 "step",
                 self.id,

@@ -7,7 +7,7 @@
 
     item, 8 sequences ─ parts ─► item, 3 │ item, 3 │ item, 2                           on a client
 
-A `Layout` says which arguments of a block have rows for each sequence.
+A `StackLayout` says which arguments of a block have rows for each sequence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Item", "split", "stack"]
+__all__ = ["StackInput", "split", "stack"]
 
 
-class Layout(NamedTuple):
+class StackLayout(NamedTuple):
     """Which arguments of a layer have rows for each sequence, by keyword or by position.
 
     An argument that is named in neither field has one row for each sequence if it has as many rows as there are
@@ -40,11 +40,11 @@ class Layout(NamedTuple):
         return each if tensor.shape[0] == each * batch else 0
 
 
-DEFAULT_LAYOUT = Layout()
+DEFAULT_LAYOUT = StackLayout()
 """The layout that assumes nothing: arguments with as many rows as sequences have one for each."""
 
 
-def compare(one: Any, two: Any) -> Layout:
+def compare(one: Any, two: Any) -> StackLayout:
     """Find the layout from how a layer was called for one sequence, and for two sequences of the same length."""
     shared, several = set[str | int](), list[tuple[str | int, int]]()
     for first, second in ((dict(enumerate(one.args)), dict(enumerate(two.args))), (one.kwargs, two.kwargs)):
@@ -57,7 +57,7 @@ def compare(one: Any, two: Any) -> Layout:
                     shared.add(name)
                 elif other.shape[0] == 2 * own.shape[0]:
                     several.append((name, own.shape[0]))
-    return Layout(frozenset(shared), tuple(several))
+    return StackLayout(frozenset(shared), tuple(several))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for each in value for tensor in _tensors(each)] if type(value) in (tuple, list) else []
 
 
-class Item(NamedTuple):
+class StackInput(NamedTuple):
     """The input of some blocks without a cache: hidden states, and the `LayerCall` and prompts of each block.
 
     ``gradient`` is that of the output, if the gradient of the input is wanted.
@@ -77,14 +77,14 @@ class Item(NamedTuple):
     calls: tuple[Any, ...]
     prompts: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    layout: Layout = DEFAULT_LAYOUT
+    layout: StackLayout = DEFAULT_LAYOUT
 
 
 class _Differs(Exception):
     """Requests differ in something that has to be equal, so they cannot be stacked."""
 
 
-def stack(items: Sequence[Item]) -> Item | None:
+def stack(items: Sequence[StackInput]) -> StackInput | None:
     """Stack items into one along the batch; None if they differ in what has to be equal. Items have no prompts."""
     if len(items) == 1:
         return items[0]
@@ -103,10 +103,12 @@ def stack(items: Sequence[Item]) -> Item | None:
     except _Differs:
         return None
     gradients = [item.gradient for item in items if item.gradient is not None]
-    return Item(torch.cat([item.hidden for item in items]), calls, None, torch.cat(gradients) if gradients else None)
+    return StackInput(
+        torch.cat([item.hidden for item in items]), calls, None, torch.cat(gradients) if gradients else None
+    )
 
 
-def split(found: Any, items: Sequence[Item]) -> list[Any]:
+def split(found: Any, items: Sequence[StackInput]) -> list[Any]:
     """Split the result of a stacked item into the results of its items.
 
     The result is hidden states, or (gradient, gradient of prompts), as `Server` computes them.
@@ -128,7 +130,7 @@ def _aligned(values: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 class _Texts:
     """Joins the values that one argument has in several requests; ``batches`` are their numbers of sequences."""
 
-    def __init__(self, batches: Sequence[int], layout: Layout) -> None:
+    def __init__(self, batches: Sequence[int], layout: StackLayout) -> None:
         self._batches = batches
         self._layout = layout
 
@@ -176,7 +178,7 @@ class _Texts:
         return torch.cat(each)
 
 
-def parts(item: Item, size: int | None) -> list[Item]:
+def parts(item: StackInput, size: int | None) -> list[StackInput]:
     """Cut an item into parts of at most ``size`` sequences; None for one part."""
     batch = item.hidden.shape[0]
     if size is None or batch <= size:
@@ -184,7 +186,7 @@ def parts(item: Item, size: int | None) -> list[Item]:
     return [_part(item, batch, at, min(at + size, batch)) for at in range(0, batch, size)]
 
 
-def _part(item: Item, batch: int, begin: int, end: int) -> Item:
+def _part(item: StackInput, batch: int, begin: int, end: int) -> StackInput:
     """Return the item for the sequences from ``begin`` to before ``end`` of ``batch``."""
     prompts = item.prompts
     if prompts is not None and prompts.shape[1] > 1:
@@ -197,7 +199,7 @@ def _part(item: Item, batch: int, begin: int, end: int) -> Item:
         )
         for call in item.calls
     )
-    return Item(item.hidden[begin:end], calls, prompts, None, item.layout)
+    return StackInput(item.hidden[begin:end], calls, prompts, None, item.layout)
 
 
 class _Rows(NamedTuple):
@@ -206,7 +208,7 @@ class _Rows(NamedTuple):
     batch: int
     begin: int
     end: int
-    layout: Layout
+    layout: StackLayout
 
     def of(self, value: Any, name: str | int) -> Any:
         """Return the rows of an argument that belong to these sequences; all of it if its rows are not sequences'."""

@@ -21,7 +21,7 @@ from nbdist.rpc.futures import blocking_wait
 from nbdist.swarm import stacking
 from nbdist.swarm.crew import Gone
 from nbdist.swarm.routing import NoRoute
-from nbdist.swarm.stacking import Item
+from nbdist.swarm.stacking import StackInput
 
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm
@@ -39,7 +39,7 @@ class _Entrance(NamedTuple):
 
     begin: int
     end: int
-    item: Item
+    item: StackInput
 
 
 def through(
@@ -55,17 +55,17 @@ def through(
     if torch.is_grad_enabled() and wanted:
         found: torch.Tensor = _Through.apply(hidden, prompts, swarm, begin, calls)  # type: ignore[no-untyped-call]
         return found
-    return forward(swarm, begin, Item(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout))[0]
+    return forward(swarm, begin, StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout))[0]
 
 
-def forward(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[list[_Entrance]]]:
+def forward(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
     """Take an item through its blocks in micro-batches; return the hidden states, and the entrances of each one."""
     parts = stacking.parts(item, swarm.micro_batch)
     found = _each(swarm, [(_one, (swarm, begin, part)) for part in parts])
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 
 
-def _one(swarm: Swarm, begin: int, item: Item) -> tuple[torch.Tensor, list[_Entrance]]:
+def _one(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
     """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on."""
     found: list[_Entrance] = []
     hidden, at, end = item.hidden, begin, begin + len(item.calls)
@@ -94,11 +94,11 @@ def _count(tries: int, gone: Gone) -> int:
     return tries
 
 
-def _of_blocks(item: Item, hidden: torch.Tensor, first: int, begin: int, end: int) -> Item:
+def _of_blocks(item: StackInput, hidden: torch.Tensor, first: int, begin: int, end: int) -> StackInput:
     """Return the item for a span of the blocks of ``item``, which begin with ``first``; ``hidden`` is its input."""
     span = slice(begin - first, end - first)
     prompts = item.prompts[span] if item.prompts is not None else None
-    return Item(hidden, item.calls[span], prompts, None, item.layout)
+    return StackInput(hidden, item.calls[span], prompts, None, item.layout)
 
 
 class _Through(torch.autograd.Function):
@@ -109,7 +109,7 @@ class _Through(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, swarm: Swarm, begin: int, calls: Sequence[Any]
     ) -> torch.Tensor:
         """Compute the blocks; keep the inputs of all spans for the backward pass."""
-        item = Item(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout)
+        item = StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout)
         found, ctx.ways = forward(swarm, begin, item)
         ctx.swarm, ctx.begin = swarm, begin
         ctx.shape = prompts.shape if prompts is not None else None

@@ -22,7 +22,7 @@ from nbdist.swarm.names import folder_of
 from nbdist.swarm.routing import Span, named
 from nbdist.swarm.server import Info, Options
 from nbdist.swarm.session import Recover, Session, check_recover
-from nbdist.swarm.stacking import DEFAULT_LAYOUT, Layout
+from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 
 if TYPE_CHECKING:
     from nbdist.swarm.sequential import RemoteSequential
@@ -176,7 +176,7 @@ class Swarm:
         self.cache_timeout = cache_timeout
         self.chunk = chunk
         self.micro_batch = micro_batch
-        self.layout: Layout = DEFAULT_LAYOUT
+        self.layout: StackLayout = DEFAULT_LAYOUT
         """Which arguments of a block have rows for each sequence; `ANY` until the first model has found out."""
         skeleton = adapter.build(checkpoint.config)
         path = adapter.find_layers(skeleton)

@@ -29,11 +29,11 @@ from nbdist.rpc.peeking import Histogram
 from nbdist.views.intervals import Interval, uncovered
 from nbdist.views.remarks import remarks
 
-__all__ = ["Backward", "Share"]
+__all__ = ["Backward", "WorkerShare"]
 
 
 @dataclass
-class Share:
+class WorkerShare:
     """One worker's share of a pass, in numbers."""
 
     worker: str
@@ -215,13 +215,13 @@ class Backward:
             for target, message in self._after[receive]
         )
 
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[WorkerShare]:
         """Return the shares of the workers that have nodes in the graph, also of those whose nodes take no part.
 
         A worker that waits for the gradients of a halted worker waits for the user. So the time in which any worker was
         halted does not count as idle.
         """
-        found = {worker: Share(worker) for worker in self.plan.trace.nodes}
+        found = {worker: WorkerShare(worker) for worker in self.plan.trace.nodes}
         ran: dict[str, list[Interval]] = {worker: [] for worker in found}
         for key in self.plan.waits_for:
             share = found[key[0]]

@@ -17,7 +17,7 @@ from nbdist.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 from nbdist.views import tables
 from nbdist.views.amounts import size
 
-__all__ = ["Mapped", "Part", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
+__all__ = ["Mapped", "MapPart", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
 
 _ROW = 20
 """The height of a row in pixels."""
@@ -81,7 +81,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]
 
 
-class Part(NamedTuple):
+class MapPart(NamedTuple):
     """Consecutive blocks of a worker, from ``begin`` to before ``end``, that are drawn alike."""
 
     begin: int
@@ -90,7 +90,7 @@ class Part(NamedTuple):
     """One of `_KINDS`."""
 
 
-def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bool = False) -> list[Part]:
+def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bool = False) -> list[MapPart]:
     """Return the parts to draw in a worker's row; none for a worker that is gone.
 
     ``route`` is the session's route, as (worker, begin, end); ``over`` says that the swarm has ended.
@@ -104,7 +104,7 @@ def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bo
     return _runs((number, "away" if not serves else "route" if number in way else "held") for number in _held(server))
 
 
-def missing(snapshot: Mapping[str, Any]) -> list[Part]:
+def missing(snapshot: Mapping[str, Any]) -> list[MapPart]:
     """Return the blocks that no serving worker has; none for a swarm that is over."""
     if snapshot["over"]:
         return []
@@ -118,14 +118,14 @@ def _held(server: Mapping[str, Any]) -> list[int]:
     return [number for begin, end in server["blocks"] for number in range(begin, end)]
 
 
-def _runs(numbers: Iterable[tuple[int, str]]) -> list[Part]:
+def _runs(numbers: Iterable[tuple[int, str]]) -> list[MapPart]:
     """Return numbered blocks with their kinds as parts: neighbours of one kind are one part."""
-    found: list[Part] = []
+    found: list[MapPart] = []
     for number, kind in numbers:
         if found and found[-1].end == number and found[-1].kind == kind:
-            found[-1] = Part(found[-1].begin, number + 1, kind)
+            found[-1] = MapPart(found[-1].begin, number + 1, kind)
         else:
-            found.append(Part(number, number + 1, kind))
+            found.append(MapPart(number, number + 1, kind))
     return found
 
 
@@ -181,7 +181,7 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
     return "".join([*drawn, "</svg>"])
 
 
-def _drawn(name: str, part: Part, left: int, top: int, cell: int) -> str:
+def _drawn(name: str, part: MapPart, left: int, top: int, cell: int) -> str:
     """Return one part as SVG: a bar at its blocks' columns."""
     inset = 2 if part.kind in ("route", "missing") else 5  # taller bars, for people who cannot tell the colours
     told = f"{_blocks([part])}: {name}" + (", on the session's route" if part.kind == "route" else "")
@@ -199,7 +199,7 @@ _COLUMNS = (*_COLUMNS_LASTING[:4], "cache", "sessions", "steps", "")
 
 def _row(server: Mapping[str, Any], *, lasting: bool, over: bool) -> list[str]:
     """Return a worker's row of the table; with ``lasting`` without its cache, sessions and steps."""
-    runs = [Part(begin, end, "held") for begin, end in server["blocks"]]
+    runs = [MapPart(begin, end, "held") for begin, end in server["blocks"]]
     there = server["state"] != "gone"
     state = "" if over and there else server["state"]  # the last state of a server that has ended says nothing
     shared = [server["name"], state, _numbers(runs), size(server["nbytes"]) if there else ""]
@@ -239,7 +239,7 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
         name = "session" if lasting else f"session {session['id']}"
         lines.append(f"{name}: {', '.join(told)}")
     if snapshot["route"]:
-        way = (f"{name} {_numbers([Part(begin, end, 'route')])}" for name, begin, end in snapshot["route"])
+        way = (f"{name} {_numbers([MapPart(begin, end, 'route')])}" for name, begin, end in snapshot["route"])
         lines.append(f"route: {' → '.join(way)}")
     return lines
 
@@ -262,12 +262,12 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else f'{noun}s'}"
 
 
-def _blocks(runs: Sequence[Part]) -> str:
+def _blocks(runs: Sequence[MapPart]) -> str:
     """Return blocks as text: ``block 3`` or ``blocks 0-4, 7``."""
     return f"block{'' if sum(run.end - run.begin for run in runs) == 1 else 's'} {_numbers(runs)}"
 
 
-def _numbers(runs: Iterable[Part]) -> str:
+def _numbers(runs: Iterable[MapPart]) -> str:
     """Return the numbers of blocks as text: ``0-4, 7``."""
     return ", ".join(f"{run.begin}" if run.end - run.begin == 1 else f"{run.begin}-{run.end - 1}" for run in runs)
 

@@ -11,13 +11,13 @@ from nbdist.cluster.arrange import label_of
 from nbdist.cluster.cutting import LINES_KEPT
 from nbdist.cluster.print_log import Printed
 
-__all__ = ["Span", "save", "say"]
+__all__ = ["LineRange", "save", "say"]
 
 _LINES_SHOWN = 2 * LINES_KEPT
 """The number of lines to show at most, of all workers together: as many as a cell shows of one worker."""
 
 
-class Span(NamedTuple):
+class LineRange(NamedTuple):
     """The lines to show, numbered from 1, the first line ever printed; both ends are included."""
 
     first: int | None
@@ -41,7 +41,7 @@ class _Shown(NamedTuple):
     """The reason why later lines could not be kept; empty if they were."""
 
 
-def say(printed: Sequence[Printed], span: Span | None) -> str:
+def say(printed: Sequence[Printed], span: LineRange | None) -> str:
     """Return the lines of a span as text; if they are not all lines, a line before them says which they are.
 
     Without a span, all lines are shown. If there are too many of one cell, the lines are shown that the cell's output
@@ -59,7 +59,7 @@ def say(printed: Sequence[Printed], span: Span | None) -> str:
     return "\n".join(said)
 
 
-def _look(printed: Printed, span: Span | None, most: int) -> _Shown:
+def _look(printed: Printed, span: LineRange | None, most: int) -> _Shown:
     """Choose the lines of one worker to show, ``most`` at most."""
     total = printed.dropped + sum(1 for _ in printed.lines())
     oldest = printed.dropped + 1

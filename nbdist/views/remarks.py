@@ -22,21 +22,21 @@ from nbdist.views.amounts import duration
 if TYPE_CHECKING:
     from nbdist.views.backward import Backward
 
-__all__ = ["Part", "Remark", "remarks", "text_of"]
+__all__ = ["SentencePart", "Remark", "remarks", "text_of"]
 
 _NODES_NAMED = 12
 """The number of nodes of a path that are named: its two ends, and the nodes that took the longest."""
 
 
 @dataclass(frozen=True)
-class Part:
+class SentencePart:
     """A piece of a sentence; if it has a node, the piece is the node's name, and becomes a link."""
 
     text: str
     node: Key | None = None
 
 
-Remark = tuple[Part, ...]
+Remark = tuple[SentencePart, ...]
 
 
 def text_of(remark: Remark) -> str:
@@ -55,7 +55,9 @@ def remarks(found: Backward) -> list[Remark]:
     """
     made = [_critical_path(found), _slowest(found), _first_bad(found), _largest(found)]
     if found.plan.unused:
-        made.append((Part(f"{len(found.plan.unused)} messages carry no gradients: no root depends on their tensors"),))
+        made.append(
+            (SentencePart(f"{len(found.plan.unused)} messages carry no gradients: no root depends on their tensors"),)
+        )
     return [remark for remark in made if remark]
 
 
@@ -65,10 +67,10 @@ def _critical_path(found: Backward) -> Remark:
         return ()
     slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_NODES_NAMED - 2) :]
     shown = {path[0], path[-1], *slow}
-    names = [_named(found, key) if key in shown else Part("…") for key in path]
-    made = [Part(f"critical path, {len(path)} nodes: ")]
+    names = [_named(found, key) if key in shown else SentencePart("…") for key in path]
+    made = [SentencePart(f"critical path, {len(path)} nodes: ")]
     for name, _ in itertools.groupby(names):
-        made += [name, Part(" → ")]
+        made += [name, SentencePart(" → ")]
     return tuple(made[:-1])
 
 
@@ -79,8 +81,12 @@ def _slowest(found: Backward) -> Remark:
     worker, where, seconds, keys = slowest
     longest = max(keys, key=lambda key: found.seconds[key])
     count = f"{len(keys)} nodes, the longest " if len(keys) > 1 else ""
-    node = Part(f"node {longest[1]}", longest)
-    return (Part(f"most time, {duration(seconds)}, went into {where} on {worker} ({count}"), node, Part(")"))
+    node = SentencePart(f"node {longest[1]}", longest)
+    return (
+        SentencePart(f"most time, {duration(seconds)}, went into {where} on {worker} ({count}"),
+        node,
+        SentencePart(")"),
+    )
 
 
 def _first_bad(found: Backward) -> Remark:
@@ -88,7 +94,7 @@ def _first_bad(found: Backward) -> Remark:
     if bad is None:
         return ()
     if given is None:
-        return (Part("the first NaN or Inf came up at "), *_where(found, bad))
+        return (SentencePart("the first NaN or Inf came up at "), *_where(found, bad))
     here, names = _named(found, bad), [_named(found, bad)]
 
     def where(end: Inherited) -> str:
@@ -102,29 +108,29 @@ def _first_bad(found: Backward) -> Remark:
     return _linked(told(given, f"{here.text} (node {bad[1]})", where), names)
 
 
-def _linked(sentence: str, names: Sequence[Part]) -> Remark:
+def _linked(sentence: str, names: Sequence[SentencePart]) -> Remark:
     """Split a sentence into parts, so that each name is a part. The names occur in the sentence in this order."""
     parts = []
     for name in names:
         before, _, sentence = sentence.partition(name.text)
-        parts += [Part(before), name]
-    return tuple(part for part in [*parts, Part(sentence)] if part.text)
+        parts += [SentencePart(before), name]
+    return tuple(part for part in [*parts, SentencePart(sentence)] if part.text)
 
 
 def _largest(found: Backward) -> Remark:
     key = found.largest()
     if key is None:
         return ()
-    return (Part(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key))
+    return (SentencePart(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key))
 
 
-def _named(found: Backward, key: Key) -> Part:
+def _named(found: Backward, key: Key) -> SentencePart:
     """Return a node's name and worker as a part that refers to it: ``Exp@worker1``."""
-    return Part(f"{name_of(found.nodes[key])}@{key[0]}", key)
+    return SentencePart(f"{name_of(found.nodes[key])}@{key[0]}", key)
 
 
 def _where(found: Backward, key: Key) -> Remark:
     """Return a node's name and number, and the module and the line of code that made it, if known."""
     node = found.nodes[key]
     made = [part for part in (node.module, node.line) if part]
-    return (_named(found, key), Part(f" (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")))
+    return (_named(found, key), SentencePart(f" (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")))

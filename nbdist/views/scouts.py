@@ -40,7 +40,7 @@ from nbdist.views.pace import Pace
 if TYPE_CHECKING:
     from typing import Protocol
 
-    class Home(Protocol):
+    class WatcherLike(Protocol):
         """The methods of a `Watcher` that scouts need."""
 
         def look_at(self, context: Context, opened: int) -> Watching | None:
@@ -60,14 +60,14 @@ _ANSWER_SECONDS = 2.0
 
 _log = logging.getLogger("nbdist.views")
 _numbers = itertools.count(1)
-_homes: WeakValueDictionary[int, Home] = WeakValueDictionary()
+_homes: WeakValueDictionary[int, WatcherLike] = WeakValueDictionary()
 """The watchers of this process that have scouts, by their numbers."""
 
 
 class Scouts:
     """The scouts of one `Watcher`: one on each other worker that is a member when this object is made."""
 
-    def __init__(self, home: Home, *, held: bool) -> None:
+    def __init__(self, home: WatcherLike, *, held: bool) -> None:
         """Make a scout on every other worker, and wait until they exist. If ``held``, they pause every pass."""
         self._agent = current_agent()
         self._contexts = api.recorder().contexts
@@ -174,7 +174,7 @@ class Scout:
             return
         observing = self._recorder.passes.observing
         if context.watching is None:
-            observing.on_watch(messages.Watch(context.id, context.maker, watching, False))
+            observing.on_watch(messages.WatchChanged(context.id, context.maker, watching, False))
         context.before_pass = partial(self._plan, context.id)
         context.before_step = partial(self._show, context.id)
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from nbdist.autograd.contexts import Numbers
-from nbdist.autograd.leaves import Claim, Gradients
+from nbdist.autograd.contexts import NodeNumbers
+from nbdist.autograd.leaves import Claim, GradientStore
 from nbdist.autograd.messages import Control, Watching
 from nbdist.autograd.observer import Observer, Stopped
 
@@ -23,14 +23,14 @@ class Halted:
 
     def __init__(self, control):
         self.told = []
-        self.observer = Observer("worker0", Numbers(), Watching(1, 1, False, control), self._send)
+        self.observer = Observer("worker0", NodeNumbers(), Watching(1, 1, False, control), self._send)
         self.stopped = False
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self):
         try:
-            with Claim([], Gradients(), self):  # as within a call of the engine
+            with Claim([], GradientStore(), self):  # as within a call of the engine
                 self.observer._halt(3, "Mul", {}, sends=False)
         except Stopped:
             self.stopped = True

@@ -8,7 +8,7 @@ from autograd_functions import times_leaf
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.ordering import Lines, ordered
+from nbdist.autograd.ordering import GateQueues, ordered
 
 LARGE = 1e8
 GRADIENTS = {2: LARGE, 1: -LARGE, 0: 1.0}
@@ -34,7 +34,7 @@ def test_what_is_not_used_is_not_waited_for(world, unused):
 
 
 class Gate:
-    """What `Lines` knows of a slot."""
+    """What `GateQueues` knows of a slot."""
 
     def __init__(self, tensor):
         self.edge = (tensor.grad_fn, 0)
@@ -44,7 +44,7 @@ def test_lines():
     leaf = torch.ones(1, requires_grad=True)
     gates = {index: Gate(ordered(leaf, "group", index)) for index in range(3)}
     other, plain = Gate(ordered(leaf, "another group", 0)), Gate(leaf * 1)
-    lines = Lines([*gates.values(), other, plain])
+    lines = GateQueues([*gates.values(), other, plain])
     assert set(lines.places) == {*gates.values(), other}
     turns = []
     while any(not lines.has_turn(gate) for gate in gates.values()):

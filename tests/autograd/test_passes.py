@@ -443,7 +443,7 @@ def test_sixty_concurrent_passes_that_share_parameters(world):
 def test_nothing_is_left_of_contexts(world):
     from nbdist.autograd import contexts, edges, part, passes
 
-    kinds = (contexts.Context, edges.Slot, edges.Received, edges.Sent, part.Part, passes.Run, edges.RECEIVE)
+    kinds = (contexts.Context, edges.EdgeSlot, edges.Received, edges.Sent, part.Part, passes.Run, edges.RECEIVE)
 
     def alive():
         gc.collect()

@@ -15,7 +15,7 @@ from nbdist.autograd import edges, messages
 from nbdist.autograd.contexts import Contexts
 from nbdist.autograd.ledger import Ledger
 from nbdist.autograd.messages import Missing, PassId, Report, Token
-from nbdist.autograd.part import Part, Roots
+from nbdist.autograd.part import Part, PassRoots
 from nbdist.autograd.passes import Passes
 from nbdist.autograd.turns import Turns
 from nbdist.rpc.futures import Future
@@ -170,7 +170,7 @@ def run_and_compare(seed):
     )
     passes = net.workers[0].passes
     ended = Future()
-    run = passes.begin(context, Roots([(loss.grad_fn, 0)], [torch.ones_like(loss)]), ended)
+    run = passes.begin(context, PassRoots([(loss.grad_fn, 0)], [torch.ones_like(loss)]), ended)
     passes.go(run)
     net.deliver_all()
     assert ended.done(), "the pass does not end"

@@ -175,7 +175,7 @@ def accumulator(leaf):
 
 def test_a_leaf_that_lies_where_another_one_has_died_is_not_taken_for_it():
     """Checkpoints make leaves that live no longer than their own call; Python gives their place to others."""
-    one, other = (leaves.Claim([], leaves.Gradients(), "group") for _ in range(2))
+    one, other = (leaves.Claim([], leaves.GradientStore(), "group") for _ in range(2))
     for _ in range(1000):
         leaf = torch.ones(1, requires_grad=True)
         place = id(leaf)

@@ -10,7 +10,7 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd.drawing import as_svg
 from nbdist.autograd.inspection import Trace
-from nbdist.autograd.origins import Origin, origin_of
+from nbdist.autograd.origins import NodeOrigin, origin_of
 from nbdist.testing import World
 
 
@@ -249,7 +249,7 @@ def test_a_context_that_another_thread_closes_notes_no_more(world):
     thread.start()
     thread.join()
     x = torch.ones(2, requires_grad=True)
-    assert origin_of(x.cos().grad_fn) == Origin()
+    assert origin_of(x.cos().grad_fn) == NodeOrigin()
     assert not torch.nn.modules.module._global_forward_hooks
     with dist_autograd.context(lines=True):  # takes the other's remains away
         assert len(torch.overrides._get_current_function_mode_stack()) == 1

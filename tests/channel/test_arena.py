@@ -12,7 +12,7 @@ import torch
 
 from nbdist.channel import arena as arenas
 from nbdist.channel import leases, memory
-from nbdist.channel.arena import Arena, Space, open_arena
+from nbdist.channel.arena import Arena, ArenaSpace, open_arena
 from nbdist.channel.leases import Leases
 from nbdist.channel.memory import MemoryFailure
 from nbdist.wire import codec
@@ -49,7 +49,7 @@ def arena():
 
 
 def send(arena, tensor):
-    encoded = codec.encode(tensor, space=Space(arena, READER))
+    encoded = codec.encode(tensor, space=ArenaSpace(arena, READER))
     for slot in encoded.slots:
         slot.send()
     return encoded
@@ -85,16 +85,16 @@ def test_one_copy_in_and_none_out(arena):
 
 
 def test_a_message_that_is_not_sent_leaves_nothing(arena):
-    codec.encode([torch.ones(M), torch.ones(2 * M)], space=Space(arena, READER))
+    codec.encode([torch.ones(M), torch.ones(2 * M)], space=ArenaSpace(arena, READER))
     assert arena.statistics()["arena_bytes_used"] == 0
     with pytest.raises(Exception, match="cannot be sent"):
-        codec.encode([torch.ones(M), (i for i in ())], space=Space(arena, READER))
+        codec.encode([torch.ones(M), (i for i in ())], space=ArenaSpace(arena, READER))
     gc.collect()
     assert arena.statistics()["arena_bytes_used"] == 0
 
 
 def test_a_call_that_is_refused_leaves_nothing(arena):
-    encoded = codec.encode(torch.ones(M), space=Space(arena, READER))
+    encoded = codec.encode(torch.ones(M), space=ArenaSpace(arena, READER))
     (slot,) = encoded.slots
     slot.send()
     assert arena.statistics()["arena_blocks_out"] == 1
@@ -107,7 +107,7 @@ def test_what_ends_runs_no_python_code(arena):
     """A Ctrl-C that came in a ``__del__`` would be lost, and the block with it."""
     mine = Leases()
     dropped = [
-        codec.encode(torch.ones(M), space=Space(arena, READER)),
+        codec.encode(torch.ones(M), space=ArenaSpace(arena, READER)),
         receive(arena, mine, send(arena, torch.ones(M))),
     ]
     ran = []
@@ -196,12 +196,12 @@ def test_no_more_files_is_a_fall_back(arena, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "memfd_create", fail)
         x = torch.ones(M)
-        encoded = codec.encode(x, space=Space(arena, READER))
+        encoded = codec.encode(x, space=ArenaSpace(arena, READER))
         assert encoded.slots == []
         assert torch.equal(codec.decode(encoded.payload, [bytes(frame) for frame in encoded.frames]), x)
     assert arena.statistics()["arena_falls_back"] == 1
     assert arena.statistics()["arena_bytes"] == arena.statistics()["arena_bytes_used"] == 0
-    assert len(codec.encode(x, space=Space(arena, READER)).slots) == 1
+    assert len(codec.encode(x, space=ArenaSpace(arena, READER)).slots) == 1
 
 
 def test_a_forked_process_keeps_what_it_reads(arena):

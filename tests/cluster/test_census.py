@@ -14,7 +14,7 @@ import torch
 from nbdist.cluster import variables
 from nbdist.cluster.census import Census, Walk
 from nbdist.cluster.process_memory import Regions, measure, own_bytes, parse_smaps, resident_bytes
-from nbdist.cluster.roots import Named
+from nbdist.cluster.roots import NamedValue
 from nbdist.rpc.describing import describe_value
 
 KB = 1000
@@ -158,8 +158,8 @@ def test_what_leads_to_everything_is_passed_by():
 def test_no_code_of_hostile_classes_is_called():
     tensor = torch.ones(1000)
     objects = hostile.every(tensor)
-    named = [Named([f"x{number}"], "variable", value) for number, value in enumerate(objects)]
-    named.append(Named(["all"], "variable", [*objects, *map(type, objects)]))
+    named = [NamedValue([f"x{number}"], "variable", value) for number, value in enumerate(objects)]
+    named.append(NamedValue(["all"], "variable", [*objects, *map(type, objects)]))
     hostile.called.clear()
     census = Census()
     census.watched[id(tensor)] = 5
@@ -209,7 +209,7 @@ def test_a_walk_stops_and_says_so():
 def test_one_huge_variable_hides_no_other(monkeypatch):
     monkeypatch.setattr(variables, "MOST_OBJECTS", 20_000)
     huge = [[number] for number in range(30_000)]
-    named = [Named(["huge"], "variable", huge), Named(["tensor"], "variable", [torch.ones(50_000)])]
+    named = [NamedValue(["huge"], "variable", huge), NamedValue(["tensor"], "variable", [torch.ones(50_000)])]
     rows, _ = variables.count(Census(), named)
     assert [(row.names, row.is_partial, row.entries) for row in rows] == [
         (["huge"], True, 30_000),
@@ -228,7 +228,7 @@ def test_a_long_chain():
 
 
 def test_many_variables_fit_into_the_answer():
-    named = [Named([f"x{number}"], "variable", [number]) for number in range(1500)]
+    named = [NamedValue([f"x{number}"], "variable", [number]) for number in range(1500)]
     rows, _ = variables.count(Census(), named)
     assert len(rows) == 1000
     assert rows[-1].names == ["x999 and 500 more"]

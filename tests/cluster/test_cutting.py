@@ -11,11 +11,11 @@ from frontend import Notebook
 import nbdist
 from nbdist.cluster import print_log
 from nbdist.cluster.arrange import Published
-from nbdist.cluster.cutting import Cutter
+from nbdist.cluster.cutting import OutputCutter
 from nbdist.cluster.print_log import PrintLog
 from nbdist.errors import UsageError
 from nbdist.magics.lines import parse_log
-from nbdist.views.printed import Span, say
+from nbdist.views.printed import LineRange, say
 
 
 def out(text, stream="stdout"):
@@ -33,7 +33,7 @@ def text_of(messages):
 
 def cut(*messages):
     """What is shown of messages at once, and at the end."""
-    cutter = Cutter(12, {"stdout", "stderr"})
+    cutter = OutputCutter(12, {"stdout", "stderr"})
     shown = [passed for message in messages for passed in cutter.take(message)]
     return text_of(shown), text_of(cutter.release())
 
@@ -70,7 +70,7 @@ def test_a_wiped_cell_begins_anew():
 
 
 def test_a_result_comes_below_the_last_lines():
-    cutter = Cutter(12, {"stdout"})
+    cutter = OutputCutter(12, {"stdout"})
     result = Published("execute_result", {"data": {"text/plain": "7"}})
     cutter.take(out(numbered(1, 9000)))
     assert text_of(cutter.take(result)[:-1]) == "<5000>\n" + numbered(7001, 9000)
@@ -146,10 +146,10 @@ def test_which_lines_are_shown(tmp_path):
         return said[0], said[1], said[-1]
 
     assert shown(3) == ("lines 2,001 to 6,000 of 10,000 in cell 3; `--lines FIRST:LAST` shows others", "2001", "6000")
-    assert shown(3, Span(9999, None))[1:] == ("9999", "10000")
-    assert shown(3, Span(1, 3))[1:] == ("1", "3")
-    assert shown(3, Span(None, 2))[1:] == ("9999", "10000")
-    assert say([log.read(3)], Span(20_000, None)) == "there are 10,000 lines in cell 3"
+    assert shown(3, LineRange(9999, None))[1:] == ("9999", "10000")
+    assert shown(3, LineRange(1, 3))[1:] == ("1", "3")
+    assert shown(3, LineRange(None, 2))[1:] == ("9999", "10000")
+    assert say([log.read(3)], LineRange(20_000, None)) == "there are 10,000 lines in cell 3"
     assert say([log.read(4)], None) == "four"
     assert say([log.read(5)], None) == "nothing printed in cell 5"
     assert shown(None)[1:] == ("-- cell 3 --", "four")

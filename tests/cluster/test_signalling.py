@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbdist.cluster import interrupting
-from nbdist.cluster.cells import Part
+from nbdist.cluster.cells import CellPart
 
 
 @pytest.mark.parametrize("says_so", [0.0, 0.1, None])
@@ -20,7 +20,7 @@ def test_a_cell_that_has_not_begun_is_signalled_once(says_so, monkeypatch):
     )
 
     async def interrupt():
-        part = Part("worker0", "1")
+        part = CellPart("worker0", "1")
         interrupting._signal(cluster, part)
         if says_so is not None:
             await asyncio.sleep(says_so)

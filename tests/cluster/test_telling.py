@@ -10,7 +10,7 @@ from frontend import Notebook
 import nbdist
 from nbdist.cluster.errors import WorkerError
 from nbdist.cluster.notices import say_failed
-from nbdist.cluster.standing import Place, Stands
+from nbdist.cluster.standing import Position, Stands
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_nothing_of_it_is_in_a_log():
 
 
 def place(instruction, processor, call="f()", line="cell:1"):
-    return Place((instruction, 0), processor, call, line)
+    return Position((instruction, 0), processor, call, line)
 
 
 def test_who_moves_on_or_computes_does_not_wait():

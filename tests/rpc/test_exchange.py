@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.arrivals import Arrival, Stage
+from nbdist.rpc.arrivals import Arrival, ArrivalStage
 from nbdist.rpc.calls import Pending
 from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.forks import Drop
@@ -43,7 +43,7 @@ def confirm(exchange, fork):
 def test_a_call_that_refers_to_nothing_is_ready_and_counted_once_answered(exchange):
     arrival = call()
     exchange.came_alone(arrival)
-    assert arrival.stage is Stage.READY
+    assert arrival.stage is ArrivalStage.READY
     assert exchange.doing() == [arrival]
     assert exchange.answered(arrival) == []
     assert (exchange.active, exchange.served) == (0, 1)
@@ -52,19 +52,19 @@ def test_a_call_that_refers_to_nothing_is_ready_and_counted_once_answered(exchan
 def test_a_call_waits_until_all_its_forks_are_confirmed(exchange):
     arrival, fork = call(), lent(exchange)
     assert exchange.came(arrival, [fork]) == []
-    assert arrival.stage is Stage.CONFIRMING
+    assert arrival.stage is ArrivalStage.CONFIRMING
     assert confirm(exchange, fork) == [arrival]
-    assert (arrival.stage, arrival.is_heard) == (Stage.READY, True)
+    assert (arrival.stage, arrival.is_heard) == (ArrivalStage.READY, True)
 
 
 def test_a_call_waits_for_the_call_that_makes_its_target_and_then_for_the_value(exchange):
     maker, user = creation(), call(2, target=VALUE)
     assert exchange.came(user, []) == []
-    assert user.stage is Stage.SEEKING
+    assert user.stage is ArrivalStage.SEEKING
     assert exchange.came(maker, []) == [maker]
-    assert user.stage is Stage.AWAITING
+    assert user.stage is ArrivalStage.AWAITING
     assert exchange.made(VALUE) == [user]
-    assert user.stage is Stage.READY
+    assert user.stage is ArrivalStage.READY
 
 
 def test_a_call_on_a_value_that_is_there_is_ready_and_keeps_it(exchange):
@@ -93,11 +93,11 @@ def test_a_refused_creation_is_as_if_it_had_not_come(exchange):
     exchange.came(maker, [])
     assert exchange.refused(maker) == [Drop(VALUE)]
     assert exchange.came(user, []) == []
-    assert user.stage is Stage.SEEKING
+    assert user.stage is ArrivalStage.SEEKING
     again = creation()
     assert exchange.came(again, []) == [again]
     exchange.made(VALUE)
-    assert user.stage is Stage.READY
+    assert user.stage is ArrivalStage.READY
     assert exchange.abandoned(CALLER, 1) == (None, [])  # it is not refused any more
 
 
@@ -109,18 +109,20 @@ def test_a_refused_creation_that_is_given_up_lets_those_go_on_who_seek_it(exchan
     assert exchange.abandoned(CALLER, 1) == (VALUE, [user])
 
 
-@pytest.mark.parametrize("stage", [Stage.CONFIRMING, Stage.SEEKING, Stage.AWAITING])
+@pytest.mark.parametrize("stage", [ArrivalStage.CONFIRMING, ArrivalStage.SEEKING, ArrivalStage.AWAITING])
 def test_a_lost_caller_ends_its_calls_that_wait(exchange, stage):
-    if stage is Stage.AWAITING:
+    if stage is ArrivalStage.AWAITING:
         exchange.came(creation(sender=ME), [])
-    target = GlobalId(0, 0, OTHER) if stage is Stage.SEEKING else VALUE if stage is Stage.AWAITING else None
-    arrival, forks = call(target=target), [lent(exchange)] if stage is Stage.CONFIRMING else []
+    target = (
+        GlobalId(0, 0, OTHER) if stage is ArrivalStage.SEEKING else VALUE if stage is ArrivalStage.AWAITING else None
+    )
+    arrival, forks = call(target=target), [lent(exchange)] if stage is ArrivalStage.CONFIRMING else []
     assert exchange.came(arrival, forks) == []
     assert arrival.stage is stage
     _, going_on = exchange.lost(CALLER)
     assert going_on == [arrival]
     assert not arrival.is_heard
-    if stage is Stage.CONFIRMING:
+    if stage is ArrivalStage.CONFIRMING:
         assert confirm(exchange, CHILD) == []  # it is not told twice
     exchange.answered(arrival)
     assert exchange._by_fork == exchange._by_target == {}
@@ -148,7 +150,7 @@ def test_others_wait_on_when_an_agent_is_lost(exchange):
     exchange.came(awaiting, [])
     exchange.came(confirming, [lent(exchange)])
     assert exchange.lost(999) == ([], [])
-    assert (awaiting.stage, confirming.stage) == (Stage.AWAITING, Stage.CONFIRMING)
+    assert (awaiting.stage, confirming.stage) == (ArrivalStage.AWAITING, ArrivalStage.CONFIRMING)
     assert confirm(exchange, CHILD) == [confirming]
     assert exchange.made(VALUE) == [awaiting]
 

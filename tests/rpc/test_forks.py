@@ -1,7 +1,7 @@
 """The reference counting by itself: events in, messages and drops out. Whole agents are in `test_histories`."""
 
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.forks import Drop, Forks, Send, Standing
+from nbdist.rpc.forks import Drop, Forks, ForkStanding, Send
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
 OWNER, USER, OTHER, THIRD = 11, 22, 33, 44
@@ -29,13 +29,13 @@ def test_remote_creates_confirms_and_deletes():
     owner, user = forks(OWNER), forks(USER)
     rref, fork = ids(USER)
     user.begin(rref, fork, OWNER)
-    assert user.standing(fork) is Standing.PENDING
+    assert user.standing(fork) is ForkStanding.PENDING
     owner.create(rref, fork, USER)
     assert owner.set_state(rref, INT) == []  # the reply carries it to the creator
     assert owner.release_owned(rref) == []  # the user's fork remains
     assert (owner.owners, owner.forks, owner.forks_of(rref)) == (1, 1, 1)
     assert user.confirm(fork, INT) == []
-    assert user.standing(fork) is Standing.CONFIRMED
+    assert user.standing(fork) is ForkStanding.CONFIRMED
     assert user.state(rref, fork) == INT
     (delete,) = user.release(fork)
     assert delete == Send(OWNER, UserDelete(rref, fork))
@@ -69,7 +69,7 @@ def test_a_timed_out_creation_tells_the_owner_and_a_failed_one_does_not():
         rref, fork = ids(USER)
         user.begin(rref, fork, OWNER)
         assert user.fail(fork, may_exist=may_exist) == []
-        assert user.standing(fork) is Standing.FAILED
+        assert user.standing(fork) is ForkStanding.FAILED
         assert user.release(fork) == [Send(OWNER, UserDelete(rref, fork))] * expected
         assert is_empty(user)
 
@@ -80,7 +80,7 @@ def test_a_late_answer_revives_a_timed_out_reference():
     user.begin(rref, fork, OWNER)
     user.fail(fork, may_exist=True)
     user.confirm(fork, INT)
-    assert user.standing(fork) is Standing.CONFIRMED
+    assert user.standing(fork) is ForkStanding.CONFIRMED
 
 
 def test_an_owner_counts_a_fork_before_it_is_sent():
@@ -92,7 +92,7 @@ def test_an_owner_counts_a_fork_before_it_is_sent():
     assert (handed.owner, handed.parent, handed.state) == (OWNER, OWNER, INT)
     assert owner.release_owned(rref) == []
     assert user.accept(handed) == []
-    assert user.standing(handed.fork) is Standing.CONFIRMED
+    assert user.standing(handed.fork) is ForkStanding.CONFIRMED
     (delete,) = user.release(handed.fork)
     assert owner.on_user_delete(delete.message, USER) == [Drop(rref)]
     assert is_empty(owner)
@@ -145,7 +145,7 @@ def shared_by_a_third():
 def test_a_parent_lives_until_its_child_is_confirmed():
     owner, user, other, rref, fork, handed, request = shared_by_a_third()
     assert user.release(fork) == []  # the child may not be known yet
-    assert other.standing(handed.fork) is Standing.PENDING
+    assert other.standing(handed.fork) is ForkStanding.PENDING
     (confirm,) = owner.on_fork_request(request, OTHER)
     assert confirm == Send(OTHER, ForkConfirm(rref, handed.fork, INT))
     assert owner.forks_of(rref) == 2
@@ -267,8 +267,8 @@ def test_what_a_lost_owner_held_is_dead_at_once():
     _, user, other, _rref, fork, handed, _ = shared_by_a_third()
     assert user.on_lost(OWNER) == []
     assert other.on_lost(OWNER) == [Send(USER, ChildAccept(handed.fork))]  # whose parent may not know yet
-    assert user.standing(fork) is Standing.DEAD
-    assert other.standing(handed.fork) is Standing.DEAD
+    assert user.standing(fork) is ForkStanding.DEAD
+    assert other.standing(handed.fork) is ForkStanding.DEAD
     assert user.release(fork) == []
     assert other.release(handed.fork) == []
     assert is_empty(user), "the child will never accept, for its owner is gone"
@@ -280,7 +280,7 @@ def test_a_reference_to_an_owner_that_is_known_to_be_lost_is_dead_on_arrival():
     late = forks(THIRD)
     late.on_lost(OWNER)
     instructions = late.accept(Fork(rref, handed.fork, OWNER, USER, INT))
-    assert late.standing(handed.fork) is Standing.DEAD
+    assert late.standing(handed.fork) is ForkStanding.DEAD
     for instruction in instructions:  # its parent need not wait for it
         assert instruction == Send(USER, ChildAccept(handed.fork))
     assert late.release(handed.fork) == []
@@ -300,7 +300,7 @@ def test_a_lost_parent_leaves_a_confirmed_child():
     assert owner.on_lost(USER) == []
     assert other.on_lost(USER) == []
     assert other.on_fork_confirm(confirm.message) == [Send(USER, ChildAccept(handed.fork))]
-    assert other.standing(handed.fork) is Standing.CONFIRMED
+    assert other.standing(handed.fork) is ForkStanding.CONFIRMED
     (delete,) = other.release(handed.fork)
     assert owner.on_user_delete(delete.message, OTHER) == [Drop(rref)]
     assert is_empty(owner)
@@ -313,7 +313,7 @@ def test_a_child_that_its_parents_death_orphaned_is_told_so():
     (refusal,) = owner.on_fork_request(request, OTHER)
     assert refusal == Send(OTHER, ForkConfirm(rref, handed.fork, gone=True))
     other.on_fork_confirm(refusal.message)
-    assert other.standing(handed.fork) is Standing.DEAD
+    assert other.standing(handed.fork) is ForkStanding.DEAD
     assert other.release(handed.fork) == []
     assert is_empty(owner)
     assert is_empty(other)

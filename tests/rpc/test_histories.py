@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from simulation import NO_LIMIT, SimulatedWorld
 
 from nbdist.errors import RRefError
-from nbdist.rpc.forks import Standing
+from nbdist.rpc.forks import ForkStanding
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +220,7 @@ def test_a_creation_that_cannot_be_repeated_fails_its_reference():
         world.deliver()  # the owner lacks the definition
         world.refuse(user, owner)
         user.finish()
-        assert user.agent.references.forks.standing(handle._fork) is Standing.FAILED
+        assert user.agent.references.forks.standing(handle._fork) is ForkStanding.FAILED
         with pytest.raises(RRefError, match="the wire takes nothing now"), user.at_work():
             handle.to_here()
         del handle

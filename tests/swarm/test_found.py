@@ -17,7 +17,7 @@ from nbdist.swarm import CacheFull, NoRoute, adapter, neighbours, serve
 from nbdist.swarm.held import NoSession
 from nbdist.swarm.pools import TooLarge
 from nbdist.swarm.server import Options, Server
-from nbdist.swarm.stacking import Item, compare, parts, split, stack
+from nbdist.swarm.stacking import StackInput, compare, parts, split, stack
 from nbdist.testing import World
 
 COMMON = {"vocab_size": 97}
@@ -88,7 +88,9 @@ def test_what_is_stacked_is_told_apart_again(world):
             "both": (torch.ones(1, 3), True),
             **more,
         }
-        return Item(torch.randn(texts, 3, 2), (adapter.LayerCall((), kwargs),), None, torch.randn(texts, 3, 2), layout)
+        return StackInput(
+            torch.randn(texts, 3, 2), (adapter.LayerCall((), kwargs),), None, torch.randn(texts, 3, 2), layout
+        )
 
     items = [item(4), item(1), item(2)]
     found = stack(items)

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.swarm.pools import Pools, Request, TooLarge, prioritize
+from nbdist.swarm.pools import Pools, QueuedRequest, TooLarge, prioritize
 
 
 def request(kind="forward", size=1, priority=0.0, together=None):
-    return Request(kind, size, priority, None, together)
+    return QueuedRequest(kind, size, priority, None, together)
 
 
 def test_text_before_training_and_then_who_came_first():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError
 from nbdist.channel import memory
-from nbdist.channel.arena import Arena, Space
+from nbdist.channel.arena import Arena, ArenaSpace
 from nbdist.channel.leases import Leases
 from nbdist.wire import codec
 from nbdist.wire.messages import Payload, Record, TensorMeta
@@ -66,7 +66,7 @@ def give_back():
 
 def travel(value):
     """Send and receive; the header and the frames go through bytes, as on a wire."""
-    space = Space(WAY.arena, ME.incarnation) if WAY.arena is not None else None
+    space = ArenaSpace(WAY.arena, ME.incarnation) if WAY.arena is not None else None
     encoded = codec.encode(value, space=space)
     for slot in encoded.slots:
         slot.send()

@@ -8,7 +8,7 @@ from IPython import get_ipython
 
 from nbdist.errors import UsageError
 from nbdist.magics import lines
-from nbdist.magics.session import Session
+from nbdist.magics.session import NotebookSession
 
 __all__ = ["activate"]
 
@@ -49,7 +49,7 @@ class Px:
 
     def autopx(self, line: str) -> None:
         """Switch between running cells without a magic on all engines and in the notebook, as ``%dist_mode`` does."""
-        self._shell.run_line_magic("dist_mode", "-d" if Session.of(self._shell).everywhere else "-e")
+        self._shell.run_line_magic("dist_mode", "-d" if NotebookSession.of(self._shell).everywhere else "-e")
 
     def pxresult(self, line: str) -> None:
         """Wait for the last cell that was sent with ``--noblock``. Its output appears below that cell."""

@@ -20,7 +20,7 @@ from nbdist.pictures import themed
 from nbdist.rpc.rref import RRef
 from nbdist.views import cards, references
 from nbdist.views.shown import Bundle
-from nbdist.views.widgets.live import Live
+from nbdist.views.widgets.live import LiveViews
 from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["LIVE", "MOST", "RRefCard", "card_of", "looks"]
@@ -109,7 +109,7 @@ def _news(known: weakref.ref[RRefCard]) -> None:
         card.changed()
 
 
-LIVE = Live(MOST)
+LIVE = LiveViews(MOST)
 """The cards that are live."""
 _lock = threading.RLock()
 _by_rref: weakref.WeakKeyDictionary[RRef[Any], weakref.ref[RRefCard]] = weakref.WeakKeyDictionary()

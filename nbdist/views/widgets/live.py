@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import Protocol
 
-__all__ = ["Live"]
+__all__ = ["LiveViews"]
 
 
 class _Shows(Protocol):
@@ -22,7 +22,7 @@ class _Shows(Protocol):
         """Become a picture that says that the cluster has ended."""
 
 
-class Live:
+class LiveViews:
     """Keeps the live views of one kind, ``most`` at most, in the order in which they were last shown. Thread-safe."""
 
     def __init__(self, most: int) -> None:

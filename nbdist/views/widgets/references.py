@@ -17,14 +17,14 @@ from nbdist.views import cards, references
 from nbdist.views.cards import Facts, Rows
 from nbdist.views.shown import Bundle
 from nbdist.views.widgets.card import looks
-from nbdist.views.widgets.live import Live
+from nbdist.views.widgets.live import LiveViews
 from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["LIVE", "MOST", "RRefTable"]
 
 MOST = 16
 """The number of tables that are live; the one shown longest ago becomes a picture."""
-LIVE = Live(MOST)
+LIVE = LiveViews(MOST)
 """The tables that are live."""
 
 
