@@ -222,7 +222,9 @@ def test_the_parts_of_an_agent_ask_little_of_each_other():
         for node in ast.walk(ast.parse(module.source)):
             if isinstance(node, ast.ImportFrom) and node.module == "nbdist.rpc.recording":
                 names = {alias.name for alias in node.names}
-                assert "CallRecorder" not in names or module.name in {"nbdist.rpc.agent", "nbdist.registry"}, module.name
+                assert "CallRecorder" not in names or module.name in {"nbdist.rpc.agent", "nbdist.registry"}, (
+                    module.name
+                )
 
 
 def loaded_by(statement: str, path: Path) -> set[str]:
