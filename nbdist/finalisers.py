@@ -56,7 +56,9 @@ _is_running = False
 def guard(lock: Any) -> Callable[[], bool]:
     """Register a reentrant lock that other threads need; return a function that tells whether this thread holds it.
 
-    In a thread that holds it, a finaliser may send a call, but must not wait for the answer.
+    `may_wait` is False in a thread that holds the lock: a call that a finaliser makes there is sent, but waiting for
+    the answer raises UsageError. The caller uses the function for its own decisions. The lock stays registered until it
+    is collected; a second call changes nothing.
     """
     _locks.add(lock)
     is_held: Callable[[], bool] = lock._is_owned
@@ -64,14 +66,18 @@ def guard(lock: Any) -> Callable[[], bool]:
 
 
 def may_wait() -> bool:
-    """Return whether the calling thread may wait for other threads: it is not closed, and holds no guarded lock."""
+    """Return whether the calling thread may wait for other threads: it is not closed, and holds no guarded lock.
+
+    Whoever is about to wait asks this first, and raises UsageError or hands the work over if it is False.
+    """
     return not this_thread.is_closed and not any(lock._is_owned() for lock in list(_locks))
 
 
 def hand_over(job: Callable[[], None]) -> None:
     """Run ``job`` in another thread, as a rule one job after the other. Errors of a job are logged.
 
-    This takes no lock, and starts a thread of the simplest kind, because `threading.Thread` takes locks.
+    This takes no lock, and starts a thread of the simplest kind, because `threading.Thread` takes locks. ``job`` may
+    start before this returns.
     """
     global _is_running
     _jobs.append(job)

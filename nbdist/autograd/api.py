@@ -65,19 +65,31 @@ class ContextId(int):
         grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Run a backward pass in this context; the arguments are those of `nbdist.autograd.backward`."""
+        """Run a backward pass in this context; the arguments are those of `nbdist.autograd.backward`.
+
+        Returns when the gradients are in the context on every worker; raises the error of the pass.
+        """
         backward(int(self), roots, retain_graph, mode, grad_tensors=grad_tensors, accumulate=accumulate)
 
     def backward_async(self, *arguments: Any, **options: Any) -> Handle:
-        """Begin a backward pass in this context, as `nbdist.autograd.backward_async` does, and return its handle."""
+        """Begin a backward pass in this context, as `nbdist.autograd.backward_async` does, and return its handle.
+
+        The handle's `wait` raises the error of the pass.
+        """
         return backward_async(int(self), *arguments, **options)
 
     def watch(self, *, paused: bool = False, norms: bool = False) -> Watch:
-        """Watch the backward passes of this context, as `nbdist.autograd.watch` does."""
+        """Watch the backward passes of this context, as `nbdist.autograd.watch` does.
+
+        Raises UsageError if the context has an open watch, or has ended.
+        """
         return watch(int(self), paused=paused, norms=norms)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients of this context on this worker, as `nbdist.autograd.get_gradients` does."""
+        """Return the gradients of this context on this worker, as `nbdist.autograd.get_gradients` does.
+
+        Other workers have the gradients of their own leaves. Raises UsageError if the context has ended.
+        """
         return get_gradients(int(self))
 
     def close(self) -> None:
@@ -173,7 +185,10 @@ def open(*, lines: bool = False, check: Checked = None) -> ContextId:
 
 
 def _is_checked(check: Any) -> bool:
-    """Return whether ``check`` asks for a search for NaN; raises UsageError if it is anything else."""
+    """Return whether ``check`` asks for a search for NaN; raises UsageError if it is anything else.
+
+    `context` calls this with its argument.
+    """
     if check not in ("nan", None):
         raise UsageError(f'check must be "nan", or None to check nothing, not {check!r}')
     return check is not None
@@ -254,7 +269,10 @@ def backward_async(*arguments: Any, **options: Any) -> Handle:
 
 
 def _with_id(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the positional arguments, with the id of the thread's context in front if they have none."""
+    """Return the positional arguments, with the id of the thread's context in front if they have none.
+
+    The user may leave out the id inside of a context; outside of any, this raises UsageError.
+    """
     if "context_id" in options or (arguments and (isinstance(arguments[0], int) or arguments[0] is None)):
         return arguments
     return (current_id(), *arguments)
@@ -269,7 +287,10 @@ def _prepare(
     grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     accumulate: bool = False,
 ) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
-    """Check the arguments of `backward`; return the recorder, the context, the roots, a gradient for each, options."""
+    """Check the arguments of `backward`; return the recorder, the context, the roots, a gradient for each, options.
+
+    Raises UsageError for an unknown mode, an unknown or ended context, or roots that `_check_roots` refuses.
+    """
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
     tensors, gradients = _check_roots(roots, grad_tensors)
@@ -297,7 +318,10 @@ class Handle:
         ended.add_done_callback(self._end)
 
     def go(self) -> None:
-        """Run what can run at once, on the calling thread; `backward_async` has a thread of the pool call this once."""
+        """Run what can run at once, on the calling thread; `backward_async` has a thread of the pool call this once.
+
+        Returns when this worker can run no more for now. Its own errors become those of `wait`.
+        """
         try:
             self._passes.go(self._run)
         except BaseException as error:
@@ -325,7 +349,7 @@ class Handle:
 
     def cancel(self) -> None:
         """Give the pass up on all workers; `wait` then raises `nbdist.Interrupted`. Does nothing after the end."""
-        self._ended.try_settle(None, Interrupted("the backward pass was cancelled"))
+        self._ended.try_settle(None, Interrupted("the backward pass was cancelled, by cancel() of its handle"))
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._outcome.__await__()

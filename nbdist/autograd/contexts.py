@@ -58,7 +58,10 @@ class NodeNumbers:
         self._lock = threading.Lock()
 
     def of(self, nodes: Iterable[Node]) -> dict[Node, int]:
-        """Return the number of each node; new nodes get the next numbers, in the order in which they were made."""
+        """Return the number of each node; new nodes get the next numbers, in the order in which they were made.
+
+        A node keeps its number for the life of the context, so repeated calls agree.
+        """
         nodes = list(nodes)
         with self._lock:
             new = [node for node in nodes if node not in self._numbers]
@@ -140,7 +143,10 @@ class Context:
             self._contributions.pop(key, None)
 
     def fold(self) -> None:
-        """Add up the gradients of all passes and contributions; call it only while no pass runs."""
+        """Add up the gradients of all passes and contributions; call it only while no pass runs.
+
+        One sum replaces them, so a second call changes nothing.
+        """
         with self.lock:
             for gradients in self._contributions.values():
                 self._gradients.update(gradients)
@@ -150,7 +156,10 @@ class Context:
                 run.part.gradients = GradientStore()
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply the gradients of some leaves by a factor; call it only while no pass runs."""
+        """Multiply the gradients of some leaves by a factor; call it only while no pass runs.
+
+        It serves the clipping of gradients.
+        """
         self.fold()
         with self.lock:
             self._gradients.scale(leaves, factor)
@@ -237,7 +246,10 @@ class Contexts:
         return context if context is not None and context.id in self._contexts else None
 
     def set_current(self, context: Context | None) -> Context | None:
-        """Put the calling thread into a context, or into none; return the context it was in."""
+        """Put the calling thread into a context, or into none; return the context it was in.
+
+        The caller puts it back with the context that was returned.
+        """
         before, self.here.context = self.here.context, context
         return before
 
@@ -253,7 +265,10 @@ class Contexts:
     # -- life ---------------------------------------------------------------------------------
 
     def new(self, *, lines: bool = False, check: bool = False) -> Context:
-        """Make a context, of which this worker is the maker; no thread enters it."""
+        """Make a context, of which this worker is the maker; no thread enters it.
+
+        `Recorder.open` enters it, and `Recorder.close` ends it on all workers.
+        """
         with self._lock:
             context = Context(self._first + next(self._numbers), self._incarnation, lines=lines, check=check)
             self._contexts[context.id] = context
@@ -312,7 +327,11 @@ class Contexts:
         return context
 
     def release(self, id: int, maker: int) -> Context | None:
-        """End a context on this worker, also for messages that come later; return it, or None if it was not here."""
+        """End a context on this worker, also for messages that come later; return it, or None if it was not here.
+
+        ``maker`` is the incarnation of the worker that made the context: a restarted worker may reuse ids. A second
+        call returns None.
+        """
         with self._lock:
             self._note_over(id, maker)
             context = self._contexts.get(id)

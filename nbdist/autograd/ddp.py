@@ -45,13 +45,19 @@ def owned_by_any() -> set[int]:
 
 
 def own(nodes: Iterable[Node]) -> bool:
-    """Return whether one of these nodes accumulates into a parameter of a DDP module."""
+    """Return whether one of these nodes accumulates into a parameter of a DDP module.
+
+    A pass that comes to such a node averages gradients, and therefore needs its turn.
+    """
     owned = owned_by_any()
     return any(id(node.variable) in owned for node in nodes)
 
 
 def blocked_by(held: Iterable[int]) -> set[int]:
-    """Return the ids of all parameters of the DDP modules of which a parameter is among ``held``, also by id."""
+    """Return the ids of all parameters of the DDP modules of which a parameter is among ``held``, also by id.
+
+    A pass waits with all of them, because a DDP module reduces its parameters together.
+    """
     waiting = set(held)
     blocked = set[int]()
     for module in _modules():
@@ -62,5 +68,8 @@ def blocked_by(held: Iterable[int]) -> set[int]:
 
 
 def in_buckets() -> set[int]:
-    """Return the ids of the parameters whose gradients are views of DDP buckets, which the next pass overwrites."""
+    """Return the ids of the parameters whose gradients are views of DDP buckets, which the next pass overwrites.
+
+    The caller must copy gradients that it wants to keep.
+    """
     return set[int]().union(*(_leaves(module) for module in _modules() if module.gradient_as_bucket_view))

@@ -129,7 +129,10 @@ class Received:
         return [node for reference in self.node_references if (node := reference()) is not None]
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note which of the tensors that have come hold a NaN or Inf; waits for a GPU that they are on."""
+        """Note which of the tensors that have come hold a NaN or Inf; waits for a GPU that they are on.
+
+        A view later shows from which message a NaN came. Errors are swallowed: a view must not fail the user's call.
+        """
         with suppress(Exception):  # a kind of tensor that cannot be searched
             self.spoilt = frozenset(index for index, tensor in enumerate(tensors) if not is_finite(tensor))
             self.looked_at = True
@@ -142,7 +145,10 @@ def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-    """Run a gate: the backward of `_Gate`. Its part decides whether it stops the engine or enters the gradient None."""
+    """Run a gate: the backward of `_Gate`. Its part decides whether it stops the engine or enters the gradient None.
+
+    torch's engine calls it, in the thread that runs a step of a part.
+    """
     part = current_part()
     assert part is not None  # only the steps of a part have a gate's output as a root
     return None, part.enter(ctx.slot())
@@ -151,7 +157,10 @@ def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
 def _arrive(
     ctx: Any, anchor: torch.Tensor, end: Received, first: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Make the receive node of some tensors of a message, from tensor ``first`` on: the forward of `_Receive`."""
+    """Make the receive node of some tensors of a message, from tensor ``first`` on: the forward of `_Receive`.
+
+    torch calls it through `_Receive.apply`; the tensors returned are what the user's function gets.
+    """
     ctx.set_materialize_grads(False)
     ctx.end = end
     ctx.first = first

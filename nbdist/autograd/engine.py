@@ -33,7 +33,10 @@ _native: Any = torch_private.engine
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
-    """Run all nodes that the roots depend on, leaves included, as ``torch.autograd.backward`` does."""
+    """Run all nodes that the roots depend on, leaves included, as ``torch.autograd.backward`` does.
+
+    Returns when they have run, or raises the error of a node or hook.
+    """
     _native.run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -179,7 +179,10 @@ class _Search:
         return value
 
     def _holds(self, edge: Edge) -> bool | None:
-        """Return whether the tensor that went along an edge held a NaN or Inf; None if that is not known."""
+        """Return whether the tensor that went along an edge held a NaN or Inf; None if that is not known.
+
+        It is known if some node has saved the tensor, or if a message brought it and was searched.
+        """
         node, output = edge
         kind: Any = type(node)
         if kind is RECEIVE and node.first + output in node.end.spoilt:
@@ -213,7 +216,11 @@ class _Search:
         return None
 
     def follow(self, node: Node, output: int, value: str) -> Inherited:
-        """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node."""
+        """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node.
+
+        The way ends at a leaf, at data, at the operation that made it, at another worker's answer, or where it cannot
+        be followed.
+        """
         seen = set[Edge]()
         while (node, output) not in seen:
             seen.add((node, output))
@@ -251,7 +258,10 @@ class _Search:
         return Inherited(value, how, self._worker, number, name, perhaps=perhaps)
 
     def _doubtful(self, node: Node) -> Iterator[Carried]:
-        """Yield the messages behind a node of which it is not known whether they held a NaN or Inf."""
+        """Yield the messages behind a node of which it is not known whether they held a NaN or Inf.
+
+        They are named to the user as the messages that may have brought it.
+        """
         seen, queue = {node}, [node]
         while queue:
             for edge in _behind(queue.pop(0)):
@@ -267,7 +277,10 @@ class _Search:
         return Carried(node.end.message, self._name_of(node.end.peer), node.end.function)
 
     def _across(self, node: Node, output: int, value: str) -> Inherited:
-        """Let the worker that sent a tensor follow its NaN or Inf; return the answer with the message in front."""
+        """Let the worker that sent a tensor follow its NaN or Inf; return the answer with the message in front.
+
+        Without an answer, the result says that the origin on that worker is unknown.
+        """
         carried = self._carried(node)
         found = _ask(carried.sender, self._context.id, carried.message, node.first + output, value)
         if found is None:

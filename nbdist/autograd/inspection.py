@@ -176,7 +176,10 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
 
 
 def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: api.Mode) -> Plan:
-    """Return the plan of a pass from edges of this worker's graph; see `plan`."""
+    """Return the plan of a pass from edges of this worker's graph; see `plan`.
+
+    All workers of the context are asked; nothing runs, and no gradient changes.
+    """
     here = api.recorder()
     found = _collect(context, starts)
     numbers = context.number_all(starts)
@@ -287,7 +290,10 @@ def _who_only_looks(context: Context, me: int) -> int | None:
 def local_nodes(
     context_id: int, starts: Sequence[tuple[Node, int]] = ()
 ) -> tuple[list[NodeInfo], list[Edge], list[int]]:
-    """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there."""
+    """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there.
+
+    Called on each worker of the context, by RPC. A worker that does not have the context returns three empty lists.
+    """
     here = api.recorder()
     context = here.contexts.find(context_id)
     if context is None:

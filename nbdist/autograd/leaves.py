@@ -63,7 +63,10 @@ class GradientStore:
             self._sums[id(leaf)] = (leaf, gradient)
 
     def update(self, other: GradientStore) -> None:
-        """Add all sums of another object to these."""
+        """Add all sums of another object to these.
+
+        The other object is not changed; updating twice adds its sums twice.
+        """
         with self._lock:
             if not self._sums:
                 self._sums.update(other._sums)
@@ -72,12 +75,18 @@ class GradientStore:
             self.add(leaf, gradient)
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of a leaf, or None if there is none."""
+        """Return the gradient of a leaf, or None if there is none.
+
+        The caller must not change it: it may be a gradient that others use.
+        """
         known = self._sums.get(id(leaf))
         return known[1] if known is not None else None
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply the gradients of some leaves by a factor; leaves without a gradient are skipped."""
+        """Multiply the gradients of some leaves by a factor; leaves without a gradient are skipped.
+
+        The products are new tensors. Not locked: call it only while no pass adds gradients.
+        """
         for leaf in leaves:
             known = self._sums.get(id(leaf))
             if known is not None:
@@ -146,7 +155,10 @@ class _Holder:
             self._take(wanted, aside)
 
     def _await(self, wanted: Mapping[int, torch.Tensor]) -> None:
-        """Wait until no other group has one of these leaves; called with the lock held, which is free meanwhile."""
+        """Wait until no other group has one of these leaves; called with the lock held, which is free meanwhile.
+
+        Raises UsageError if this thread itself has a leaf in another group, because it would wait for ever.
+        """
         while taken := self._taken(wanted):
             if any(holder._thread == self._thread for use in taken for holder in use.holders):
                 raise UsageError(
@@ -168,7 +180,11 @@ class _Holder:
         ]
 
     def _take(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
-        """Claim leaves that are free or claimed by the same group; called with the lock held."""
+        """Claim leaves that are free or claimed by the same group; called with the lock held.
+
+        With ``aside``, also sets the leaf's ``.grad`` to None and keeps it for `give_back`. The caller has made sure
+        with `_await` that no other group has the leaves.
+        """
         for key, leaf in wanted.items():
             use = _use_of(key, leaf) if key in _claimed else None
             if use is not None:
@@ -315,7 +331,10 @@ class Claim:
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore | None) -> None:
-    """Accumulate a gradient into a claimed leaf, as the leaf's node would; hooks on the gradient have run already."""
+    """Accumulate a gradient into a claimed leaf, as the leaf's node would; hooks on the gradient have run already.
+
+    With ``into``, the sum goes there and ``.grad`` stays what it was; an error of a hook is raised.
+    """
     before = leaf.grad
     hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
     try:
@@ -341,7 +360,10 @@ def current_claim() -> Claim:
 
 @contextmanager
 def halted() -> Iterator[None]:
-    """Note for a block that the engine call of the calling thread is halted by a watch; see `halted_leaves`."""
+    """Note for a block that the engine call of the calling thread is halted by a watch; see `halted_leaves`.
+
+    The engine refuses a local pass that reaches these leaves meanwhile.
+    """
     holder = current_claim().holder
     with _lock:
         _halted.add(holder)
@@ -353,7 +375,10 @@ def halted() -> Iterator[None]:
 
 
 def halted_leaves() -> set[int]:
-    """Return the ids of the leaves that halted engine calls have claimed: their ``.grad`` may be set aside for long."""
+    """Return the ids of the leaves that halted engine calls have claimed: their ``.grad`` may be set aside for long.
+
+    The engine refuses a local pass that reaches one of them.
+    """
     if not _halted:  # the usual case; every local pass asks
         return set()
     with _lock:

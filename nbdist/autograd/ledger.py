@@ -87,7 +87,10 @@ class Ledger:
 
     @property
     def over(self) -> bool:
-        """True if no worker has anything left to do, and no message of the pass is on its way."""
+        """True if no worker has anything left to do, and no message of the pass is on its way.
+
+        The root then settles the pass.
+        """
         return self._begun and not self._open and not self._early
 
     def owed(self) -> list[tuple[int, Missing]]:

@@ -30,7 +30,10 @@ def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram 
 
 
 def is_finite(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient holds no NaN and no Inf; None counts as finite."""
+    """Return whether a gradient holds no NaN and no Inf; None counts as finite.
+
+    On a GPU this waits for the tensor's computation.
+    """
     if gradient is None:
         return True
     values = _values(gradient.detach())

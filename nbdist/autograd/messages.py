@@ -334,7 +334,9 @@ def decode(data: bytes) -> Message:
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message of the autograd engine: {error}") from None
+        raise ProtocolError(
+            f"not a message of the autograd engine: {error}. The sender has another version of nbdist, or a bug"
+        ) from None
 
 
 _ONE_HOLE = quick.leave_holes([None], quick.LIST, ())

@@ -140,7 +140,10 @@ class Check:
         )
 
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
-        """Return the arguments with a NaN that the operation may overwrite: in place the first, with ``out=`` any."""
+        """Return the arguments with a NaN that the operation may overwrite: in place the first, with ``out=`` any.
+
+        `returned` needs them: the operation itself may destroy the evidence.
+        """
         if "out" in kwargs:
             return [named for named in _named(args, kwargs) if _has_nan(named[1])]
         if _is_in_place(name) and args and _has_nan(args[0]):

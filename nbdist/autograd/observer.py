@@ -110,7 +110,10 @@ class Observer:
     # -- telling ------------------------------------------------------------------------------
 
     def note(self, what: str, **known: Any) -> None:
-        """Note a happening, with the fields of a `Happening` that are known; send the batch if it is full or old."""
+        """Note a happening, with the fields of a `Happening` that are known; send the batch if it is full or old.
+
+        ``what`` is the kind of the event. Any thread may call this.
+        """
         with self._sending:
             self._seen.append(Happening(_CLOCK_OFFSET + time.monotonic(), what, **known))
             soon = len(self._seen) < _BATCH_SIZE and time.monotonic() - self._sent_at < _BATCH_SECONDS
@@ -128,7 +131,10 @@ class Observer:
         self.note("resting")
 
     def flush(self) -> None:
-        """Send the happenings that have not been sent, if there are any, to the watcher."""
+        """Send the happenings that have not been sent, if there are any, to the watcher.
+
+        The watcher needs the batches of a pass before it is complete, so a worker flushes before it reports.
+        """
         with self._sending:
             if not self._seen:
                 return
@@ -140,7 +146,11 @@ class Observer:
     # -- being told ---------------------------------------------------------------------------
 
     def steer(self, control: Control | None, over: int) -> None:
-        """Take a newer control, if one is given, and end the halts up to number ``over``."""
+        """Take a newer control, if one is given, and end the halts up to number ``over``.
+
+        Called when the watcher's message arrives. A control that is older than the present one is ignored, so messages
+        may overtake each other.
+        """
         with self._changed:
             if control is not None and control.version > self._control.version:
                 self._control = control
@@ -148,13 +158,19 @@ class Observer:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """Halt no more, because the watch is closed or the watcher is gone."""
+        """Halt no more, because the watch is closed or the watcher is gone.
+
+        The pass then runs on to its end; a second call is harmless.
+        """
         with self._changed:
             self._control = Control(self._control.version + 1)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up."""
+        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up.
+
+        `come_to` raises it in the thread of the node.
+        """
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -163,7 +179,10 @@ class Observer:
 
     @contextmanager
     def around(self, part: Any, nodes: Collection[Node]) -> Iterator[None]:
-        """Observe these nodes during the block, in which the engine runs them for ``part``."""
+        """Observe these nodes during the block, in which the engine runs them for ``part``.
+
+        It sets hooks on the nodes, and removes them after the block, also after an error.
+        """
         numbers = self._numbers.of(nodes)
         handles = []
         try:
@@ -224,7 +243,10 @@ class Observer:
         self.note("running", node=number, name=name, **known)
 
     def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
-        """Return whether a control says to halt before this node."""
+        """Return whether a control says to halt before this node.
+
+        ``sends`` is true if the node's output goes to another worker, which ends ``run(until="message")``.
+        """
         return (
             control.paused
             or (control.until == "message" and sends)
@@ -296,7 +318,10 @@ class Observer:
             self._pause(control)
 
     def _pause(self, control: Control) -> None:
-        """Halt before every node from now on, until a newer control comes: the pass is where it was to halt."""
+        """Halt before every node from now on, until a newer control comes: the pass is where it was to halt.
+
+        Does nothing if a newer control has come.
+        """
         with self._changed:
             if self._control is control:
                 self._control = control._replace(paused=True, until="")

@@ -73,7 +73,10 @@ class Observing:
         return watch
 
     def _unwatch(self, watch: Watch) -> None:
-        """Tell the workers of the context that a watch is closed; keep the watch while batches are on their way."""
+        """Tell the workers of the context that a watch is closed; keep the watch while batches are on their way.
+
+        Batches that workers have sent before they hear of the end still arrive at it.
+        """
         if not watch.complete:
             self._awaiting[watch.context_id, watch.id] = watch
             while len(self._awaiting) > _CLOSED_WATCHES_KEPT:
@@ -83,7 +86,10 @@ class Observing:
             self._have_watched(context, watch.watching, over=True)
 
     def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
-        """Send the begin or the end of a watch to the maker of the context, which passes it on to all its workers."""
+        """Send the begin or the end of a watch to the maker of the context, which passes it on to all its workers.
+
+        The maker alone knows all workers of a context.
+        """
         message = messages.WatchChanged(context.id, context.maker, watching, over)
         if context.maker != self._transport.me:
             self._transport.tell(context.maker, message)
@@ -91,14 +97,21 @@ class Observing:
             self.on_watch(message)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """On the watcher: give a batch of what a worker saw to its watch."""
+        """On the watcher: give a batch of what a worker saw to its watch.
+
+        A batch for a watch that is not known any more is dropped.
+        """
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_observed(message, sender)
             self._forget_complete(watch)
 
     def on_over(self, message: messages.Over) -> None:
-        """On the watcher: tell the watch that a pass has ended."""
+        """On the watcher: tell the watch that a pass has ended.
+
+        The watch is complete once it has received the batches whose number the message tells. An unknown watch is
+        skipped.
+        """
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_over(message)
@@ -142,7 +155,10 @@ class Observing:
                 self._transport.tell(worker, message)
 
     def on_join(self, context: Context, worker: int) -> None:
-        """On the maker: tell a worker that joins a context about its watch."""
+        """On the maker: tell a worker that joins a context about its watch.
+
+        Without it, passes on that worker would not be seen.
+        """
         if context.watching is not None and context.maker == self._transport.me:
             self._transport.tell(worker, messages.WatchChanged(context.id, context.maker, context.watching, False))
 
@@ -197,7 +213,10 @@ class Observing:
 
     @contextmanager
     def observed_step(self, head: Head, context: Context) -> Iterator[Observer | None]:
-        """Observe this worker's share of a pipeline step during the block; yield None if nobody watches."""
+        """Observe this worker's share of a pipeline step during the block; yield None if nobody watches.
+
+        At its end the observer's last reports are sent. If the watcher has gone, nothing halts.
+        """
         observer = self.observer(head, context, in_engine=False)
         if observer is None:
             yield None
@@ -212,7 +231,10 @@ class Observing:
             observer.flush()
 
     def end(self, run: Run, error: str = "") -> None:
-        """On the root of a pass that is over: tell the watcher, with the error that ended the pass if there is one."""
+        """On the root of a pass that is over: tell the watcher, with the error that ended the pass if there is one.
+
+        Does nothing if nobody watches the pass, or on another worker than the root.
+        """
         ledger, watching = run.ledger, run.head.watching
         if ledger is not None and watching is not None:
             self.tell_over(run.head, run.context, error, ledger.observed)
@@ -232,7 +254,10 @@ class Observing:
             self.on_over(over)
 
     def on_steer(self, message: messages.Steer, sender: int) -> None:
-        """Take a newer control from the watcher, for passes that begin here and for those under way, and end halts."""
+        """Take a newer control from the watcher, for passes that begin here and for those under way, and end halts.
+
+        A context that has ended here, or another watch's message, is ignored.
+        """
         context = self._contexts.find(message.context)
         if context is None:
             return
@@ -245,7 +270,10 @@ class Observing:
                 observer.steer(message.control, over.get(id, 0))
 
     def on_go(self, message: messages.Go) -> None:
-        """End the halts of one pass here up to the number in the message; the control stays as it is."""
+        """End the halts of one pass here up to the number in the message; the control stays as it is.
+
+        A pass that is not here is ignored. The watcher sends this to let one halted node run.
+        """
         context = self._contexts.find(message.context)
         for id, observer in _observers(context) if context is not None else ():
             if id == message.id:

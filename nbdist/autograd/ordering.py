@@ -40,7 +40,11 @@ _ORDERED: Any = _Ordered._backward_cls
 
 
 def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
-    """Return the tensor to send for ``tensor``: its gradient enters after those of higher indices in its group."""
+    """Return the tensor to send for ``tensor``: its gradient enters after those of higher indices in its group.
+
+    Call it before the tensors are sent. Pipelines use it, so that micro-batches always add their gradients in one
+    order, and sums are the same in each run.
+    """
     found: torch.Tensor = _Ordered.apply(tensor, group, index)
     return found
 
@@ -63,7 +67,10 @@ class GateQueues:
                 self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
 
     def has_turn(self, slot: EdgeSlot) -> bool:
-        """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered."""
+        """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered.
+
+        A gradient that arrives before its turn waits in the part.
+        """
         place = self.places.get(slot)
         if place is None:
             return True
@@ -71,7 +78,10 @@ class GateQueues:
         return slot not in group.get(place[1], ()) or place[1] == max(group)
 
     def leave(self, slot: EdgeSlot) -> None:
-        """Take a gate out of its queue: its gradient has entered, or never will."""
+        """Take a gate out of its queue: its gradient has entered, or never will.
+
+        The next gate of the group then has its turn. Harmless on a second call, and for a gate that is not ordered.
+        """
         place = self.places.get(slot)
         if place is not None:
             group = self._left[place[0]]

@@ -92,7 +92,10 @@ _hooks: list[Any] = []
 
 
 def origin_of(node: Node) -> NodeOrigin:
-    """Return the noted origin of a node; for a user's own Function, the line of its ``backward``."""
+    """Return the noted origin of a node; for a user's own Function, the line of its ``backward``.
+
+    A node of which nothing is noted has an empty origin.
+    """
     found: NodeOrigin | None = node.metadata.get(_KEY)
     if found is None:
         backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
@@ -138,7 +141,10 @@ def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
-    """Leave a mode that may lie below others on the stack, and all modes of `noted` blocks that have ended."""
+    """Leave a mode that may lie below others on the stack, and all modes of `noted` blocks that have ended.
+
+    The other modes are put back in their order.
+    """
     kept = []
     while function_modes():
         top = pop_function_mode()
@@ -149,7 +155,10 @@ def _leave(mode: TorchFunctionMode | None) -> None:
 
 
 def _use_hooks(more: int) -> None:
-    """Change the number of users of the hooks on all modules: the first sets the hooks, the last removes them."""
+    """Change the number of users of the hooks on all modules: the first sets the hooks, the last removes them.
+
+    ``more`` is 1 when a `noted` block begins, and -1 when it ends.
+    """
     global _users
     with _lock:
         _users += more

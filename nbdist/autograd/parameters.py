@@ -108,7 +108,10 @@ _PART_TYPES = (dict, type(torch.nn.Module()._modules))
 
 
 def _scan(parameters: Iterable[torch.Tensor]) -> None:
-    """Find the modules of this process, and remember what they call these parameters; the lock is held."""
+    """Find the modules of this process, and remember what they call these parameters; the lock is held.
+
+    Parameters that no module has are remembered as such, so that they are not searched for again.
+    """
     modules = list(_modules())
     inner = {id(child) for module in modules for child in _part(module, "_modules").values()}
     wanted = {id(parameter): parameter for parameter in parameters}

@@ -221,7 +221,10 @@ class Part:
                     marks.setdefault(end, []).extend(sorted(new))
 
     def end_marking(self) -> None:
-        """Set the gates that are still UNSURE to UNUSED, since no mark will come, and let DDP modules reduce."""
+        """Set the gates that are still UNSURE to UNUSED, since no mark will come, and let DDP modules reduce.
+
+        Called when the root says that the marking is over; the caller then runs what has waited.
+        """
         with self._lock:
             self._may_reduce = True
             for slot, state in self.states.items():
@@ -254,7 +257,10 @@ class Part:
                 self.ready.append(entry)
 
     def missing(self) -> list[EdgeSlot]:
-        """Return the slots whose gates are EXPECTED: their gradients have not come."""
+        """Return the slots whose gates are EXPECTED: their gradients have not come.
+
+        A FAST pass that cannot end names them in its error.
+        """
         with self._lock:
             return [slot for slot, state in self.states.items() if state is GateState.EXPECTED]
 
@@ -265,12 +271,18 @@ class Part:
 
     @property
     def unsure(self) -> bool:
-        """True if entries or kept gradients are left that the end of the marking may let run."""
+        """True if entries or kept gradients are left that the end of the marking may let run.
+
+        The worker reports it to the root, which keeps the pass open.
+        """
         left = bool(self.ready or self._kept)
         return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
-        """Begin no further step. Steps that run now go on to their end."""
+        """Begin no further step. Steps that run now go on to their end.
+
+        The pass has been given up. Gradients that arrive later are not entered.
+        """
         self._stopped = True
 
     # -- running ------------------------------------------------------------------------------
@@ -437,7 +449,10 @@ class Part:
         return entries
 
     def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Split entries into those that may enter now, and those that wait in a line (`nbdist.autograd.ordering`)."""
+        """Split entries into those that may enter now, and those that wait in a line (`nbdist.autograd.ordering`).
+
+        Returns both lists; waiting entries are asked again when a gate leaves its line.
+        """
         now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
         return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
 
@@ -518,7 +533,10 @@ class Part:
         return region
 
     def _hold(self, slots: Iterable[EdgeSlot]) -> None:
-        """Hold back all nodes behind these pending gates; gates that hold already are not counted twice."""
+        """Hold back all nodes behind these pending gates; gates that hold already are not counted twice.
+
+        A held-back node runs only when all gradients that it may get are there: an early run would lose the later ones.
+        """
         holders = self._holders
         for slot in slots:
             if slot not in self._counted:
@@ -608,7 +626,10 @@ class Part:
                 handle.remove()
 
     def _keeper(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
-        """Return a hook for a free node that keeps the gradients on these graph edges."""
+        """Return a hook for a free node that keeps the gradients on these graph edges.
+
+        It runs in the thread of the engine, when the node has run; outputs without a gradient are skipped.
+        """
 
         def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
             for index, node, output in crossing:

@@ -253,7 +253,10 @@ class Passes:
     # -- messages -----------------------------------------------------------------------------
 
     def on_mark(self, message: messages.Mark) -> None:
-        """Expect gradients for tensors that were sent from here, and mark what they depend on."""
+        """Expect gradients for tensors that were sent from here, and mark what they depend on.
+
+        A mark of a pass that was given up, or of a context that has ended here, is ignored.
+        """
         run = self._runs.get(message.head.id) or self._find(message.head)
         if run is None:
             return
@@ -269,7 +272,10 @@ class Passes:
         self._report(run)
 
     def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Enter gradients for tensors that were sent from here, and run what can run."""
+        """Enter gradients for tensors that were sent from here, and run what can run.
+
+        Gradients of a pass that was given up are dropped.
+        """
         run = self._runs.get(message.head.id) or self._find(message.head)
         if run is None:
             return
@@ -283,7 +289,10 @@ class Passes:
         self._advance(run)
 
     def on_marked(self, message: messages.Marked) -> None:
-        """End the marking on this worker, and run what has waited for that."""
+        """End the marking on this worker, and run what has waited for that.
+
+        A pass that has ended here is skipped.
+        """
         run = self._runs.get(message.id)
         if run is not None:
             run.part.end_marking()
@@ -298,13 +307,19 @@ class Passes:
             self._let_go_on(run, self.turns.granted(run))
 
     def on_report(self, message: Report, sender: int) -> None:
-        """On the root: enter a worker's report in the ledger."""
+        """On the root: enter a worker's report in the ledger.
+
+        A report of a pass that is over is ignored.
+        """
         run = self._runs.get(message.id)
         if run is not None:
             self._enter(run, sender, message)
 
     def on_failed(self, message: messages.Failed, failure: Failure) -> None:
-        """On the root: end the pass with an error of another worker."""
+        """On the root: end the pass with an error of another worker.
+
+        Only the first error counts.
+        """
         run = self._runs.get(message.id)
         if run is not None:
             self._settle(run, rebuild(failure))
@@ -339,10 +354,18 @@ class Passes:
                     self._transport.submit(partial(self._fail, run, error))
 
     def release(self, context: Context) -> None:
-        """End all passes of a context that has ended; those that began here fail."""
+        """End all passes of a context that has ended; those that began here fail.
+
+        Called on each worker of the context. No Cancel is sent.
+        """
         for run in list(context.runs.values()):
             if not run.ended:
-                self._settle(run, UsageError(f"the context {context.id} ended during its backward pass"))
+                self._settle(
+                    run,
+                    UsageError(
+                        f"the context {context.id} ended during its backward pass: wait for the pass before its end"
+                    ),
+                )
             self._drop(run)  # without Cancel messages: all workers are told that the context has ended
         context.runs.clear()
 
@@ -425,7 +448,10 @@ class Passes:
             self._transport.submit(partial(self._advance, run))
 
     def _empty_outbox(self, run: Run) -> None:
-        """Send the gradients that wait for the next report."""
+        """Send the gradients that wait for the next report.
+
+        Does nothing if no gradients wait.
+        """
         with run.lock:
             out, run.outbox = run.outbox, None
         if out is not None:
@@ -477,18 +503,27 @@ class Passes:
         return token
 
     def _post_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
-        """Send marks that `_announce` has made; called without a lock."""
+        """Send marks that `_announce` has made; called without a lock.
+
+        Raises WorkerLost if a receiver is gone.
+        """
         for peer, message in out:
             self._post(run, peer, message)
 
     def _post(self, run: Run, to: int, message: messages.Message, body: Any = None) -> None:
-        """Send a message of a pass, unless the pass has ended; raises WorkerLost."""
+        """Send a message of a pass, unless the pass has ended; raises WorkerLost.
+
+        It also notes the receiver, which has to be told if the pass is given up.
+        """
         run.told.add(to)
         if not run.ended:
             self._transport.post(to, message, body)
 
     def _report(self, run: Run) -> None:
-        """Tell the root what has been settled and sent here since the last report, if there is anything to tell."""
+        """Tell the root what has been settled and sent here since the last report, if there is anything to tell.
+
+        Nothing is sent once the pass has ended, or if there is nothing new. A root that is gone is ignored here.
+        """
         waits = run.part.unsure
         missing: list[Missing] = []
         if not run.head.smart:
@@ -542,7 +577,10 @@ class Passes:
             self._let_go_on(run, self.turns.wait(run, ledger, waiting))
 
     def _let_go_on(self, run: Run, workers: set[int]) -> None:
-        """Tell workers that the marking is over, and that their DistributedDataParallel modules may reduce."""
+        """Tell workers that the marking is over, and that their DistributedDataParallel modules may reduce.
+
+        A worker that cannot be reached fails the pass.
+        """
         for worker in workers:
             if worker == self._me:
                 self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))
@@ -562,7 +600,10 @@ class Passes:
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
-        """On the root, settle the outcome of a pass, with an error or without; does nothing if it is settled."""
+        """On the root, settle the outcome of a pass, with an error or without; does nothing if it is settled.
+
+        The thread that waits for the outcome then commits the pass or gives it up.
+        """
         outcome = run.outcome
         if outcome is None:
             return
@@ -575,7 +616,10 @@ class Passes:
         outcome.try_settle(None, error)
 
     def _fail(self, run: Run, error: BaseException) -> None:
-        """End a pass with an error of this worker: on the root settle its outcome, elsewhere tell the root."""
+        """End a pass with an error of this worker: on the root settle its outcome, elsewhere tell the root.
+
+        Does nothing if the pass has ended. Only the first error counts.
+        """
         if run.ended:
             return
         outcome = run.outcome
@@ -601,7 +645,10 @@ class Passes:
         self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
 
     def _drop(self, run: Run) -> None:
-        """End a pass on this worker: run no more steps, let nobody halt in it, give its turn back."""
+        """End a pass on this worker: run no more steps, let nobody halt in it, give its turn back.
+
+        Harmless on a second call.
+        """
         with run.lock:
             run.ended = True
         self._runs.pop(run.head.id, None)

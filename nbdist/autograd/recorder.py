@@ -62,7 +62,10 @@ _NO_EDGE = -1
 
 
 def _carry() -> Surroundings | None:
-    """Return a function that makes the block for a future's callback: the present context; None outside of any."""
+    """Return a function that makes the block for a future's callback: the present context; None outside of any.
+
+    The callback then belongs to the context of the thread that registered it, whichever thread runs it.
+    """
     try:
         recorder = current_agent().recorder
     except NotInitialized:
@@ -127,7 +130,10 @@ class Recorder:
     # -- contexts -----------------------------------------------------------------------------
 
     def open(self, *, lines: bool = False, check: bool = False) -> Context:
-        """Make a context and have the calling thread enter it; raises UsageError if the thread is in one already."""
+        """Make a context and have the calling thread enter it; raises UsageError if the thread is in one already.
+
+        The views that watch new contexts are told before this returns; an error of theirs ends the context.
+        """
         if self.contexts.current is not None:
             raise UsageError(
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not "
@@ -151,7 +157,10 @@ class Recorder:
         return context
 
     def noting(self, context: Context) -> AbstractContextManager[None]:
-        """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks."""
+        """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks.
+
+        The maker enters it when the context opens; a worker enters it while it serves a call of the context.
+        """
         return noted(lines=context.lines, check=Check(self.name, self.name_of) if context.check else None)
 
     def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
@@ -170,7 +179,10 @@ class Recorder:
         return forget
 
     def close(self, context: Context) -> None:
-        """End a context on all workers. Only the maker knows all of them, so call it there."""
+        """End a context on all workers. Only the maker knows all of them, so call it there.
+
+        Passes that still run fail. A second call is harmless.
+        """
         if self.contexts.current is context:
             self.contexts.set_current(None)
         for worker in context.workers - {self._agent.me.incarnation}:
@@ -208,13 +220,19 @@ class Recorder:
         return self.contexts.current if self.contexts.here.context is not None else None
 
     def _join(self, context: Context, worker: int) -> None:
-        """Note that a worker has a context, and tell it of the watch if there is one."""
+        """Note that a worker has a context, and tell it of the watch if there is one.
+
+        Does nothing if it is known.
+        """
         if worker not in context.workers:
             context.workers.add(worker)  # first: a watch that begins now tells all workers that are in the set
             self.passes.observing.on_join(context, worker)
 
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Make gates for the tensors of a message that require grad; return the recording that travels with it."""
+        """Make gates for the tensors of a message that require grad; return the recording that travels with it.
+
+        The agent calls this before it sends a call or a reply; `withdraw` undoes it if the sending fails.
+        """
         if to not in context.workers:
             self._join(context, to)
         message = _NO_EDGE
@@ -224,7 +242,10 @@ class Recorder:
         return Recording(context.id, context.maker, message, torch.is_grad_enabled(), context.lines, context.check)
 
     def withdraw(self, recording: Recording) -> None:
-        """Forget the gates of a message that was not sent."""
+        """Forget the gates of a message that was not sent.
+
+        The agent calls this when the sending fails. Harmless if the context has ended.
+        """
         context = self.contexts.find(recording.context)
         if context is not None:
             context.sends.pop(recording.message, None)
@@ -243,7 +264,10 @@ class Recorder:
         return self.contexts.enter(recording.context, maker, entered, lines=recording.lines, check=recording.check)
 
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
-        """Return the function that gives the tensors of a message their receive nodes, when they have been decoded."""
+        """Return the function that gives the tensors of a message their receive nodes, when they have been decoded.
+
+        The agent calls this when a message arrives, and the function before it hands the values to the user.
+        """
 
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
@@ -256,11 +280,18 @@ class Recorder:
         return attach
 
     def running(self, context: Context, recording: Recording) -> AbstractContextManager[None]:
-        """Return a block that runs a function in the context of its call, and in the caller's gradient mode."""
+        """Return a block that runs a function in the context of its call, and in the caller's gradient mode.
+
+        The agent wraps each call that it serves in it.
+        """
         return _Running(self, context, recording.grad)
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Run a backward pass from one tensor and wait for its end, for ``RRef.backward``."""
+        """Run a backward pass from one tensor and wait for its end, for ``RRef.backward``.
+
+        Adds the gradients to the context. Raises UsageError if the context is unknown or has ended, and otherwise the
+        error of the pass. Called on the owner of the value.
+        """
         run = self.begin(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
         self.passes.go(run)
         self.wait(run)
@@ -295,7 +326,10 @@ class Recorder:
         /,
         **options: bool,
     ) -> Run:
-        """Begin a pass from these roots, with a gradient for each; ``options`` and the rest as for `Passes.begin`."""
+        """Begin a pass from these roots, with a gradient for each; ``options`` and the rest as for `Passes.begin`.
+
+        Nothing runs yet: `Passes.go` runs the part of this worker.
+        """
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
         return self.passes.begin(context, PassRoots(edges, gradients), outcome, **options)
@@ -371,7 +405,10 @@ class Recorder:
         return {**back, **there}
 
     def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
-        """Send a message, and do nothing if the worker is gone."""
+        """Send a message, and do nothing if the worker is gone.
+
+        Use `post` where the loss of the worker must be noticed.
+        """
         try:
             self.post(to, message, body)
         except NbdistError:
@@ -461,7 +498,10 @@ class Recorder:
             self._agent.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
-        """End all contexts here, because the agent ends."""
+        """End all contexts here, because the agent ends.
+
+        Passes that still run fail.
+        """
         for context in self.contexts.all():
             self._release(context.id, context.maker)
 

@@ -33,7 +33,10 @@ class Saved(NamedTuple):
 
 
 def saved_by(node: Node) -> list[Saved]:
-    """Return what a node has saved and no pass has freed yet."""
+    """Return what a node has saved and no pass has freed yet.
+
+    Values of a kind that cannot be read are skipped; packed values are returned as they are, and not unpacked.
+    """
     names = _names.get(type(node))
     if names is None:
         names = _names[type(node)] = tuple(name for name in dir(type(node)) if name.startswith(_RAW))

@@ -52,7 +52,10 @@ class Turns:
         self._queue: list[PassId] = []
 
     def ask(self, id: PassId) -> PassId | None:
-        """Queue a pass; return it if it has its turn at once, else None."""
+        """Queue a pass; return it if it has its turn at once, else None.
+
+        Only passes that average gradients ask. ``id`` then keeps its turn until `end` or `lose`.
+        """
         self._queue.append(id)
         return id if len(self._queue) == 1 else None
 
@@ -102,7 +105,10 @@ class TurnTaking:
         return workers - ledger.reducing
 
     def granted(self, run: Run) -> set[int]:
-        """Note that a pass has its turn; return the workers that have waited for it."""
+        """Note that a pass has its turn; return the workers that have waited for it.
+
+        The root calls this when the leader's message arrives. The caller lets the workers go on.
+        """
         with run.lock:
             run.its_turn = True
             waiting, run.waiting_for_turn = run.waiting_for_turn, set()
@@ -118,12 +124,18 @@ class TurnTaking:
     # -- as the leader ------------------------------------------------------------------------
 
     def on_turn(self, message: messages.Turn) -> None:
-        """Queue a pass that asks for its turn, or end the turn of one that is over; called in the reading thread."""
+        """Queue a pass that asks for its turn, or end the turn of one that is over; called in the reading thread.
+
+        On the leader.
+        """
         with self._lock:
             self._grant(self._turns.end(message.id) if message.over else self._turns.ask(message.id))
 
     def on_lost(self, worker: int) -> None:
-        """Drop the passes that began on a lost worker, and give their turn to the next pass."""
+        """Drop the passes that began on a lost worker, and give their turn to the next pass.
+
+        Called on every worker; without such passes it changes nothing.
+        """
         with self._lock:
             self._grant(self._turns.lose(worker))
 

@@ -268,7 +268,10 @@ class Watch:
         return ran
 
     def _next_halt(self, name: str | None) -> tuple[PassId, int] | None:
-        """Return the pass and the worker that have been halted longest, on the worker of that name if given."""
+        """Return the pass and the worker that have been halted longest, on the worker of that name if given.
+
+        None if no pass is halted there. It only looks: `step` ends the halt.
+        """
         halts = [
             (worker.at.time, id, number)
             for id, seen in self._passes.items()
@@ -336,12 +339,18 @@ class Watch:
             self._freeze()
 
     def _tell(self, number: int) -> None:
-        """Send one worker the control and the number of its ended halts in every pass; the lock is held."""
+        """Send one worker the control and the number of its ended halts in every pass; the lock is held.
+
+        Sent when the control changes or a halt ends. A worker that is gone is skipped.
+        """
         over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
         self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
 
     def _freeze(self) -> None:
-        """Stop the timeouts of all workers while a pass is paused, and start them again after; the lock is held."""
+        """Stop the timeouts of all workers while a pass is paused, and start them again after; the lock is held.
+
+        Calls of the user would otherwise time out while the pass is paused.
+        """
         frozen = not self._closed and self._control.paused and bool(self._open())
         if frozen != self._frozen:
             self._frozen = frozen
@@ -388,12 +397,19 @@ class Watch:
                 _log.exception("drawing a backward pass failed; the pass begins all the same")
 
     def prepare_step(self, plan: Plan) -> None:
-        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its plan."""
+        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its plan.
+
+        A view sets `on_step` to draw the plan before its first operation runs.
+        """
         if self.on_step is not None:
             self.on_step(plan)
 
     def begin(self, id: PassId, mode: Literal["smart", "fast"]) -> None:
-        """Record that a pass, or a step of a pipeline, begins on this worker."""
+        """Record that a pass, or a step of a pipeline, begins on this worker.
+
+        `Passes` calls this on the watcher for each pass that it begins itself; other passes are known by their first
+        batch.
+        """
         with self._changed:
             self._of(id, mode)
             self._freeze()
@@ -423,7 +439,10 @@ class Watch:
         self._tell_news()
 
     def on_over(self, message: messages.Over) -> None:
-        """Record that a pass has ended, and how many batches each worker has sent of it."""
+        """Record that a pass has ended, and how many batches each worker has sent of it.
+
+        Batches may still be on their way; `complete` tells.
+        """
         with self._changed:
             seen = self._of(message.id, "")
             seen.over, seen.error = True, message.error
@@ -452,7 +471,10 @@ class Watch:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        """Call `on_news`, without the lock."""
+        """Call `on_news`, without the lock.
+
+        A view sets `on_news` to draw again.
+        """
         then = self.on_news
         if then is not None:
             then()

@@ -93,7 +93,10 @@ class ArenaSlot:
             self._arena.send(self._block, self._hold, self._receiver)
 
     def take_back(self) -> None:
-        """Free the block after `send`, because its message certainly did not go out. Before `send`, does nothing."""
+        """Free the block after `send`, because its message certainly did not go out. Before `send`, does nothing.
+
+        After a receiver that is gone was forgotten, it does nothing, too.
+        """
         self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
 
 
@@ -107,7 +110,10 @@ class ArenaSpace:
         self._receiver = receiver
 
     def put(self, pointer: int, length: int) -> ArenaSlot | None:
-        """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room."""
+        """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room.
+
+        The sender then puts the bytes into the message itself.
+        """
         return self._arena.put(pointer, length, self._receiver)
 
 
@@ -182,13 +188,19 @@ class Arena:
     # -- and back -----------------------------------------------------------------------------
 
     def give_back(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Free ``blocks``, by segment and offset, that ``receiver`` has given back. Others than its own are ignored."""
+        """Free ``blocks``, by segment and offset, that ``receiver`` has given back. Others than its own are ignored.
+
+        A block that was given back before is ignored.
+        """
         with Deferral(), self._lock:
             for segment, offset in blocks:
                 self._do(self._blocks.give_back(receiver, segment, offset))
 
     def lose(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Never use ``blocks`` again: ``receiver`` may have them or not, or a process that it forked reads them."""
+        """Never use ``blocks`` again: ``receiver`` may have them or not, or a process that it forked reads them.
+
+        Blocks that are not lent to it are ignored.
+        """
         with self._lock:
             for segment, offset in blocks:
                 self._do(self._blocks.lose(receiver, segment, offset))
@@ -234,7 +246,10 @@ class Arena:
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release all segments. The memory that receivers have mapped lives on until they unmap it."""
+        """Release all segments. The memory that receivers have mapped lives on until they unmap it.
+
+        A second call does nothing. What is still lent need not be given back.
+        """
         with self._lock:
             self._is_closed = True
             for segment in list(self._files):

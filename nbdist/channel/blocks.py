@@ -95,7 +95,7 @@ Instruction = Open | Empty | Close
 
 
 class Blocks:
-    """The books of one arena. One thread at a time may use them."""
+    """Keeps track of which blocks of an arena are free, taken or lent. One thread at a time may use it."""
 
     def __init__(self, bound: int, segments: int) -> None:
         """Hold at most ``bound`` bytes, in at most ``segments`` segments."""
@@ -160,13 +160,19 @@ class Blocks:
         return block, instructions
 
     def send(self, block: Block, to: int) -> None:
-        """Lend a taken block to the receiver ``to``."""
+        """Lend a taken block to the receiver ``to``.
+
+        `give_back`, `lose` or `forget` ends that.
+        """
         self._with.setdefault(to, {})[block.segment.number, block.offset] = block
 
     # -- and back -----------------------------------------------------------------------------
 
     def put_back(self, block: Block) -> list[Instruction]:
-        """Free a taken block that was not lent."""
+        """Free a taken block that was not lent.
+
+        The caller carries out the instructions.
+        """
         return self._free(block)
 
     def discard(self, block: Block) -> list[Instruction]:

@@ -50,7 +50,10 @@ class Link(Protocol):
         ...
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the link. Messages that were sent before may still arrive; with ``at_once``, they are dropped."""
+        """Close the link. Messages that were sent before may still arrive; with ``at_once``, they are dropped.
+
+        `send` raises ChannelError afterwards, except on links that hold no resources. A second call does nothing.
+        """
         ...
 
 
@@ -95,28 +98,45 @@ class Channel(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make one waiting `receive`, or else the next one, return None. Any thread may call this."""
+        """Make one waiting `receive`, or else the next one, return None. Any thread may call this.
+
+        A thread that changes what the sleeping thread waits for, such as its next alarm, calls this. After `close` it
+        does no harm.
+        """
         ...
 
     def expect(self) -> None:
         """Keep messages from waking readers, because the calling thread will read its answer itself, as guest.
 
-        Does nothing where the thread would sleep in `receive` anyway. `expect_no_more` must follow.
+        Does nothing where the thread would sleep in `receive` anyway. `expect_no_more` must follow. A second call
+        before `expect_no_more` does no harm.
         """
         ...
 
     def expect_no_more(self) -> None:
-        """Let messages wake readers again, if the calling thread's `expect` still prevents it."""
+        """Let messages wake readers again, if the calling thread's `expect` still prevents it.
+
+        It does nothing if `expect` was not called, or if its effect has ended already.
+        """
         ...
 
     def call(self) -> None:
-        """Make the guest's `receive` return None, again and again until `called`. Any thread may call this."""
+        """Make the guest's `receive` return None, again and again until `called`. Any thread may call this.
+
+        A reader that has handled the guest's answer calls this. After `close` it does no harm.
+        """
         ...
 
     def called(self) -> None:
-        """End what `call` began: the guest has returned from `receive`."""
+        """End what `call` began: the guest has returned from `receive`.
+
+        It does nothing if nobody called.
+        """
         ...
 
     def close(self) -> None:
-        """Stop receiving, close all links, and remove the channel's files. A second call does nothing."""
+        """Stop receiving, close all links, and remove the channel's files. A second call does nothing.
+
+        `receive` returns None from now on.
+        """
         ...

@@ -90,31 +90,46 @@ class FaultyChannel:
         return self.inner.readers
 
     def has_more(self) -> bool:
-        """Return the wrapped channel's answer: see `Channel.has_more`."""
+        """Return whether a message has come for which no thread in `receive` of the wrapped channel will be woken."""
         return self.inner.has_more()
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
-        """Return the wrapped channel's next message, without faults: see `Channel.receive`."""
+        """Return the wrapped channel's next message, without faults.
+
+        Returns None after ``timeout`` seconds, after `wake`, and once closed. ``guest`` and ``soon`` are passed on.
+        """
         return self.inner.receive(timeout, guest, soon)
 
     def wake(self) -> None:
-        """Wake a thread in `receive`: see `Channel.wake`."""
+        """Make one waiting `receive` of the wrapped channel, or else the next one, return None."""
         self.inner.wake()
 
     def expect(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.expect`."""
+        """Keep messages from waking readers: the calling thread will read its own answer.
+
+        Passes the call on to the wrapped channel. `expect_no_more` must follow; a second call before it does no harm.
+        """
         self.inner.expect()
 
     def expect_no_more(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.expect_no_more`."""
+        """Let messages wake readers again, after the calling thread's `expect`.
+
+        Passes the call on to the wrapped channel; without an `expect` before, it does nothing.
+        """
         self.inner.expect_no_more()
 
     def call(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.call`."""
+        """Make the guest's `receive` return None, again and again until `called`.
+
+        Passes the call on to the wrapped channel.
+        """
         self.inner.call()
 
     def called(self) -> None:
-        """Pass the call on to the wrapped channel: see `Channel.called`."""
+        """End what `call` began: the guest has returned from `receive`.
+
+        Passes the call on to the wrapped channel; if nobody called, it does nothing.
+        """
         self.inner.called()
 
     def close(self) -> None:
@@ -175,10 +190,16 @@ class FaultyLink:
                 self._inner.send(kept, kind)
 
     def _send_late(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a delayed message. If the link is closed by now, the message is lost: its sender has gone on."""
+        """Send a delayed message. If the link is closed by now, the message is lost: its sender has gone on.
+
+        Runs in the thread of the channel.
+        """
         with contextlib.suppress(ChannelError):
             self._inner.send(frames, kind)
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the wrapped link. Delayed messages are lost."""
+        """Close the wrapped link. Delayed messages are lost.
+
+        A second call does no harm.
+        """
         self._inner.close(at_once=at_once)

@@ -55,7 +55,10 @@ class Large:
         self._whole = whole
 
     def frames(self) -> list[bytes]:
-        """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length."""
+        """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length.
+
+        Called by the thread that hands the message on: copying takes long.
+        """
         return _frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
 
 
@@ -72,12 +75,18 @@ class Cutter:
 
     @property
     def room(self) -> memoryview:
-        """The memory into which the rest of the message must be read."""
+        """The memory into which the rest of the message must be read.
+
+        Only while `large` is set, that is, while a large message is incomplete; else it is an error.
+        """
         assert self.large is not None
         return self.large[self._filled :]
 
     def wrote(self, count: int) -> list[Large]:
-        """Note that ``count`` bytes were written to `room`. Returns the message if it is whole now, else nothing."""
+        """Note that ``count`` bytes were written to `room`. Returns the message if it is whole now, else nothing.
+
+        Must follow each read into `room`.
+        """
         assert self.large is not None
         self._filled += count
         if self._filled < len(self.large):

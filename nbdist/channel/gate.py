@@ -42,7 +42,10 @@ class Gate:
         """The moment at which the gate was last shut, as of `time.monotonic`."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until a file is readable, for ``timeout`` seconds at most. Returns whether one is."""
+        """Sleep until a file is readable, for ``timeout`` seconds at most. Returns whether one is.
+
+        A gate that has been shut for too long, because Ctrl-C kept its owner from opening it, is opened here.
+        """
         if self._gate.poll(timeout, 1):
             return True
         owner = self._owner
@@ -84,7 +87,10 @@ class Gate:
             return
 
     def forked(self) -> None:
-        """Reset the lock and the owner in a forked process, which lacks the threads that may have held them."""
+        """Reset the lock and the owner in a forked process, which lacks the threads that may have held them.
+
+        Only the child may call this.
+        """
         self._lock = threading.RLock()
         self._owner = 0
 

@@ -29,7 +29,10 @@ class Network:
         self._lock = threading.Lock()
 
     def open(self) -> InProcessChannel:
-        """Return a new channel in this network."""
+        """Return a new channel in this network.
+
+        `InProcessChannel.close` takes it out of the network.
+        """
         channel = InProcessChannel(self, f"inprocess://{id(self):x}/{next(self._numbers)}")
         with self._lock:
             self._open[channel.address] = channel
@@ -97,11 +100,11 @@ class InProcessChannel:
             return None
 
     def expect(self) -> None:
-        """Do nothing: there is no guest."""
+        """Do nothing: no thread reads its own answer here, so readers are always woken."""
         pass
 
     def expect_no_more(self) -> None:
-        """Do nothing: there is no guest."""
+        """Do nothing: `expect` has not kept readers from being woken."""
         pass
 
     def call(self) -> None:
@@ -113,7 +116,10 @@ class InProcessChannel:
         pass
 
     def wake(self) -> None:
-        """Make one waiting `receive`, or else the next one, return None."""
+        """Make one waiting `receive`, or else the next one, return None.
+
+        Whoever changes what the reader waits for calls this.
+        """
         self._queue.put(None)
 
     def close(self) -> None:

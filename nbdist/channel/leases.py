@@ -68,7 +68,7 @@ class _Segment:
 
 
 class Leases:
-    """All leases of one agent. Any thread may use it."""
+    """Maps the blocks that other agents have lent to one agent, until no tensor uses them. Any thread may use it."""
 
     def __init__(self) -> None:
         self._holds: Holds[tuple[LeaseEnded, int]] = Holds()
@@ -137,13 +137,19 @@ class Leases:
         return taken
 
     def forget(self, owner: int) -> None:
-        """Drop the mappings of an agent that is gone. Its memory stays mapped while tensors refer to it."""
+        """Drop the mappings of an agent that is gone. Its memory stays mapped while tensors refer to it.
+
+        An agent without mappings is ignored.
+        """
         with self._lock:
             for key in [key for key in self._segments if key[0] == owner]:
                 del self._segments[key]
 
     def trim(self, now: float) -> None:
-        """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`)."""
+        """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`).
+
+        A mapping is made anew when it is needed.
+        """
         with self._lock:
             for key in [key for key, segment in self._segments.items() if now - segment.used_at > _UNMAP_AFTER]:
                 del self._segments[key]

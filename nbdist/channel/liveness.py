@@ -102,7 +102,10 @@ class ProcessWatch:
         self._wake()
 
     def _wake(self) -> None:
-        """Make the thread look at the tables again, without waiting for its time-out."""
+        """Make the thread look at the tables again, without waiting for its time-out.
+
+        After `close`, nothing happens.
+        """
         with contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
 
@@ -161,7 +164,10 @@ class ProcessWatch:
         return False
 
     def close(self) -> None:
-        """Stop watching; a second call does nothing."""
+        """Stop watching; a second call does nothing.
+
+        ``on_end`` is not called any more for processes that end later.
+        """
         with self._lock:
             if self._closed:
                 return

@@ -154,7 +154,7 @@ class LocalChannel:
         """
         with self._lock:
             if self._closed:
-                raise ChannelError("the channel is closed")
+                raise ChannelError("the channel is closed: RPC has been shut down in this process")
             for address in addresses:
                 if address.startswith(_SCHEME):
                     # The address may be on another host, or its agent may have died: then the others are tried.
@@ -299,7 +299,10 @@ class LocalChannel:
         self.wake()
 
     def has_more(self) -> bool:
-        """Return whether there may be messages that this channel has not returned: no thread is woken for them."""
+        """Return whether there may be messages that this channel has not returned: no thread is woken for them.
+
+        A thread must then call `receive`.
+        """
         return bool(self._arrived or self._ready or self._more_beside)
 
     def _note(self, number: int) -> bool:
@@ -317,7 +320,10 @@ class LocalChannel:
         return False
 
     def _gather(self) -> None:
-        """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none must wait long."""
+        """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none must wait long.
+
+        A connection that fails is closed, with a line in the log.
+        """
         for number in [*self._ready]:
             incoming = self._incoming[number]
             try:
@@ -385,7 +391,10 @@ class LocalChannel:
             return None
 
     def _give_up(self, number: int, incoming: _Incoming, error: Exception) -> None:
-        """Close a connection that has ended, failed, or carried bytes that no link of nbdist sends."""
+        """Close a connection that has ended, failed, or carried bytes that no link of nbdist sends.
+
+        Its sender connects again if it lives, and sends again what has not been acknowledged.
+        """
         if not isinstance(error, EOFError):
             _log.warning("a connection from another agent is closed, because of an error: %s", error)
         # Closing the socket would not be enough: while a forked process holds it, the epolls keep reporting it.
@@ -396,12 +405,15 @@ class LocalChannel:
         incoming.socket.close()
 
     def expect(self) -> None:
-        """Shut the gate, if the calling thread would poll for its answer as guest: see `Channel.expect`."""
+        """Keep messages from waking readers, if the calling thread will look for its answer without sleeping.
+
+        Does nothing if it would sleep anyway. `expect_no_more` must follow.
+        """
         if self._may_look and self._spinning[True].is_worth_while:
             self._gate.shut()
 
     def expect_no_more(self) -> None:
-        """Open the gate, if the calling thread has shut it."""
+        """Let messages wake readers again, if the calling thread's `expect` still prevents it."""
         self._gate.open(threading.get_ident())
 
     def call(self) -> None:
@@ -453,7 +465,10 @@ class LocalChannel:
         self._resources.close()
 
     def forked(self) -> None:
-        """Close all files in a forked process; else the parent's sockets would stay open after its death."""
+        """Close all files in a forked process; else the parent's sockets would stay open after its death.
+
+        A second call, or one after `close`, does nothing.
+        """
         if self._closed:
             return
         self._closed = True

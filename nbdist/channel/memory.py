@@ -90,7 +90,10 @@ class Mapping:
         self._unmap = _libc.munmap  # kept here: the last tensor may be collected after this module's globals are gone
 
     def empty(self, offset: int, size: int) -> None:
-        """Free the pages of a part of the file, in every process that has it mapped. They read as zeros afterwards."""
+        """Free the pages of a part of the file, in every process that has it mapped. They read as zeros afterwards.
+
+        If the kernel refuses, the pages stay as they are.
+        """
         _libc.madvise(self.address + offset, size, _MADV_REMOVE)  # if the kernel refuses, the pages stay
 
     def __del__(self) -> None:

@@ -58,7 +58,10 @@ class Outbox:
         self._closed = False
 
     def watch(self, link: LocalLink, number: int) -> None:
-        """Call ``link.flush`` whenever the socket with this file number has room, until `forget`."""
+        """Call ``link.flush`` whenever the socket with this file number has room, until `forget`.
+
+        After `close`, does nothing.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -69,7 +72,10 @@ class Outbox:
                 self._thread.start()
 
     def forget(self, number: int) -> None:
-        """Stop watching a socket, because its backlog is empty or it is about to be closed."""
+        """Stop watching a socket, because its backlog is empty or it is about to be closed.
+
+        A socket that is not watched is ignored.
+        """
         with self._lock:
             # Closing the socket would not be enough: while a forked process holds it, the epoll keeps reporting it.
             if self._waiting.pop(number, None) is not None and not self._closed:
@@ -84,7 +90,10 @@ class Outbox:
                     link.flush()
 
     def close(self, linger: float) -> None:
-        """Stop the thread and close the files, once all backlogs are sent or ``linger`` seconds have passed."""
+        """Stop the thread and close the files, once all backlogs are sent or ``linger`` seconds have passed.
+
+        Call it once. What has not been sent by then is lost.
+        """
         deadline = time.monotonic() + linger
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -133,9 +142,10 @@ class LocalLink:
         return sock
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message as `Link.send` does. Reconnects a broken socket; if that fails, the message is lost silently.
+        """Send a message without waiting for the receiver; what the socket has no room for goes into the backlog.
 
-        If Ctrl-C interrupts it, the socket is closed: the receiver drops a message that breaks off.
+        Raises ChannelError once the link is closed. Reconnects a broken socket; if that fails, the message is lost
+        silently. If Ctrl-C interrupts it, the socket is closed: the receiver drops a message that breaks off.
         """
         sizes = [*map(len, frames)]
         pieces: list[Buffer] = [head(sizes), *frames]
@@ -143,7 +153,7 @@ class LocalLink:
             pieces = [b"".join(pieces)]
         with self._lock:
             if self._closed:
-                raise ChannelError("the link is closed")
+                raise ChannelError("the link is closed: its worker is gone, or RPC has been shut down in this process")
             if self._socket is None:
                 # The connection broke. If the other process has died, `nbdist.channel.liveness` reports that.
                 with contextlib.suppress(ChannelError):
@@ -165,7 +175,10 @@ class LocalLink:
                 raise
 
     def flush(self) -> None:
-        """Write as much of the backlog as the socket takes at once. Called by the outbox's thread."""
+        """Write as much of the backlog as the socket takes at once. Called by the outbox's thread.
+
+        Does nothing if the socket has been closed.
+        """
         with self._lock:
             if self._socket is None:
                 return
@@ -187,7 +200,10 @@ class LocalLink:
             return 0
 
     def _advance(self, sent: int) -> None:
-        """Remove the first ``sent`` bytes from the backlog."""
+        """Remove the first ``sent`` bytes from the backlog.
+
+        The socket has taken them.
+        """
         backlog = self._backlog
         while backlog and sent >= len(backlog[0]):
             sent -= len(backlog.popleft())
@@ -195,14 +211,20 @@ class LocalLink:
             backlog[0] = backlog[0][sent:]
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the link, once the outbox has sent the backlog or, with ``at_once``, now."""
+        """Close the link, once the outbox has sent the backlog or, with ``at_once``, now.
+
+        `send` raises ChannelError afterwards. A second call does no harm.
+        """
         with self._lock:
             self._closed = True
             if at_once or not self._backlog:
                 self._shut()
 
     def _shut(self) -> None:
-        """Close the socket and drop the backlog. The next `send` connects again, unless the link is closed."""
+        """Close the socket and drop the backlog. The next `send` connects again, unless the link is closed.
+
+        A second call does nothing.
+        """
         sock, self._socket = self._socket, None
         self._backlog.clear()
         if sock is not None:

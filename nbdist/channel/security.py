@@ -80,11 +80,17 @@ class Secret:
         return cls(_user_secret(), shared_off_host=False)
 
     def derive(self, purpose: str) -> bytes:
-        """Return the 32 bytes of the key for one purpose, such as "sign"."""
+        """Return the 32 bytes of the key for one purpose, such as "sign".
+
+        All members that have the secret derive the same key.
+        """
         return hashlib.blake2b(purpose.encode(), key=hashlib.sha512(self._value).digest(), digest_size=32).digest()
 
     def sign(self, data: bytes) -> bytes:
-        """Return ``data`` with a signature of 32 bytes in front of it."""
+        """Return ``data`` with a signature of 32 bytes in front of it.
+
+        `verify` checks it.
+        """
         return hmac.digest(self.derive("sign"), data, "sha256") + data
 
     def verify(self, signed: bytes) -> bytes:
@@ -161,7 +167,11 @@ def _named_directory() -> Path:
 
 
 def _user_secret() -> bytes:
-    """Return the user's own secret on this host; make it if it is missing."""
+    """Return the user's own secret on this host; make it if it is missing.
+
+    If several processes make it at once, all of them use the first one's. Raises SecurityError if another user may read
+    it.
+    """
     path = runtime_directory() / "secret"
     try:
         return _read_private(path)

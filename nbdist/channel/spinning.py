@@ -44,7 +44,7 @@ _SLEEPS_AFTER_STALLED_LOOK = 64
 
 
 class Spinning:
-    """Decides, from the lengths of earlier waits, whether the next one begins with a look."""
+    """Decides, from earlier waits, whether the next one begins with a look: polling for a message without sleeping."""
 
     def __init__(self) -> None:
         self.is_worth_while = False
@@ -55,7 +55,10 @@ class Spinning:
         """The number of waits that are still to begin with sleep."""
 
     def waited(self, seconds: float, looked: float = 0.0) -> None:
-        """Note that a wait took ``seconds``, of which the first ``looked`` seconds were a look (0 for none)."""
+        """Note that a wait took ``seconds``, of which the first ``looked`` seconds were a look (0 for none).
+
+        It sets `is_worth_while` for the next wait. The waiting thread calls it after each wait.
+        """
         if looked:
             if seconds < POLL_SECONDS:
                 self._in_vain = 0

@@ -103,13 +103,19 @@ class _Directory:
         self._lock.close()
 
     def remove(self) -> None:
-        """Delete the directory with its files, and release the lock."""
+        """Delete the directory with its files, and release the lock.
+
+        Errors while deleting are ignored.
+        """
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def sweep() -> int:
-    """Remove the directories of this user's agents that were killed; return how many there were."""
+    """Remove the directories of this user's agents that were killed; return how many there were.
+
+    An agent that lives holds the lock in its directory, so that its directory stays.
+    """
     removed = 0
     for path in runtime_directory().glob("agent-*"):
         try:
@@ -260,7 +266,7 @@ class ZmqChannel:
         """Open a PUSH socket to an address; ``curve`` adds the keys of a member."""
         with self._lock:
             if self._closed:
-                raise ChannelError("the channel is closed")
+                raise ChannelError("the channel is closed: RPC has been shut down in this process")
             try:
                 sock = self._context.socket(zmq.PUSH)
             except zmq.ZMQError as error:
@@ -328,7 +334,10 @@ class ZmqChannel:
         return int(self._inbox.get(zmq.FD))
 
     def take(self) -> list[bytes] | None:
-        """Return the frames of a message that has come, or None; never wait. Use it with `file`, not with `receive`."""
+        """Return the frames of a message that has come, or None; never wait. Use it with `file`, not with `receive`.
+
+        It may be called after `close`, too.
+        """
         try:
             while self._has_message():
                 frames = _split(self._inbox.recv_multipart(zmq.NOBLOCK))
@@ -343,11 +352,11 @@ class ZmqChannel:
         return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def expect(self) -> None:
-        """Do nothing: there is no guest."""
+        """Do nothing: no thread reads its own answer here, so the reader is always woken."""
         pass
 
     def expect_no_more(self) -> None:
-        """Do nothing: there is no guest."""
+        """Do nothing: `expect` has not kept the reader from being woken."""
         pass
 
     def call(self) -> None:
@@ -397,7 +406,10 @@ class ZmqLink:
         self._lock = threading.Lock()
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message as `Link.send` does. ZeroMQ's own thread writes it to the network."""
+        """Send a message, without waiting for the receiver: ZeroMQ's own thread writes it to the network.
+
+        Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
+        """
         sizes = [len(frame) for frame in frames]
         if len(sizes) == 1 or (sum(sizes) < _JOINED_BELOW and len(sizes) < 256):
             # One part: each further part takes as long as a system call, and may lose the GIL in the middle.
@@ -409,10 +421,13 @@ class ZmqLink:
                     more = zmq.SNDMORE if index < last else 0
                     self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NOT_COPIED_FROM)
             except zmq.ZMQError as error:
-                raise ChannelError(f"cannot send: {error}") from error
+                raise ChannelError(f"cannot send a message to another worker: {error}") from error
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``."""
+        """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``.
+
+        A second call does nothing.
+        """
         with self._lock:
             self._socket.close(0 if at_once else None)
 

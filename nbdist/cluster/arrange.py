@@ -59,19 +59,31 @@ class Arranger:
     """False if the output is shown without the workers' names."""
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """Take a message of a worker; return what to show now."""
+        """Take a message of a worker; return what to show now.
+
+        The result may lack this message, which is then held back, and contain earlier ones.
+        """
         raise NotImplementedError
 
     def flush(self, now: float) -> list[Published]:
-        """Return what is due at the time ``now``."""
+        """Return what is due at the time ``now``.
+
+        The caller calls this at the time that `next_flush` gave; calling it earlier or more often is harmless.
+        """
         return []
 
     def next_flush(self) -> float | None:
-        """Return when `flush` is due next; None if nothing waits."""
+        """Return when `flush` is due next; None if nothing waits.
+
+        The caller asks after each call of another method, and sets its timer anew.
+        """
         return None
 
     def ended(self, worker: str, now: float) -> list[Published]:
-        """Note that a worker has ended the cell, so that no line waits for it; return what to show now."""
+        """Note that a worker has ended the cell, so that no line waits for it; return what to show now.
+
+        Called once for each worker. Threads that the cell started may still print afterwards.
+        """
         return []
 
     def finish(self, now: float) -> list[Published]:

@@ -38,7 +38,11 @@ def inspect(
 
 
 def _ask(cluster: Cluster, worker: Worker, kind: str, asked: dict[str, Any], patience: float) -> dict[str, Any] | None:
-    """Send a request to an idle worker's kernel; return the content of the reply, or None if none arrives in time."""
+    """Send a request to an idle worker's kernel; return the content of the reply, or None if none arrives in time.
+
+    Also None, without a request, if the worker is dead or runs a cell, because its kernel would answer only afterwards.
+    ``patience`` is in seconds.
+    """
     if not worker.alive or worker.cells:
         return None
 

@@ -179,12 +179,18 @@ class Cell:
 
     @property
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
-        """The outputs of each worker so far, by the worker's name, as dicts in the format of a notebook file."""
+        """The outputs of each worker so far, by the worker's name, as dicts in the format of a notebook file.
+
+        Read it again for later outputs.
+        """
         return {worker: list(part.outputs) for worker, part in self.parts.items()}
 
     @property
     def errors(self) -> list[WorkerError]:
-        """The errors of the workers that have failed so far."""
+        """The errors of the workers that have failed so far.
+
+        They are in the order of the cell's workers; reading them raises nothing.
+        """
         return [part.error for part in self.parts.values() if part.error is not None]
 
     def error(self) -> BaseException | None:
@@ -220,7 +226,10 @@ class Cell:
         return causes if self._fail_fast and causes else errors
 
     def move_to(self, sink: Sink) -> None:
-        """Show further output at another place, because the user has run the same page cell again."""
+        """Show further output at another place, because the user has run the same page cell again.
+
+        What was shown before is not shown again.
+        """
         self.sink = sink
         self._outlet.move_to(sink)
 
@@ -307,12 +316,18 @@ class Cell:
             self._stop()
 
     def _stop(self) -> Sequence[str]:
-        """Interrupt the workers; return a text for each that does not stop. Never waits in the kernel thread."""
+        """Interrupt the workers; return a text for each that does not stop.
+
+        In the kernel thread this does not wait, and returns no texts.
+        """
         self.interrupted = True
         return self._interrupt(self)
 
     def _time_out(self, timeout: float) -> None:
-        """Interrupt the workers that still run, and raise CellTimeout."""
+        """Interrupt the workers that still run, and raise CellTimeout. Never returns.
+
+        Called by the thread that waits for the cell. Outputs and errors so far stay in the cell.
+        """
         late = self.running
         stuck = self._stop()
         text = f"{say_names(late)} did not end the cell within {timeout:g} s"
@@ -322,7 +337,10 @@ class Cell:
         raise error
 
     def _interruption(self, stuck: Sequence[str]) -> CellInterrupted:
-        """Make the KeyboardInterrupt that says where the workers stopped, and which did not stop."""
+        """Make the KeyboardInterrupt that says where the workers stopped, and which did not stop.
+
+        It is returned, not raised. ``stuck`` has a text for each worker that did not stop.
+        """
         error = CellInterrupted("; ".join([*say_stopped(self.errors), *stuck]))
         error.traceback = [*self._where_interrupted(), *stuck] or ["KeyboardInterrupt"]
         return error
@@ -362,7 +380,10 @@ class Cell:
         self._part_ended = action
 
     def on_output(self, worker: str, message: Message) -> None:
-        """Handle a message of a worker's output channel that belongs to this cell."""
+        """Handle a message of a worker's output channel that belongs to this cell.
+
+        The kernel thread calls this. Output that arrives after the worker's end, from its threads, is shown too.
+        """
         kind, content = message["msg_type"], message["content"]
         part = self.parts[worker]
         if kind == "status":
@@ -377,7 +398,10 @@ class Cell:
             self._show_or_hold(part, published)
 
     def on_reply(self, worker: str, content: Mapping[str, Any]) -> None:
-        """Handle a worker's reply to the execute request."""
+        """Handle a worker's reply to the execute request.
+
+        The part ends once the kernel is idle as well, or `_IDLE_WITHIN` seconds later.
+        """
         part = self.parts[worker]
         part.reply = content
         if content["status"] in ("aborted", "abort"):
@@ -389,18 +413,27 @@ class Cell:
             self._thread.loop.call_later(_IDLE_WITHIN, self._idle_is_lost, part)
 
     def _idle_is_lost(self, part: CellPart) -> None:
-        """End a part whose kernel has replied and has not reported idle in time."""
+        """End a part whose kernel has replied and has not reported idle in time.
+
+        Does nothing if the part has ended meanwhile.
+        """
         part.idle = True
         self._maybe_end(part)
 
     def on_input(self, worker: str, request: Message) -> None:
-        """Show what a worker has printed so far, and pass its request for input to the thread that waits."""
+        """Show what a worker has printed so far, and pass its request for input to the thread that waits.
+
+        The kernel thread calls this; a thread that waits for the cell asks the user by `_ask`.
+        """
         self.last_output = time.monotonic()
         self._remember(self.parts[worker], self._outlet.release(worker))  # the text that the user has to answer
         self._events.put((worker, request))
 
     def on_lost(self, worker: str, why: str) -> None:
-        """Fail the part of a worker that has died; ``why`` follows the worker's name in the error's text."""
+        """Fail the part of a worker that has died; ``why`` follows the worker's name in the error's text.
+
+        Does nothing if the worker had ended the cell before it died.
+        """
         part = self.parts[worker]
         if part.done:
             return
@@ -410,7 +443,10 @@ class Cell:
 
     @staticmethod
     def _on_begin(part: CellPart) -> None:
-        """Note that the code starts. From now on the kernel reacts to SIGINT."""
+        """Note that the code starts. From now on the kernel reacts to SIGINT.
+
+        Runs what waits for this moment, such as an interrupt that came before the cell began.
+        """
         part.began = time.monotonic()
         actions, part.when_begun = part.when_begun, []
         for action in actions:
@@ -425,7 +461,10 @@ class Cell:
                 self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
 
     def _reply_is_lost(self, part: CellPart) -> None:
-        """End a part without a reply: with the error that it has shown last, else with KeyboardInterrupt."""
+        """End a part without a reply: with the error that it has shown last, else with KeyboardInterrupt.
+
+        Does nothing if the part has ended meanwhile.
+        """
         if not part.done:
             if not self._take_error(part, None):
                 part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
@@ -454,7 +493,10 @@ class Cell:
         return True
 
     def _maybe_end(self, part: CellPart) -> None:
-        """End a part once its kernel has both replied and reported idle."""
+        """End a part once its kernel has both replied and reported idle.
+
+        Called whenever one of the two arrives; a part that has ended stays as it is.
+        """
         if not part.idle or part.reply is None or part.done:
             return
         if part.reply["status"] == "error" and not self._take_error(part, part.reply["ename"]):
@@ -462,7 +504,10 @@ class Cell:
         self._end(part)
 
     def _end(self, part: CellPart) -> None:
-        """End a part; end the cell if this was its last part."""
+        """End a part; end the cell if this was its last part.
+
+        In the kernel thread, once for each part. With ``fail_fast``, an error also interrupts the other workers.
+        """
         part.done = True
         self._part_ended(self, part.worker)
         try:
@@ -479,7 +524,10 @@ class Cell:
                 self._tell_end()
 
     def _tell_failed(self) -> None:
-        """Publish which workers have failed, if others still run."""
+        """Publish which workers have failed, if others still run.
+
+        Each failure is told once, and none after an interrupt or the cell's end.
+        """
         if self._finished or self.interrupted or self._quiet or not self.sink.interactive:
             return
         errors = [error for error in self.errors if error.worker not in self._told]
@@ -490,7 +538,10 @@ class Cell:
             self.sink.page.publish("stream", {"name": "stderr", "text": text})
 
     def _tell_end(self) -> None:
-        """Wake the threads that wait, and call the callbacks. A background cell publishes its error."""
+        """Wake the threads that wait, and call the callbacks. A background cell publishes its error.
+
+        Called once. An error of a callback is logged, and the others still run.
+        """
         self._finished = True
         self._events.put(None)
         actions, self._when_done = self._when_done, []

@@ -128,7 +128,10 @@ class Census:
     """Kinds by the ``id`` of their class: to hash the class itself could call code of its metaclass."""
 
     def skip(self, values: Iterable[object]) -> None:
-        """Exclude these objects from all walks, because they lead to everything else, as the user's namespace does."""
+        """Exclude these objects from all walks, because they lead to everything else, as the user's namespace does.
+
+        Call it before the first walk, because objects that have been visited stay counted.
+        """
         self._seen.update(map(id, values))
 
     def kind_of(self, cls: type) -> _Kind:
@@ -144,7 +147,10 @@ class Census:
             self.buffers.setdefault(place, _Buffer(nbytes, category))
 
     def amounts(self, regions: Regions) -> dict[str, Amount]:
-        """Return the counted bytes by category. Bytes of buffers that are not in memory are in `Amount.absent`."""
+        """Return the counted bytes by category. Bytes of buffers that are not in memory are in `Amount.absent`.
+
+        ``regions`` says which addresses are shared memory.
+        """
         found: dict[str, Amount] = {}
         for (device, address), buffer in self.buffers.items():
             amount = found.setdefault(buffer.category, Amount())
@@ -189,7 +195,11 @@ class Walk:
         return not self._stack
 
     def go(self, count: int) -> int:
-        """Visit up to ``count`` more objects; return how many were visited."""
+        """Visit up to ``count`` more objects; return how many were visited.
+
+        Call it until `done`, or stop early: what is left is not counted. A dict that another thread changes meanwhile
+        is left, and sets `is_partial`.
+        """
         before = self.count
         with no_torch_function():
             while self._stack and self.count - before < count:

@@ -175,7 +175,10 @@ class Cluster:
         return str(self._lives.folder)
 
     def find(self, name: str) -> Worker:
-        """Return the worker called ``name``. Raises UnknownWorker if there is none."""
+        """Return the worker called ``name``. Raises UnknownWorker if there is none.
+
+        Dead workers are found, too: see `Worker.alive`.
+        """
         for worker in self.workers:
             if worker.name == name:
                 return worker
@@ -362,7 +365,10 @@ class Cluster:
         return any(record.name == name for record in self.agent.members())
 
     def _explain_end(self, pid: int) -> str:
-        """Return how the worker with this process id died; empty if none did. The RPC agent asks, for its errors."""
+        """Return how the worker with this process id died; empty if none did. The RPC agent asks, for its errors.
+
+        Waits up to `_OUTPUT_ARRIVES_WITHIN` seconds twice, so that the worker's last words are in the text.
+        """
         for worker in self.workers:
             if worker.pid == pid:
                 worker.exited.wait(_OUTPUT_ARRIVES_WITHIN)
@@ -478,7 +484,10 @@ class Cluster:
         return cell
 
     def _send(self, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
-        """Send a cell to its workers; the cell fails at once on those that are dead. In the kernel thread."""
+        """Send a cell to its workers; the cell fails at once on those that are dead. In the kernel thread.
+
+        A dead worker does not keep the others from running the cell.
+        """
         cell.when_part_ends(self._part_ended)
         lost: dict[str, str | None] = {}
         for worker in workers:
@@ -496,7 +505,10 @@ class Cluster:
             cell.on_lost(name, f"{why or 'is not running'}\n`%dist_restart {name}` starts it again")
 
     def _part_ended(self, cell: Cell, name: str) -> None:
-        """Note that a worker has ended a cell; form the process group if that is due. In the kernel thread."""
+        """Note that a worker has ended a cell; form the process group if that is due. In the kernel thread.
+
+        The cell calls this once for each worker, as set by `_send`.
+        """
         worker = self.find(name)
         if cell in worker.cells:
             worker.cells.remove(cell)
@@ -543,7 +555,10 @@ class Cluster:
         interrupt_workers(self, [worker for worker in self.select(targets) if worker.alive])
 
     def _interrupt_cell(self, cell: Cell) -> Sequence[str]:
-        """Interrupt a cell; return what to say of workers that do not stop. Does not wait in the kernel thread."""
+        """Interrupt a cell; return what to say of workers that do not stop. Does not wait in the kernel thread.
+
+        In the kernel thread the list is empty, and the interrupt goes on by itself.
+        """
         if self._thread.is_current():
             self._thread.loop.create_task(interrupt_cell(self, cell))
             return []

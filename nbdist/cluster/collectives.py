@@ -104,7 +104,10 @@ _breaking = threading.Lock()
 
 
 def follow(agent: Agent, backend: str) -> None:
-    """Let this worker's agent report members that die, and end collectives of calls that are interrupted."""
+    """Let this worker's agent report members that die, and end collectives of calls that are interrupted.
+
+    `nbdist.cluster.worker.join` calls this once, when the agent has started. ``backend`` is "gloo", "nccl" or "none".
+    """
     global _agent, _forms_group
     _agent, _forms_group = agent, backend != "none"
     agent.on_lost(_on_lost)
@@ -178,7 +181,10 @@ def _on_lost(record: Record, why: str) -> None:
 
 
 def _lose(record: Record, why: str) -> None:
-    """Leave the groups of a lost worker, and keep new groups from waiting for it."""
+    """Leave the groups of a lost worker, and keep new groups from waiting for it.
+
+    Does nothing if the worker is no member of the present group, such as an earlier process of the same name.
+    """
     with _breaking:
         # By incarnation, not by name: a worker that was restarted under the same name is another member.
         rank = _store.rank_of(record.incarnation) if _store is not None else None
@@ -192,7 +198,10 @@ def _lose(record: Record, why: str) -> None:
 
 
 def _leave_groups_of(rank: int) -> None:
-    """Shut the connections of each group that contains a dead member."""
+    """Shut the connections of each group that contains a dead member.
+
+    Collectives that wait in these groups fail at once, in the user's threads, and the groups stay unusable.
+    """
     assert _store is not None
     _store.lost = _say_lost()
     groups = process_groups()
@@ -232,7 +241,11 @@ def _is_known(address: bytes) -> bool:
 
 
 def _shut(loops: Sequence[gloo.Loop]) -> int:
-    """Shut the connections of these loops down, and end waits that gloo forgets; return the number of connections."""
+    """Shut the connections of these loops down, and end waits that gloo forgets; return the number of connections.
+
+    gloo's waits then fail at once. The loops stay, since gloo owns their files; a second call finds the same sockets
+    and is harmless.
+    """
     count = sum(map(gloo.shut, loops))
     # Even if none was open: gloo itself has closed the connections to a dead member, and has forgotten cut transfers.
     threading.Thread(target=_end_cut_transfers, name="nbdist-cut-transfers", daemon=True).start()
@@ -282,7 +295,10 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
 
 
 def _is_of_old_group(error: BaseException) -> bool:
-    """Return whether a group in the frames of an error, or of a DDP or FSDP wrapper there, has been destroyed."""
+    """Return whether a group in the frames of an error, or of a DDP or FSDP wrapper there, has been destroyed.
+
+    It explains errors of torch that do not say that the group is gone, as after a restart.
+    """
     tb = error.__traceback__
     while tb is not None:
         found = tb.tb_frame.f_locals

@@ -59,7 +59,10 @@ class Relayed:
         """Set when the worker has handled the message."""
 
     def on_output(self, worker: str, message: Message) -> None:
-        """Handle a message of the worker's output channel that belongs to this one. Called in the kernel thread."""
+        """Handle a message of the worker's output channel that belongs to this one. Called in the kernel thread.
+
+        `handled` is set once the worker is idle again.
+        """
         kind, content = message["msg_type"], message["content"]
         if kind == "status":
             if content["execution_state"] == "idle":
@@ -81,11 +84,17 @@ class _StandIn:
         self.target_name = message["content"]["target_name"]
 
     def handle_msg(self, message: Message) -> None:
-        """Pass a message of the front end to the worker's comm."""
+        """Pass a message of the front end to the worker's comm.
+
+        Does nothing if the worker has died.
+        """
         self._relay.to_worker(self, "comm_msg", message)
 
     def handle_close(self, message: Message) -> None:
-        """Tell the worker that the front end has closed the comm."""
+        """Tell the worker that the front end has closed the comm.
+
+        Does nothing if the worker has died.
+        """
         self._relay.to_worker(self, "comm_close", message)
 
 
@@ -108,7 +117,10 @@ class Comms:
         return found
 
     def from_worker(self, worker: Worker, message: Message) -> None:
-        """Register the comm that a worker opens, or remove the one that it closes. Does not show the message itself."""
+        """Register the comm that a worker opens, or remove the one that it closes. Does not show the message itself.
+
+        Does nothing in a process without a kernel, such as a script.
+        """
         id, manager = message["content"]["comm_id"], _manager()
         if manager is None:
             return
@@ -134,7 +146,10 @@ class Comms:
             relayed.handled.wait(_HANDLED_WITHIN)
 
     def _send(self, relayed: Relayed, comm: _StandIn, kind: str, message: Message) -> None:
-        """Send the message, in the kernel thread."""
+        """Send the front end's message to the comm's worker, in the kernel thread; do nothing if the worker is dead.
+
+        The worker's output for it is shown as long as it is one of the newest `_MESSAGES_KEPT` messages.
+        """
         kernel = comm.worker.kernel
         if not comm.worker.alive or kernel is None:
             return
@@ -146,7 +161,10 @@ class Comms:
             self._relayed.popitem(last=False)
 
     def close(self) -> None:
-        """Remove the workers' comms from the notebook's comm manager."""
+        """Remove the workers' comms from the notebook's comm manager.
+
+        The front end is not told. Later calls do nothing.
+        """
         manager = _manager()
         for id in list(self._open):
             if manager is not None:

@@ -80,7 +80,10 @@ def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) ->
 
 
 def prints(rref: RRef[Any]) -> list[Print]:
-    """Return the fingerprints of all parts of a value. Called on the value's owner."""
+    """Return the fingerprints of all parts of a value. Called on the value's owner.
+
+    `part_of` returns one of the parts by its path.
+    """
     return [_print(path, part) for path, part in flatten(rref.local_value())]
 
 
@@ -183,7 +186,10 @@ def _tell(
     own: Mapping[str, Print],
     name: str,
 ) -> str:
-    """Return in words how a part on worker ``name`` differs from that on the worker ``first``."""
+    """Return in words how a part on worker ``name`` differs from that on the worker ``first``.
+
+    Only a part of one kind on both workers is fetched, by a call to each; errors of these calls are raised.
+    """
     one, other = base.get(path), own.get(path)
     if one is None or other is None:
         return f"only {first if other is None else name} has it"

@@ -34,7 +34,10 @@ class OutputCutter:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all lines, as at the beginning of a cell: the worker has cleared its output."""
+        """Forget all lines, as at the beginning of a cell: the worker has cleared its output.
+
+        Called at the start, and when the worker clears its output; `left_out` starts again from 0.
+        """
         self._shown = 0
         """The number of lines that have been shown."""
         self._open = {"stdout": False, "stderr": False}
@@ -56,7 +59,10 @@ class OutputCutter:
         return bool(self._held or any(self._begun.values()))
 
     def take(self, message: Published) -> list[Published]:
-        """Take a message; return the messages to show now, which may be earlier ones."""
+        """Take a message; return the messages to show now, which may be earlier ones.
+
+        Text may be held back; a result releases it, and so does `release`.
+        """
         kind, content = message.kind, message.content
         if self._wipe and kind in OUTPUT:
             self._begin()
@@ -120,7 +126,10 @@ class OutputCutter:
         return [*said, *held]
 
     def last(self, lines: int) -> list[str]:
-        """Return the last of the held lines, as a terminal would show them."""
+        """Return the last of the held lines, as a terminal would show them.
+
+        They stay held.
+        """
         held = [message.content["text"] for message in list(self._held)[-lines:]]
         texts = [*held, *filter(None, self._begun.values())][-lines:]
         return [as_seen(text.removesuffix("\n")) for text in texts]

@@ -62,7 +62,10 @@ class Task(Future[Any]):
         return (self.completed - self.started).total_seconds() if self.started and self.completed else 0.0
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Complete the task with an error if there is one, else with a value. Drops the arguments. Call it once."""
+        """Complete the task with an error if there is one, else with a value. Drops the arguments. Call it once.
+
+        A second call raises InvalidStateError.
+        """
         self.received, self.call = now(), ()  # a task that somebody keeps does not keep its arguments
         if error is None:
             self.set_result(value)
@@ -81,7 +84,10 @@ class Lanes:
         """The names of the workers that have a thread."""
 
     def add(self, task: Task) -> None:
-        """Queue a task, and start threads for its workers that have none. Called in any thread."""
+        """Queue a task, and start threads for its workers that have none. Called in any thread.
+
+        Returns at once; the first of these workers that is free runs the task.
+        """
         with self._lock:
             self._waiting.append(task)
             self._serve_all(task.workers)
@@ -93,7 +99,10 @@ class Lanes:
             threading.Thread(target=self._serve, args=(name,), name=f"nbdist-tasks-{name}", daemon=True).start()
 
     def _serve(self, name: str) -> None:
-        """Run tasks on a worker, one after another, until there is none for it. In that worker's thread."""
+        """Run tasks on a worker, one after another, until there is none for it. In that worker's thread.
+
+        An error of the call, or a worker that dies, fails the task and not the thread. A cancelled task is skipped.
+        """
         while (task := self._take(name)) is not None:
             if not task.set_running_or_notify_cancel():
                 continue

@@ -46,7 +46,10 @@ def make_folder() -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Remove the run directories whose owners have ended without a zygote that could remove them."""
+    """Remove the run directories whose owners have ended without a zygote that could remove them.
+
+    An owner whose entry cannot be read, or whose process lives, keeps its directory.
+    """
     for folder in base.glob("cluster-*"):
         try:
             pid, started = map(int, (folder / "owner").read_text().split())

@@ -63,7 +63,10 @@ def _forget(ids: set[GlobalId]) -> None:
 
 
 def _drop_shown(of: Any, roots: Roots, names: set[str]) -> None:
-    """Drop the results of cells with these names, such as ``Out[3]``, under every name that the shell gave them."""
+    """Drop the results of cells with these names, such as ``Out[3]``, under every name that the shell gave them.
+
+    Names that do not exist are skipped.
+    """
     gone = [roots.out.pop(number) for number in list(roots.out) if f"Out[{number}]" in names]
     own = [(space, name) for space in roots.variables for name in list(space) if pins.variable(name).kind == "out"]
     gone += [space[name] for space, name in own if pins.variable(name).name in names]

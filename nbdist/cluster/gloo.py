@@ -47,7 +47,10 @@ class Loop:
 
 
 def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
-    """Return the loops of all process groups; before torch 2.13 only those for whose address ``is_known`` is true."""
+    """Return the loops of all process groups; before torch 2.13 only those for whose address ``is_known`` is true.
+
+    A thread that ends during the search, or does not poll, is skipped.
+    """
     found = []
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):
@@ -60,7 +63,10 @@ def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
 
 
 def shut(loop: Loop) -> int:
-    """Shut all connections of a loop down; return how many there were."""
+    """Shut all connections of a loop down; return how many there were.
+
+    The file numbers stay open in gloo, so a second call is harmless.
+    """
     count = 0
     for number in loop.connections:
         # The listener stays open: gloo ends the process if it cannot accept connections.

@@ -65,7 +65,10 @@ class CutTransfers:
         self._before: dict[int, int] = {}
 
     def end(self) -> int:
-        """Look for hopeless waits, end those that the previous call has found as well, and return their number."""
+        """Look for hopeless waits, end those that the previous call has found as well, and return their number.
+
+        The first call ends none. Returns 0 where torch's library lacks a function that this needs.
+        """
         functions = _functions()
         if functions is None:
             return 0

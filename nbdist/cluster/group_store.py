@@ -79,7 +79,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     # -- members and groups -------------------------------------------------------------------
 
     def enter(self, incarnation: int, rank: int) -> None:
-        """Enter this process as a member of the process group: the rank, under its RPC agent's incarnation."""
+        """Enter this process as a member of the process group: the rank, under its RPC agent's incarnation.
+
+        `rank_of` in the other workers then finds it, to leave the groups of a worker that has died.
+        """
         self.set(f"nbdist/{incarnation:x}", str(rank))
 
     def rank_of(self, incarnation: int) -> int | None:
@@ -95,7 +98,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     # -- reading ------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; wait until there is one. DistStoreError after the store's timeout."""
+        """Return the value of a key; wait until there is one. DistStoreError after the store's timeout.
+
+        RendezvousError or WorkerLost as soon as the group cannot form or a member has died.
+        """
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             self._await([key], deadline)
@@ -104,7 +110,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                 return value
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, as `get` does."""
+        """Return the values of several keys, as `get` does.
+
+        Each key may wait for the store's timeout.
+        """
         return [self.get(key) for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -112,7 +121,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return all(self._file(key).exists() for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value; DistStoreError after the timeout, by default the store's."""
+        """Wait until all keys have a value; DistStoreError after the timeout, by default the store's.
+
+        RendezvousError or WorkerLost as soon as the group cannot form or a member has died.
+        """
         self._await(keys, time.monotonic() + (timeout or self.timeout).total_seconds())
 
     def num_keys(self) -> int:
@@ -122,23 +134,35 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     # -- writing ------------------------------------------------------------------------------
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Give a key a value."""
+        """Give a key a value.
+
+        An earlier value is overwritten. RendezvousError or WorkerLost if the group cannot form or a member has died.
+        """
         with self._lock():
             self._write(key, _bytes(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Give several keys their values."""
+        """Give several keys their values.
+
+        Readers take no lock, so they may see some of the values before the others.
+        """
         with self._lock():
             for key, value in zip(keys, values, strict=True):
                 self._write(key, _bytes(value))
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Add bytes to the end of a key's value; a missing value counts as empty."""
+        """Add bytes to the end of a key's value; a missing value counts as empty.
+
+        The lock makes this atomic for all processes.
+        """
         with self._lock():
             self._write(key, (self._read(key) or b"") + _bytes(value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a key's value, a decimal number, and return the sum; a missing value counts as 0."""
+        """Add to a key's value, a decimal number, and return the sum; a missing value counts as 0.
+
+        The lock makes this atomic for all processes. Raises ValueError if the value is not a number.
+        """
         with self._lock():
             total = int(self._read(key) or 0) + amount
             self._write(key, b"%d" % total)
@@ -204,7 +228,11 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         draft.rename(self._file(key))
 
     def _await(self, keys: Sequence[str], deadline: float) -> None:
-        """Wait until all keys have a value."""
+        """Wait until all keys have a value.
+
+        The caller sets ``deadline``, by `time.monotonic`; DistStoreError after it. Raises at once if the group cannot
+        form.
+        """
         missing, pause = list(keys), _FIRST_PAUSE
         while missing:
             if self._file(missing[-1]).exists():
@@ -220,7 +248,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Exclude all other threads and processes while the block runs."""
+        """Exclude all other threads and processes while the block runs.
+
+        DistStoreError if another process holds the lock for the store's whole timeout.
+        """
         deadline = time.monotonic() + self.timeout.total_seconds()
         with _changing, self._open_lock() as file:
             while True:
@@ -252,7 +283,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 
 
 def end(folder: Path, why: str) -> None:
-    """Make every present and future wait in the store of this folder raise a RendezvousError with the text ``why``."""
+    """Make every present and future wait in the store of this folder raise a RendezvousError with the text ``why``.
+
+    The notebook calls this. A second call replaces the text.
+    """
     draft = folder / "ending"
     draft.write_text(why)
     draft.rename(folder / "ended")

@@ -38,7 +38,10 @@ class _Held:
         self.messages.append(message)
 
     def update(self, message: Published) -> bool:
-        """Change the held displays that have the update's id; return whether there were any."""
+        """Change the held displays that have the update's id; return whether there were any.
+
+        An update without such a display is for one that was shown before.
+        """
         places = self._displays.get(display_id(message) or "", [])
         for place in places:
             self.messages[place] = updated(self.messages[place], message)

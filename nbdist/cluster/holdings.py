@@ -205,7 +205,10 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _settle() -> None:
-    """Tell the owners which references this worker has released."""
+    """Tell the owners which references this worker has released.
+
+    `collect` calls this on all workers before it asks for reports, so that owners do not list users that are gone.
+    """
     current_agent().reap()
 
 
@@ -275,7 +278,10 @@ def _values(agent: Agent, census: Census) -> list[_Value]:
 def _value(
     id_: GlobalId, promise: Promise[Any], users: list[str], agent: Agent, census: Census, most: int
 ) -> tuple[_Value, int]:
-    """Count one value; return its row, and how many objects were visited."""
+    """Count one value; return its row, and how many objects were visited.
+
+    A value that has not arrived counts nothing; an error is described, not walked. ``most`` limits the objects visited.
+    """
     if not promise.done():
         return _Value(id_, users, None), 0
     if promise.exception() is not None:  # described when it was raised: its `str` would call the user's code

@@ -113,7 +113,10 @@ async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, CellPart]]) -> 
 
 
 def stop_served_calls() -> None:
-    """Stop the calls that this worker runs for others. The notebook calls this on the worker."""
+    """Stop the calls that this worker runs for others. The notebook calls this on the worker.
+
+    Does nothing if this worker has no agent.
+    """
     agent = active_agent()
     if agent is not None:
         agent.stopping.stop_served()
@@ -135,7 +138,11 @@ async def _until(happened: Callable[[], bool], deadline: float) -> None:
 
 
 def _signal(cluster: Cluster, part: CellPart) -> None:
-    """Send SIGINT to the worker as soon as its kernel reacts to it, which is when the cell has begun."""
+    """Send SIGINT to the worker as soon as its kernel reacts to it, which is when the cell has begun.
+
+    A part that has ended gets no signal. A cell that holds the GIL cannot report its beginning, so the signal goes out
+    `_SIGNAL_ANYWAY_AFTER` seconds later at the latest.
+    """
     loop = asyncio.get_running_loop()
 
     def send() -> None:
@@ -186,7 +193,10 @@ def _call_off(cluster: Cluster, part: CellPart) -> Future[Any] | None:
 
 
 def _break_collective(cluster: Cluster, part: CellPart) -> None:
-    """Break the process group of the collective in which the worker may wait, and note in the part what was broken."""
+    """Break the process group of the collective in which the worker may wait, and note in the part what was broken.
+
+    Returns at once. The note stays empty if the worker does not answer or waits in no collective.
+    """
 
     def note(future: object) -> None:
         with contextlib.suppress(Exception):

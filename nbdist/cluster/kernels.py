@@ -79,7 +79,10 @@ class KernelThread:
         return True
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in this thread; return the future of its outcome. Any other thread may wait for it."""
+        """Run a coroutine in this thread; return the future of its outcome. Any other thread may wait for it.
+
+        In this thread itself, await the coroutine instead: waiting would block it for ever.
+        """
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def is_current(self) -> bool:
@@ -198,13 +201,16 @@ class Kernel:
             buffers=buffers,
         )
         if channel not in self._sockets:
-            raise WorkerLost("its kernel has not started yet")
+            raise WorkerLost("the kernel of the worker has not started yet: try again when the worker is ready")
         self._sockets[channel].send_multipart(frames)
         self._thread.loop.call_soon(self._drain, channel)  # sending may have consumed the signal to read
         return str(header["msg_id"])
 
     def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:
-        """Send a request; return the future of the reply."""
+        """Send a request; return the future of the reply.
+
+        Fails with WorkerLost if the kernel is or gets disconnected; it has no time limit of its own.
+        """
         id = self.send(kind, content, channel=channel)
         reply = self._replies[id] = asyncio.get_running_loop().create_future()
         return reply
@@ -226,7 +232,10 @@ class Kernel:
         self._thread.loop.call_soon(self._drain, channel)
 
     def _take(self, channel: str, message: Message) -> None:
-        """Pass a message to the request that waits for it, else to the listener."""
+        """Pass a message to the request that waits for it, else to the listener.
+
+        A second reply to a request goes to the listener.
+        """
         if channel == "iopub":
             self._heard.set()
         parent = message["parent_header"].get("msg_id", "")

@@ -36,7 +36,10 @@ _number: int | None = None
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
-    """Name the frames of cells by their numbers in this process; in a worker, add the worker's name."""
+    """Name the frames of cells by their numbers in this process; in a worker, add the worker's name.
+
+    Called once in a process.
+    """
     global _shell
     _shell = shell
     _follow_numbers(shell)
@@ -113,7 +116,10 @@ def is_cell(file: str, code: str) -> bool:
 
 
 def trim_tracebacks(shell: Any) -> None:
-    """Make a shell show nbdist's errors, interrupts and errors from workers without the frames inside this package."""
+    """Make a shell show nbdist's errors, interrupts and errors from workers without the frames inside this package.
+
+    Other errors are shown as before. Call it once for a shell.
+    """
     shown: Any = shell.InteractiveTB.structured_traceback
 
     def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +141,10 @@ def trim_tracebacks(shell: Any) -> None:
 
 
 def _cut_off_our_frames(tb: TracebackType | None) -> None:
-    """End a traceback at the last frame outside of this package."""
+    """End a traceback at the last frame outside of this package.
+
+    A traceback that lies wholly inside of this package stays as it is.
+    """
     last = None
     while tb is not None:
         if not tb.tb_frame.f_code.co_filename.startswith(_OURS):

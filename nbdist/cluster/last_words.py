@@ -24,7 +24,10 @@ _SIZE = 1 << 16
 
 
 def guard_streams() -> None:
-    """Make ipykernel copy text to the log before it removes it from the pipe. Call before the kernel starts."""
+    """Make ipykernel copy text to the log before it removes it from the pipe. Call before the kernel starts.
+
+    On systems without ``tee`` it does nothing, and the last words may be lost.
+    """
     from ipykernel.iostream import OutStream
 
     if hasattr(ctypes.CDLL(None), "tee"):  # only Linux has tee

@@ -99,7 +99,10 @@ class Lifecycle:
         self._begun = {worker.name: self._launch(worker) for worker in workers}
 
     def _launch(self, worker: Worker) -> Future[int]:
-        """Start a worker's next process; return the future of its pid. Where that fails, the worker is lost."""
+        """Start a worker's next process; return the future of its pid. Where that fails, the worker is lost.
+
+        The error of the launcher is raised at once, or by the future.
+        """
         worker.prepare(self._thread, self.folder, self._listener)
         setup = WorkerSetup(
             name=worker.name,
@@ -281,7 +284,8 @@ class Lifecycle:
             if self._preloading is not None:
                 names = ", ".join(self._spec.preload)
                 raise StartError(
-                    f"{names} could not be imported within {self._spec.timeout:g} s, the timeout"
+                    f"{names} could not be imported within {self._spec.timeout:g} s, the timeout: set a longer one "
+                    "with `%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
                 ) from None
             late = [f"{w.name} ({w.lost or f'last step: {w.step}'})" for w in self._workers if w.step != "ready"]
             who = ", ".join(late) or otherwise
@@ -348,13 +352,19 @@ class Lifecycle:
                 worker.print_log.close()
 
     def _on_end(self, name: str, code: int) -> None:
-        """Note that a worker's process has ended; its cells fail a moment later. In a thread of the launcher's."""
+        """Note that a worker's process has ended; its cells fail a moment later. In a thread of the launcher's.
+
+        The delay lets the last output arrive first.
+        """
         worker = next(worker for worker in self._workers if worker.name == name)
         worker.exit(code)
         self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._ended, worker, worker.lives, code)
 
     def _ended(self, worker: Worker, life: int, code: int) -> None:
-        """Fail the cells of a worker whose process has ended in this life. In the kernel thread."""
+        """Fail the cells of a worker whose process has ended in this life. In the kernel thread.
+
+        ``life`` is the number of the process: does nothing if the worker has been restarted meanwhile.
+        """
         if worker.lives == life:  # else the worker has been restarted meanwhile
             worker.end(code, self.launcher.last_words(worker.name))
 

@@ -33,7 +33,10 @@ class Lines:
         self.wipe()
 
     def wipe(self) -> None:
-        """Forget the unfinished lines and the colours."""
+        """Forget the unfinished lines and the colours.
+
+        Called at the start, and when the worker clears its output.
+        """
         self._begun = {"stdout": "", "stderr": ""}
         """The text of the unfinished line, by stream."""
         self._since = {"stdout": 0.0, "stderr": 0.0}
@@ -65,7 +68,11 @@ class Lines:
         return [*self.rest(now), OutputItem([self._worker], key, now, message=message)]
 
     def _take_text(self, stream: str, text: str, now: float) -> list[OutputItem]:
-        """Add text to a stream; return the lines that it completes."""
+        """Add text to a stream; return the lines that it completes.
+
+        The text after the last line end is kept for the next call. ``now`` is when the text arrived: the time of the
+        lines, and the moment from which an unfinished line waits to be shown as a bar.
+        """
         begun = self._begun.get(stream, "")
         *lines, last = (begun + text).split("\n")
         if lines or not begun:
@@ -90,19 +97,28 @@ class Lines:
         return items
 
     def bars(self) -> list[str]:
-        """Return the unfinished lines as they stand: progress bars, or dots."""
+        """Return the unfinished lines as they stand: progress bars, or dots.
+
+        They stay unfinished, so each call shows their newest state. Lines of plain streams are not among them.
+        """
         begun = ((stream, as_seen(text)) for stream, text in self._moving())
         return [close_colours(text, dict(self._colours[stream])) for stream, text in begun if text]
 
     def bars_due(self) -> float:
-        """Return when the unfinished lines should be shown."""
+        """Return when the unfinished lines should be shown.
+
+        The time is on the clock of ``now``. Raises ValueError if no unfinished line can be shown.
+        """
         return min(
             self._since[stream] + (arrange.FOLD_AFTER if "\r" in text else _DOTS_AFTER)
             for stream, text in self._moving()
         )
 
     def _moving(self) -> Iterator[tuple[str, str]]:
-        """Yield the unfinished lines whose display can be replaced."""
+        """Yield the unfinished lines whose display can be replaced.
+
+        Plain streams have none: text that was shown there cannot be replaced.
+        """
         return ((stream, text) for stream, text in self._begun.items() if text and stream not in self._plain)
 
     def _line(self, stream: str, line: str, now: float) -> OutputItem:

@@ -101,7 +101,10 @@ class Live(Arranger):
         return published
 
     def ended(self, worker: str, now: float) -> list[Published]:
-        """Note that a worker has ended the cell: its last line is complete, and no line waits for it."""
+        """Note that a worker has ended the cell: its last line is complete, and no line waits for it.
+
+        A progress bar keeps its place until the cell's end.
+        """
         state = self._find(worker)
         state.queue += state.lines.rest(now, bars=False)
         state.ended = True
@@ -110,7 +113,10 @@ class Live(Arranger):
         return published
 
     def finish(self, now: float) -> list[Published]:
-        """Return all that is left."""
+        """Return all that is left.
+
+        Unfinished lines count as whole, and bars are shown in their last state.
+        """
         for state in self._workers.values():
             state.queue += state.lines.rest(now, bars=False)
             state.ended = True
@@ -185,7 +191,10 @@ class Live(Arranger):
         state.queue.append(OutputItem([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
-        """Clear the output of some workers. The page can only clear all, so the output of the others is shown again."""
+        """Clear the output of some workers. The page can only clear all, so the output of the others is shown again.
+
+        Empty if the page shows nothing of them.
+        """
         found = self._screen.wipe(workers)
         if not found and not any(name in self._bars for name in workers):
             return []
@@ -197,7 +206,10 @@ class Live(Arranger):
         return [message, *self._screen.render(), *self._show_bars(now)]
 
     def _update(self, state: _Worker, message: Published) -> None:
-        """Change a display on the screen and in the queue, where it may still be shown for the first time or again."""
+        """Change a display on the screen and in the queue, where it may still be shown for the first time or again.
+
+        A display that is not remembered any more stays as it is.
+        """
         self._screen.update(message)
         for item in state.queue:
             if item.message is not None and display_id(item.message) == display_id(message):
@@ -219,7 +231,10 @@ class Live(Arranger):
             self._bars_due.setdefault(worker, now + arrange.FOLD_AFTER)
 
     def _show_bars(self, now: float, *, everything: bool = False) -> list[Published]:
-        """Return the one display of all bars: those that are shown, and those that are due."""
+        """Return the one display of all bars: those that are shown, and those that are due.
+
+        ``everything`` shows also those that are not due. Empty if the display is up to date.
+        """
         shown: dict[str, list[str]] = {}
         for name, state in self._workers.items():
             if everything or name in self._bars or self._bars_due.get(name, now) <= now:

@@ -33,7 +33,10 @@ class Origin:
             thread.soon(self._outlet.ended, name)  # no line waits for other workers to print the same
 
     def on_output(self, worker: str, message: Message) -> None:
-        """Show output that a worker sent for a call of this cell. Called in the kernel thread."""
+        """Show output that a worker sent for a call of this cell. Called in the kernel thread.
+
+        The output may come after the cell's end.
+        """
         kind = message["msg_type"]
         if kind in ("status", "execute_input", "iopub_welcome"):
             return
@@ -72,5 +75,8 @@ class Origins:
         return key
 
     def find(self, key: str) -> Origin | None:
-        """Return the cell with this key; None if there is none."""
+        """Return the cell with this key; None if there is none.
+
+        Only the newest `_CELLS_KEPT` cells are known.
+        """
         return self._known.get(key)

@@ -62,7 +62,10 @@ class Outlet:
         self._quiet_due: asyncio.TimerHandle | None = None
 
     def feed(self, worker: str, message: Published) -> list[Published]:
-        """Take a message; return the messages that the cutter lets through, which may be earlier ones."""
+        """Take a message; return the messages that the cutter lets through, which may be earlier ones.
+
+        The cell keeps those as its outputs.
+        """
         cutter = self._cutters.get(worker)
         if cutter is None:
             cutter = self._cutters[worker] = OutputCutter(self._number, self._sink.cut)
@@ -75,14 +78,20 @@ class Outlet:
         return let_through
 
     def ended(self, worker: str) -> list[Published]:
-        """Show the held lines of a worker that has ended the cell; return them. No line waits for it any more."""
+        """Show the held lines of a worker that has ended the cell; return them. No line waits for it any more.
+
+        Output may still come from threads that the cell has left running; it is released when it pauses.
+        """
         self._ended.add(worker)
         last = self.release(worker)
         self._show(self._arranger.ended(worker, time.monotonic()))
         return last
 
     def finish(self) -> None:
-        """Show everything that is held back: no worker has to be waited for any more."""
+        """Show everything that is held back: no worker has to be waited for any more.
+
+        Called when all workers have ended the cell; output that comes later is still shown.
+        """
         for worker in self._cutters:
             self.release(worker)
         self._show(self._arranger.finish(time.monotonic()))
@@ -98,7 +107,10 @@ class Outlet:
         self._show([shown for message in messages for shown in self._arranger.feed(worker, message, now)])
 
     def _flush(self) -> None:
-        """Show what the arranger has due now."""
+        """Show what the arranger has due now.
+
+        The timer that `_show` has set calls this.
+        """
         self._timer = None
         self._show(self._arranger.flush(time.monotonic()))
 
@@ -118,7 +130,10 @@ class Outlet:
     # -- lines that are held back -------------------------------------------------------------
 
     def release(self, worker: str) -> list[Published]:
-        """Show the held lines of a worker, and return them."""
+        """Show the held lines of a worker, and return them.
+
+        Empty for a worker that has sent nothing.
+        """
         cutter = self._cutters.get(worker)
         last = cutter.release() if cutter is not None else []
         if last:

@@ -184,7 +184,10 @@ _namespace: Callable[[Any], dict[str, Any]] = _module.__dict__["__dict__"].__get
 
 
 def variable(name: str, within: bool = False) -> Pin:
-    """Return the pin of a variable. `_`, `__`, `___` and `_12` are the shell's names for results of cells."""
+    """Return the pin of a variable. `_`, `__`, `___` and `_12` are the shell's names for results of cells.
+
+    ``within`` says that the object is inside of the variable's value, such as an item of a list.
+    """
     if not name.strip("_") or (name.startswith("_") and name[1:].isdecimal()):
         number = name.strip("_")
         return Pin("out", f"Out[{number}]" if number else name, within)

@@ -53,7 +53,10 @@ class Printed(NamedTuple):
     """The reason for which the log could not be written any more; "" if there was none."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield each line that is kept, as a terminal would show it, with the number of its cell."""
+        """Yield each line that is kept, as a terminal would show it, with the number of its cell.
+
+        An unfinished line comes at the end.
+        """
         begun: dict[tuple[int, int], str] = {}
         for file in self.files:
             file.seek(0)
@@ -105,7 +108,10 @@ class PrintLog:
             self.close()
 
     def _append(self, cell: int, stream: str, text: str) -> None:
-        """Append one record, to a new file if the newest is full."""
+        """Append one record, to a new file if the newest is full.
+
+        Raises OSError if the disk is full.
+        """
         data = text.encode(errors="backslashreplace")
         if self._file is None or self._size + _HEAD.size + len(data) > _FILE_BYTES:
             self._next_file()
@@ -130,7 +136,10 @@ class PrintLog:
         return self._stem.with_name(f"{self._stem.name}-{number}")
 
     def read(self, cell: int | None = None) -> Printed:
-        """Return the log of one cell, or of all. Raises OSError if a file cannot be opened."""
+        """Return the log of one cell, or of all. Raises OSError if a file cannot be opened.
+
+        Lines in files that were deleted are only counted.
+        """
         try:
             if self._file is not None and not self._file.closed:
                 self._file.flush()

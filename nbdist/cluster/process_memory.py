@@ -58,7 +58,10 @@ class Regions:
     ends: Sequence[int] = ()
 
     def contain(self, address: int) -> bool:
-        """Return whether an address is in shared memory."""
+        """Return whether an address is in shared memory.
+
+        False for every address where there is no ``/proc``.
+        """
         at = bisect_right(self.starts, address) - 1
         return at >= 0 and address < self.ends[at]
 
@@ -121,7 +124,10 @@ _start: int | None = None
 
 
 def mark_start() -> None:
-    """Remember how much this process uses now, before its user has done anything, for `started_with`."""
+    """Remember how much this process uses now, before its user has done anything, for `started_with`.
+
+    The cluster calls this in the notebook, and `join` in a worker. A later call replaces the number.
+    """
     global _start
     _start = own_bytes()
 

@@ -161,7 +161,10 @@ class Processes:
 
     @property
     def living(self) -> dict[str, int]:
-        """The pids of the workers that live, by name, as far as the zygote has reported."""
+        """The pids of the workers that live, by name, as far as the zygote has reported.
+
+        A worker that has just died may still be among them.
+        """
         with self._lock:
             return dict(self._living)
 
@@ -172,7 +175,10 @@ class Processes:
 
     @property
     def usable(self) -> bool:
-        """Return whether the zygote lives, so that it can start workers."""
+        """Return whether the zygote lives, so that it can start workers.
+
+        A prepared zygote may have died before a cluster takes it.
+        """
         return not self._closing and self._process.poll() is None
 
     def close(self, timeout: float = 10.0) -> None:
@@ -234,7 +240,10 @@ class Processes:
             self.on_end(event.name, event.code)
 
     def _imported(self, event: Preloaded) -> None:
-        """Settle the future of `preload`; warn if workers will not share the imports, since they cannot be forked."""
+        """Settle the future of `preload`; warn if workers will not share the imports, since they cannot be forked.
+
+        Modules that cannot be imported fail the future with UsageError.
+        """
         if not event.forks:
             why = (
                 "one of them has begun a thread, or uses a GPU" if self.ready().forks else "workers are not forked here"
@@ -242,12 +251,17 @@ class Processes:
             _log.warning("each worker has to import the modules to preload by itself: %s", why)
         if self._preloading.set_running_or_notify_cancel():
             if event.complaints:
-                self._preloading.set_exception(UsageError(f"cannot import {'; '.join(event.complaints)}"))
+                self._preloading.set_exception(
+                    UsageError(f"cannot import {'; '.join(event.complaints)}. Correct the modules to preload")
+                )
             else:
                 self._preloading.set_result(None)
 
     def _zygote_ended(self) -> None:
-        """Fail all futures that wait for the zygote, which has ended; report its workers, which Linux has killed."""
+        """Fail all futures that wait for the zygote, which has ended; report its workers, which Linux has killed.
+
+        Called once, by the thread that reads. `on_end` is called for each worker with SIGKILL as the code.
+        """
         said = ""
         with self._lock:
             self._closing = True
@@ -255,7 +269,10 @@ class Processes:
             starting, self._starting = self._starting, {}
         with contextlib.suppress(OSError):
             said = (self.folder / "zygote.log").read_text(errors="replace").strip()
-        error = WorkerLost(f"the process that starts workers has ended{': ' + said[-2000:] if said else ''}")
+        error = WorkerLost(
+            "the process that starts workers has ended, so no worker can live; shut this cluster down and start another"
+            f"{': ' + said[-2000:] if said else ''}"
+        )
         if not self._ready.done():
             self._ready.set_exception(error)
         if not self._preloading.done() and self._preloading.set_running_or_notify_cancel():

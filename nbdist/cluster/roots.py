@@ -27,7 +27,10 @@ _SHELL = Pin("other", "the shell")
 
 
 def shell() -> Any:
-    """Return the IPython shell of this process; None if IPython is not loaded or runs no shell."""
+    """Return the IPython shell of this process; None if IPython is not loaded or runs no shell.
+
+    A script and a zygote have none.
+    """
     interactive = sys.modules.get("IPython")
     return interactive.get_ipython() if interactive is not None else None
 
@@ -52,7 +55,10 @@ def references(agent: Agent) -> list[RRef[Any]]:
 
 
 def roots_of(agent: Agent) -> Roots:
-    """Return the places where this process keeps what its user knows."""
+    """Return the places where this process keeps what its user knows.
+
+    Without a shell, only the variables of `__main__` and the errors of `sys` count.
+    """
     of = shell()
     finished = results(of)
     errors = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]

@@ -45,7 +45,10 @@ class Router:
         self._fences: dict[str, _Fence] = {}
 
     def expect(self, id: str, cell: Cell) -> None:
-        """Register a cell for the messages that belong to the request ``id``."""
+        """Register a cell for the messages that belong to the request ``id``.
+
+        Called before the request is sent. The oldest cell that has ended is forgotten when there are too many.
+        """
         self._cells[id] = cell
         if len(self._cells) > _CELLS_KEPT:
             done = next((old for old, known in self._cells.items() if known.done), None)
@@ -53,7 +56,10 @@ class Router:
                 del self._cells[done]
 
     def on_message(self, worker: Worker, channel: str, message: Message) -> None:
-        """Handle a message of a kernel that is not a reply to `Kernel.ask`."""
+        """Handle a message of a kernel that is not a reply to `Kernel.ask`.
+
+        A reply or a request for input whose cell is not known is dropped.
+        """
         if channel == "iopub":
             self._on_output(worker, message)
             return

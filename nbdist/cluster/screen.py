@@ -30,7 +30,10 @@ class Screen:
         """True once older items had to be forgotten."""
 
     def add(self, item: OutputItem) -> None:
-        """Remember an item that has been shown."""
+        """Remember an item that has been shown.
+
+        The oldest items are forgotten once there are more than `_CHARACTERS_KEPT` characters.
+        """
         self._items.append(item)
         self._size += _size(item)
         if item.message is not None and (id := display_id(item.message)) is not None:
@@ -40,7 +43,10 @@ class Screen:
             self._forget(self._items.popleft())
 
     def wipe(self, workers: Sequence[str]) -> bool:
-        """Forget what these workers have printed; return whether the page may show any of it."""
+        """Forget what these workers have printed; return whether the page may show any of it.
+
+        An item that other workers have printed, too, stays with their names.
+        """
         gone = set(workers)
         kept: deque[OutputItem] = deque()
         found = self._forgotten
@@ -56,7 +62,10 @@ class Screen:
         return found
 
     def update(self, message: Published) -> None:
-        """Replace the content of a display."""
+        """Replace the content of a display.
+
+        Every item with the message's id changes; without one, nothing does.
+        """
         for item in self._displays.get(display_id(message) or "", ()):
             assert item.message is not None
             self._size -= _size(item)
@@ -64,7 +73,10 @@ class Screen:
             self._size += _size(item)
 
     def render(self) -> list[Published]:
-        """Return the messages that show all remembered items again."""
+        """Return the messages that show all remembered items again.
+
+        Called after the page was cleared, because a page can only clear everything.
+        """
         return [message for item in self._items for message in item.render()]
 
     def _forget(self, item: OutputItem) -> None:

@@ -123,7 +123,10 @@ class KernelSink:
         )
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Add the request to the reply of the cell that runs now."""
+        """Add the request to the reply of the cell that runs now.
+
+        The front end acts on it when that cell ends.
+        """
         self._kernel.shell.payload_manager.write_payload(dict(payload))
 
 
@@ -171,7 +174,10 @@ class CapturedSink:
             self.page.publish(kind, content, metadata, buffers)
 
     def _take(self, kind: str, content: Mapping[str, Any]) -> bool:
-        """Give a message to the object that captures it; return whether there is one."""
+        """Give a message to the object that captures it; return whether there is one.
+
+        Text goes to the file object that took the place of `sys.stdout` or `sys.stderr`; its errors are raised.
+        """
         if kind == "stream" and content["name"] in self._files:
             self._files[content["name"]].write(content["text"])
         elif kind not in _DISPLAYS or self._publisher is None:
@@ -184,7 +190,10 @@ class CapturedSink:
         return True
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Add the request to the reply of the cell that runs now."""
+        """Add the request to the reply of the cell that runs now.
+
+        The front end acts on it when that cell ends.
+        """
         self.page.hand_on(payload)
 
 
@@ -212,7 +221,10 @@ class PlainSink:
         metadata: Mapping[str, Any] | None = None,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        """Print the parts of a message that are text."""
+        """Print the parts of a message that are text.
+
+        Other messages are dropped, and so is all text once the streams have closed.
+        """
         with contextlib.suppress(ValueError, OSError):  # the streams close at the end of the process
             if kind == "stream":
                 file = sys.stderr if content["name"] == "stderr" else sys.stdout
@@ -230,7 +242,10 @@ class PlainSink:
 
 
 def current_sink() -> Sink:
-    """Return the place for the output of the code that runs now."""
+    """Return the place for the output of the code that runs now.
+
+    In a notebook this is the present cell; in a captured one (`%%capture`) what captures its output.
+    """
     shell: Any = get_ipython()
     sink = sink_of((shell.get_parent() if hasattr(shell, "get_parent") else None) or {})
     return _captured(sink, shell) if isinstance(sink, KernelSink) else sink
@@ -258,7 +273,10 @@ def _captured(page: KernelSink, shell: Any) -> Sink:
 
 
 def sink_of(request: Mapping[str, Any]) -> KernelSink | PlainSink:
-    """Return the place for output that a front end's message causes."""
+    """Return the place for output that a front end's message causes.
+
+    Standard output in a process without a kernel.
+    """
     kernel = getattr(get_ipython(), "kernel", None)
     if kernel is None or not hasattr(kernel, "iopub_socket"):
         return PlainSink()

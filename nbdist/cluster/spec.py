@@ -55,10 +55,13 @@ class Spec:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise UsageError(f"{name!r} is not the name of a module, so it cannot be preloaded")
         if self.gpu_ids is not None and (len(set(self.gpu_ids)) < len(self.gpu_ids) or not self.gpu_ids):
-            raise UsageError("name each GPU once, and at least one GPU")
+            raise UsageError("gpu_ids: name each GPU once, and at least one GPU")
 
     def same_as(self, other: Spec) -> bool:
-        """Return whether two descriptions mean equal clusters. Their timeouts may differ."""
+        """Return whether two descriptions mean equal clusters. Their timeouts may differ.
+
+        `%dist_init` uses this to keep a cluster that is already running.
+        """
         return self.__dict__ | {"timeout": 0} == other.__dict__ | {"timeout": 0}
 
     def devices(self) -> list[tuple[str, int | None]]:

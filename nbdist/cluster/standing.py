@@ -214,7 +214,10 @@ class Lookout:
         self._line = InPlace(cell.sink.page)
 
     def start(self) -> None:
-        """Begin to look; stop, and remove the line, when the cell ends."""
+        """Begin to look; stop, and remove the line, when the cell ends.
+
+        Call it once, when the cell has been sent.
+        """
         self._cell.when_done(lambda: self._line.show(""))
         self._later(self._look, min(_LOOK_EVERY, self._after))
 

@@ -94,7 +94,10 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
 
 
 def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
-    """Return the lines of code that these workers run, by a signal, as they have not answered a call in time."""
+    """Return the lines of code that these workers run, by a signal, as they have not answered a call in time.
+
+    A worker that writes nothing has an empty text.
+    """
     asked = {}
     for worker in workers:
         with contextlib.suppress(OSError):
@@ -129,7 +132,10 @@ def _told(name: str, number: int, line: str) -> str:
 
 
 def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
-    """Join a worker's report with what the notebook knows of the worker."""
+    """Join a worker's report with what the notebook knows of the worker.
+
+    A worker that has died keeps its name and rank, and gets no pid.
+    """
     cell = worker.cells[0] if worker.cells else None
     runs = report.doing
     if cell is not None:
@@ -170,7 +176,10 @@ class StatusReport(NamedTuple):
 
 
 def _report() -> StatusReport:
-    """Make this worker's report. Called on the worker, in a thread of its agent."""
+    """Make this worker's report. Called on the worker, in a thread of its agent.
+
+    A worker without an agent, which is still starting, reports no calls.
+    """
     from nbdist.rpc.agent import active_agent
 
     agent = active_agent()

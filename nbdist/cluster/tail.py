@@ -21,7 +21,10 @@ class Tail:
         self._open_at = 0.0
 
     def feed(self, text: str, now: float = 0.0) -> None:
-        """Take a piece of text that was written at the time ``now``."""
+        """Take a piece of text that was written at the time ``now``.
+
+        An unfinished line is kept for the next call, and counts as a line until then.
+        """
         *ended, rest = (self._open + text).split("\n")
         shown = (self._shown(line) for line in ended[-(self._lines.maxlen or 1) :])
         self._lines.extend((now, line) for line in shown if line.strip())

@@ -56,7 +56,11 @@ def parse_targets(text: str, names: Sequence[str]) -> list[int]:
 
 
 def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
-    """Return the ranks that ``part``, a piece of ``text`` between commas, names."""
+    """Return the ranks that ``part``, a piece of ``text`` between commas, names.
+
+    ``text`` is the whole target, for the error. Raises UnknownWorker for a worker that does not exist, UsageError for
+    what cannot be read.
+    """
     if part in _ALL and part:
         return range(len(names))
     if _NUMBER.fullmatch(part):
@@ -79,7 +83,10 @@ def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
 
 
 def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[int]:
-    """Return the ranks of a slice. A slice that names no worker is an error."""
+    """Return the ranks of a slice. A slice that names no worker is an error.
+
+    Raises UnknownWorker for a bound beyond the last worker, UsageError for a step of 0 or an empty slice.
+    """
     start, stop, step = (int(group) if group is not None else None for group in match.groups())
     if step == 0:
         raise UsageError(f"the step of the slice {part!r} must not be 0")
@@ -93,7 +100,10 @@ def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[in
 
 
 def _rank(number: int, names: Sequence[str]) -> int:
-    """Return a rank counted from 0; a negative number counts from the end."""
+    """Return a rank counted from 0; a negative number counts from the end.
+
+    Raises UnknownWorker if there is none.
+    """
     if not -len(names) <= number < len(names):
         raise UnknownWorker(f"there is no worker with rank {number}; {_which(names)}")
     return number % len(names)

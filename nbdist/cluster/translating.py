@@ -29,7 +29,10 @@ _TORCHS = os.path.dirname(torch.__file__) + os.sep
 
 
 def raise_translated(error: RuntimeError | ValueError) -> None:
-    """Raise the error that says why a collective failed, if nbdist knows; else return."""
+    """Raise the error that says why a collective failed, if nbdist knows; else return.
+
+    After that the caller raises the error as it is.
+    """
     said = translate(error)
     if said is not None:
         raise said from (None if isinstance(said, GroupError) else error)

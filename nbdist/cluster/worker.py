@@ -92,14 +92,20 @@ def main(told: str) -> None:
 
 
 def _leave() -> None:
-    """Exit at once: the kernel's own end may take seconds, and an ordinary exit copies pages shared with the zygote."""
+    """Exit at once: the kernel's own end may take seconds, and an ordinary exit copies pages shared with the zygote.
+
+    Registered with `atexit`, so that it runs after the user's own exit handlers. It never returns.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _set_environment(told: WorkerSetup) -> None:
-    """Set the variables that torch's ``env://`` reads, and keep connections of process groups on this host."""
+    """Set the variables that torch's ``env://`` reads, and keep connections of process groups on this host.
+
+    Called before the kernel starts, so that cells and everything that they start have these variables.
+    """
     os.environ.update(
         RANK=str(told.rank),
         LOCAL_RANK=str(told.rank),
@@ -189,8 +195,9 @@ def _seed(told: WorkerSetup) -> None:
 def join() -> None:
     """Start the RPC agent and join the RPC world. Returns when this worker is a member.
 
-    From then on calls have the cell that they belong to, collectives end when a member dies, and tracebacks of calls
-    name cells by their numbers.
+    The notebook calls this once in each life of a worker; its errors become the notebook's StartError, and a second
+    call is a UsageError. From then on calls have the cell that they belong to, collectives end when a member dies, and
+    tracebacks of calls name cells by their numbers.
     """
     from nbdist.cluster import labels, process_memory, worker_output
     from nbdist.rpc import failures

@@ -67,7 +67,10 @@ _numbered = ""
 
 
 def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
-    """Give cells the names ``given``, number them as the notebook does, and keep the values that it will ask for."""
+    """Give cells the names ``given``, number them as the notebook does, and keep the values that it will ask for.
+
+    Called once in a process.
+    """
     global _shell, _names_given
     _shell = shell
     _names_given = frozenset(given)
@@ -108,12 +111,18 @@ def _keep_parent(shell: Any) -> None:
 
 
 def follow(agent: Agent) -> None:
-    """Make the agent send an origin with each call, and run each call that it serves as part of the call's origin."""
+    """Make the agent send an origin with each call, and run each call that it serves as part of the call's origin.
+
+    Called once, by `nbdist.cluster.worker.join`.
+    """
     agent.know_cells(_origin, _as_part_of)
 
 
 def fence(token: str) -> None:
-    """Send a mark behind all output so far; the notebook, which knows the ``token``, waits for it. Runs by RPC."""
+    """Send a mark behind all output so far; the notebook, which knows the ``token``, waits for it. Runs by RPC.
+
+    The notebook then knows that it has all output of the calls that ran before.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     _publish(FENCE, {"token": token})
@@ -152,7 +161,10 @@ _CalledOff.__name__ = "KeyboardInterrupt"
 
 
 def _number(lines: list[str]) -> list[str]:
-    """Give the shell the cell's number, before it compiles the lines. Raises if the cell was called off."""
+    """Give the shell the cell's number, before it compiles the lines. Raises if the cell was called off.
+
+    IPython calls this for all code that it transforms, also for a magic's; a cell keeps its number.
+    """
     global _numbered
     id, told = _told()
     if id in _called_off:  # the id stays: after an error the kernel transforms the cell again
@@ -176,13 +188,16 @@ def _tell_names() -> None:
 
 
 def _publish(kind: str, content: dict[str, Any]) -> None:
-    """Send a message of nbdist's own to the notebook, on the channel of output, whose order it keeps."""
+    """Send a message of nbdist's own to the notebook, on the channel of output. Text not yet flushed comes later."""
     kernel = _shell.kernel
     kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
 
 
 def _after(result: Any) -> None:
-    """Send the names after each cell, and keep its value if the notebook has asked for that. In the main thread."""
+    """Send the names after each cell, and keep its value if the notebook has asked for that. In the main thread.
+
+    IPython calls it, after a failed cell, too: the kept value is then an error.
+    """
     id, told = _told()
     _tell_names()
     if told.get("keep"):
@@ -208,7 +223,10 @@ def take_last_value(id: str) -> Future[Any]:
 
 
 def _value_of(id: str) -> Future[Any]:
-    """Return the future for the value of the cell with this request id; make one if there is none yet."""
+    """Return the future for the value of the cell with this request id; make one if there is none yet.
+
+    The cell and the notebook's request for the value may come in either order.
+    """
     with _keeping:
         if id not in _values:
             _values[id] = Future()

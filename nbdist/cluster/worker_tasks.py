@@ -17,6 +17,9 @@ def now() -> datetime.datetime:
 def run(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, datetime.datetime, datetime.datetime]:
-    """Call a function; return its value, and when the call started and completed by the worker's clock."""
+    """Call a function; return its value, and when the call started and completed by the worker's clock.
+
+    An error of the function is raised, and becomes the task's error.
+    """
     started = now()
     return function(*args, **kwargs), started, now()

@@ -94,7 +94,10 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether the worker has a kernel and is not lost. It may still be starting."""
+        """Return whether the worker has a kernel and is not lost. It may still be starting.
+
+        Use `lost` to learn why it is not.
+        """
         return self.kernel is not None and self.lost is None
 
     @property
@@ -159,7 +162,10 @@ class Worker:
         return self._outcome(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
 
     async def _outcome(self, asked: asyncio.Future[Message]) -> None:
-        """Wait for the reply to `call`; raise StartError with the worker's traceback if it is an error."""
+        """Wait for the reply to `call`; raise StartError with the worker's traceback if it is an error.
+
+        WorkerLost if the worker dies before it replies.
+        """
         content = (await asked)["content"]
         if content["status"] != "ok":
             text = f"{self.name}: {content.get('ename', 'aborted')}: {content.get('evalue', '')}"
@@ -233,7 +239,10 @@ _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 
 
 async def first_error(work: list[asyncio.Task[None]]) -> None:
-    """Wait for all tasks; as soon as one fails, cancel the others and raise its error."""
+    """Wait for all tasks; as soon as one fails, cancel the others and raise its error.
+
+    Returns when all have succeeded.
+    """
     try:
         await asyncio.gather(*work)
     except BaseException:

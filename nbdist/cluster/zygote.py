@@ -189,7 +189,10 @@ def main() -> None:
 
 
 def spawned() -> None:
-    """Run a worker that was spawned; its request comes on standard input, which then becomes empty."""
+    """Run a worker that was spawned; its request comes on standard input, which then becomes empty.
+
+    It takes the place of forking where that is forbidden or unsafe.
+    """
     parent, start = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[int, Start])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _die_with(parent)
@@ -197,7 +200,10 @@ def spawned() -> None:
 
 
 def _become(start: Start) -> None:
-    """Call the entry of a worker, in its directory and with its path."""
+    """Call the entry of a worker, in its directory and with its path.
+
+    Returns when the entry returns.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the zygote ignores SIGINT, and its children inherit that
     os.chdir(start.directory)
     sys.path[:] = start.path
@@ -276,7 +282,10 @@ class _Zygote:
         return complaints
 
     def _watch_owner(self, done: threading.Event) -> None:
-        """End everything if the owner ends before ``done`` is set, looking every 50 ms. In a thread of its own."""
+        """End everything if the owner ends before ``done`` is set, looking every 50 ms. In a thread of its own.
+
+        It ends the zygote while an import keeps its main thread busy.
+        """
         poller = select.poll()
         poller.register(self._line.socket, select.POLLRDHUP)
         if self._owner >= 0:
@@ -419,7 +428,10 @@ class _Zygote:
     # -- ending -------------------------------------------------------------------------------
 
     def _signal(self, request: Signal) -> None:
-        """Send a signal to a worker; do nothing if it has been reaped."""
+        """Send a signal to a worker; do nothing if it has been reaped.
+
+        A name that no worker has is ignored, too.
+        """
         for pid, name in self._workers.items():
             if name == request.name:
                 os.kill(pid, request.number)
@@ -522,7 +534,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a worker and the processes in its process group, whose number is the worker's pid."""
+    """Kill a worker and the processes in its process group, whose number is the worker's pid.
+
+    A group that has ended is no error.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -561,7 +576,10 @@ def _children() -> list[int]:
 
 
 def _reseed() -> None:
-    """Seed the random generators again: else all forked workers would draw the same numbers."""
+    """Seed the random generators again: else all forked workers would draw the same numbers.
+
+    Called in each forked worker, before the user's code.
+    """
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

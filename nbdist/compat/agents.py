@@ -30,14 +30,20 @@ class RpcAgent:
 
     @classmethod
     def around(cls, agent: Agent) -> RpcAgent:
-        """Return a wrapper of an agent that runs already."""
+        """Return a wrapper of an agent that runs already.
+
+        `agent_of_torch` then returns it for that agent.
+        """
         self = cls.__new__(cls)
         self._agent = agent
         _wrappers[agent] = self
         return self
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """Return the name and id of a worker, found by its name or id; of this worker without an argument."""
+        """Return the name and id of a worker, found by its name or id; of this worker without an argument.
+
+        Raises UnknownWorker if there is no such member.
+        """
         record = self._agent.me if name is None else self._agent.find(name)
         return WorkerInfo(record.name, record.id)
 
@@ -95,7 +101,10 @@ class TensorPipeAgent(RpcAgent):
 
     @staticmethod
     def _wrapper(options: RpcBackendOptions) -> Any:
-        """Return a function that wraps the agent's channel, or None."""
+        """Return a function that wraps the agent's channel, or None.
+
+        Only the subclass that injects faults has one.
+        """
         return None
 
 
@@ -104,7 +113,10 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
     @staticmethod
     def _wrapper(options: RpcBackendOptions) -> Any:
-        """Return a function that puts faults around a channel. Raises TypeError for options without faults."""
+        """Return a function that puts faults around a channel. Raises TypeError for options without faults.
+
+        ``options`` say which messages fail or come late.
+        """
         if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
             wanted = FaultyTensorPipeRpcBackendOptions.__name__
             raise TypeError(f"`rpc_backend_options` must be a `{wanted}`, not {options!r}")

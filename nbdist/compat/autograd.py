@@ -51,7 +51,10 @@ class DistAutogradContext:
 
 
 def _init(worker_id: int) -> None:
-    """Do nothing: `init_rpc` has prepared autograd."""
+    """Do nothing: `init_rpc` has prepared autograd.
+
+    Programs that use torch's private functions call it.
+    """
 
 
 def _get_debug_info() -> dict[str, str]:
@@ -64,17 +67,26 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raise an error if this worker has no context with this id."""
+    """Raise an error if this worker has no context with this id.
+
+    The error is a UsageError; a valid context returns None.
+    """
     recorder().contexts.get(context_id)
 
 
 def _new_context() -> DistAutogradContext:
-    """Make a context and enter it in the calling thread, which must be in none. `_release_context` ends it."""
+    """Make a context and enter it in the calling thread, which must be in none. `_release_context` ends it.
+
+    A thread that is in a context gets UsageError.
+    """
     return DistAutogradContext(recorder().open())
 
 
 def _current_context() -> DistAutogradContext:
-    """Return the context of the calling thread. Raises RuntimeError if it is in none."""
+    """Return the context of the calling thread. Raises RuntimeError if it is in none.
+
+    Torch's text, since programs compare it.
+    """
     found = recorder().contexts.current
     if found is None:
         raise RuntimeError("Current thread doesn't have a valid autograd context")
@@ -82,12 +94,18 @@ def _current_context() -> DistAutogradContext:
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """Return the context with this id. Raises an error if this worker has none."""
+    """Return the context with this id. Raises an error if this worker has none.
+
+    The error is a UsageError.
+    """
     return DistAutogradContext(recorder().contexts.get(context_id))
 
 
 def _release_context(context_id: int) -> None:
-    """End a context, here and on all workers."""
+    """End a context, here and on all workers.
+
+    Call it on the worker that made the context. UsageError if it has ended before.
+    """
     here = recorder()
     here.close(here.contexts.get(context_id))
 

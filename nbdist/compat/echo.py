@@ -15,7 +15,10 @@ __all__ = ["start"]
 
 
 def start() -> None:
-    """Print the error of each function that fails for another worker, from now on."""
+    """Print the error of each function that fails for another worker, from now on.
+
+    Called once, by `nbdist.compat.install`.
+    """
     trace.subscribe(_print)
 
 

@@ -51,7 +51,10 @@ _rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)
 
 
 def _round(sequence_id: str) -> _Round:
-    """Return the current agent's round with this id; make it at the first call."""
+    """Return the current agent's round with this id; make it at the first call.
+
+    The leader's call may arrive before this worker's own, so either makes it.
+    """
     with _lock:
         return _rounds[api.current_agent().me.incarnation, sequence_id]
 
@@ -108,7 +111,10 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
 
 
 def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any]:
-    """Wait for all parts of a round. Raises an error if one of ``others`` is lost, RpcTimeout at the deadline."""
+    """Wait for all parts of a round. Raises an error if one of ``others`` is lost, RpcTimeout at the deadline.
+
+    ``deadline`` is a time of `time.monotonic`.
+    """
     agent, whole = api.current_agent(), _round(sequence_id).whole
     while True:
         left = deadline - time.monotonic()

@@ -38,7 +38,10 @@ _lock = threading.Lock()
 
 
 def extend() -> None:
-    """Add torch's private methods to the class RRef, and make its public ones raise torch's errors."""
+    """Add torch's private methods to the class RRef, and make its public ones raise torch's errors.
+
+    Called once, by `nbdist.compat.install`.
+    """
     methods: dict[str, Any] = {
         "_get_type": _get_type,
         "_get_future": _get_future,
@@ -99,7 +102,10 @@ def _type_of(rref: RRef[Any]) -> type:
 
 
 def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """Return the type of the value; without ``blocking``, a Future for it. The owner is asked only once."""
+    """Return the type of the value; without ``blocking``, a Future for it. The owner is asked only once.
+
+    A request that failed is made again by the next call.
+    """
     with _lock:
         future: Future[type] | None = getattr(self, "_compat_type", None)
         if future is None or (future.done() and future.exception() is not None):
@@ -144,7 +150,10 @@ class Serialized:
         return Serialized, (None, self._fork if self._rref is None else _fork_for_anybody(self._rref))
 
     def accept(self) -> RRef[Any]:
-        """Return the reference, for the current agent. A second call raises RRefError."""
+        """Return the reference, for the current agent. A second call raises RRefError.
+
+        The caller, who may be on another worker, is then a user of the value.
+        """
         rref, self._rref = self._rref, None
         fork, self._fork = self._fork, b""
         if rref is not None:
@@ -176,7 +185,10 @@ def _serialize(self: RRef[Any]) -> tuple[Serialized]:
 
 
 def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
-    """Return the reference that `_serialize` was called on, for the current agent."""
+    """Return the reference that `_serialize` was called on, for the current agent.
+
+    RRefError if the argument was used before.
+    """
     (serialized,) = data
     return serialized.accept() if isinstance(serialized, Serialized) else serialized
 
@@ -201,7 +213,10 @@ def _accept_fork(data: bytes) -> RRef[Any]:
 
 
 def release_users(agent: Agent, timeout: float) -> None:
-    """Release all references to values of other workers; wait until the owners know, ``timeout`` seconds at most."""
+    """Release all references to values of other workers; wait until the owners know, ``timeout`` seconds at most.
+
+    References that the program still holds cannot be used afterwards. Returns also if owners do not answer in time.
+    """
     deadline = time.monotonic() + durations.positive(timeout)
     agent.references.release_all()
     while agent.references.forks.users and time.monotonic() < deadline:

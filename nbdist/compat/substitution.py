@@ -46,7 +46,10 @@ installed = False
 
 
 def install() -> None:
-    """Replace torch's modules: see `nbdist.compat.install`. Any thread may call this."""
+    """Replace torch's modules by nbdist's, as `nbdist.compat.install` describes. Any thread may call this.
+
+    A second call does nothing. Raises UsageError if torch's own RPC runs in this process.
+    """
     global installed
     with _lock:
         if installed:
@@ -76,7 +79,10 @@ def _torch_rpc_runs() -> bool:
 
 
 def _take_over_settings() -> None:
-    """Copy settings from torch's modules to nbdist's: reducers, which torch itself registers too, and a flag."""
+    """Copy settings from torch's modules to nbdist's: reducers, which torch itself registers too, and a flag.
+
+    Does nothing for modules that have not been imported.
+    """
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is not None:
         for cls, reducer in internal._internal_rpc_pickler._class_reducer_dict.items():
@@ -86,7 +92,10 @@ def _take_over_settings() -> None:
 
 
 def _replace(name: str, module: types.ModuleType) -> None:
-    """Register ``module`` and its submodules under ``name``, and remove all modules that were registered there."""
+    """Register ``module`` and its submodules under ``name``, and remove all modules that were registered there.
+
+    A later import then finds ``module``.
+    """
     new = {name: module}
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
         new[name + info.name.removeprefix(module.__name__)] = importlib.import_module(info.name)
@@ -99,7 +108,10 @@ def _replace(name: str, module: types.ModuleType) -> None:
 
 
 def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]) -> dict[int, tuple[Any, Any]]:
-    """Return pairs of an old object (a module, function, class or pickler) and the new one, by the old one's id."""
+    """Return pairs of an old object (a module, function, class or pickler) and the new one, by the old one's id.
+
+    Attributes that nbdist does not have keep torch's objects.
+    """
     found: dict[int, tuple[Any, Any]] = {}
     for name, module in old.items():
         if name not in new:
@@ -119,7 +131,10 @@ def _is_torch_rpcs(value: Any) -> bool:
 
 
 def _rebind(successors: dict[int, tuple[Any, Any]]) -> None:
-    """Replace the old objects in the globals of all modules."""
+    """Replace the old objects in the globals of all modules.
+
+    Modules that did ``from torch.distributed.rpc import rpc_sync`` before thus call nbdist, too.
+    """
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         if not isinstance(namespace, dict):

@@ -62,22 +62,35 @@ _ON_BOTH_SIDES = """Default RPC pickler does not serialize
 
 
 def refuse_call(error: NbdistError, to: Any = "") -> NoReturn:
-    """Raise torch's error for a call to the worker ``to`` that nbdist refuses with ``error``."""
+    """Raise the error that torch raises for a call to the worker ``to``, which nbdist has refused with ``error``.
+
+    ``error`` is the cause; where torch has no error for it, ``error`` itself is raised.
+    """
     _raise(_of_call(error, to), error)
 
 
 def refuse_worker_info(error: UsageError, name: Any) -> NoReturn:
-    """Raise torch's error for ``get_worker_info(name)``, which nbdist refuses with ``error``."""
+    """Raise the error that torch raises for ``get_worker_info(name)``, which nbdist has refused with ``error``.
+
+    A name that is no text, id or `WorkerInfo` gives torch's TypeError, an unknown worker `UnknownWorker` with torch's
+    text. ``error`` is the cause; where torch has no error for it, ``error`` itself is raised.
+    """
     _raise(_of_worker_info(error, name), error)
 
 
 def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
-    """Raise torch's error for a use of ``rref``, such as "to_here()", that nbdist refuses with ``error``."""
+    """Raise the error that torch raises for a use of ``rref``, such as "to_here()", which nbdist has refused.
+
+    ``error``, with which nbdist refused it, is the cause; where torch has no error for it, ``error`` itself is raised.
+    """
     _raise(_of_rref(error, what, rref), error)
 
 
 def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
-    """Return torch's error for the use ``what`` of a reference; ``error`` itself if torch has none."""
+    """Return torch's error for the use ``what`` of a reference; ``error`` itself if torch has none.
+
+    ``what`` is the use, such as "to_here()" or "fork"; empty for a call of a method of the value.
+    """
     deleted = rref._fork is not None and rref._home.references.forks.standing(rref._fork) is None
     if deleted and what in _AFTER_DELETION:
         names = f"UserRRef(rref_id={rref._id}, fork_id={rref._fork})"
@@ -88,7 +101,10 @@ def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
 
 
 def _raise(said: Exception, error: Exception) -> NoReturn:
-    """Raise ``said`` from ``error``; they may be the same object."""
+    """Raise ``said`` from ``error``; they may be the same object.
+
+    The frame keeps neither afterwards, so no reference cycle is left.
+    """
     try:
         if said is error:
             raise error
@@ -120,7 +136,10 @@ def _of_pickler(error: EncodeError) -> Exception:
 
 
 def _of_worker_info(error: UsageError, name: Any) -> Exception:
-    """Return torch's error for ``get_worker_info(name)``."""
+    """Return torch's error for ``get_worker_info(name)``.
+
+    It is torch's TypeError if ``name`` is no name or id, else that of a call to it.
+    """
     said = _of_call(error, name)
     if isinstance(said, ValueError):
         return TypeError(f"get_worker_info(): incompatible function arguments. Invoked with: {name!r}")
@@ -133,7 +152,10 @@ def refuse_file(file: io.TextIOWrapper) -> NoReturn:
 
 
 def of_lacking(error: BaseException, worker: str) -> BaseException:
-    """Return torch's error for a call of a function or class that ``worker`` lacks; any other error as it is."""
+    """Return torch's error for a call of a function or class that ``worker`` lacks; any other error as it is.
+
+    nbdist's error becomes the cause. `nbdist.rpc.failures` calls this for each error that a call brings back.
+    """
     if not isinstance(error, DecodeError) or not error.lacks:
         return error
     kind, _, text = error.lacks.partition(": ")
@@ -170,7 +192,10 @@ def _id_of(worker: str) -> int | str:
 
 
 def of_leaks(forks: Sequence[tuple[GlobalId, GlobalId]]) -> RuntimeError:
-    """Return torch's error for an RPC that has ended while other workers still refer to values of this one."""
+    """Return torch's error for an RPC that has ended while other workers still refer to values of this one.
+
+    ``forks`` has pairs of a reference's id and a fork's. The error is returned, and its cause says what to do.
+    """
     said = RuntimeError("".join(f"Leaking RRef {rref} with fork Id {fork}\n" for rref, fork in forks))
     said.__cause__ = RRefError(
         f"{len(forks)} references to values of this worker were not deleted before shutdown; delete the RRefs first"

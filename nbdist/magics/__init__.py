@@ -39,7 +39,10 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the cluster, and undo what `load` did to the shell, except that the magics stay registered."""
+    """End the cluster, and undo what `load` did to the shell, except that the magics stay registered.
+
+    A shell that has no session gets one first, which is then closed.
+    """
     from nbdist import trace
     from nbdist.magics.session import NotebookSession
     from nbdist.views import displays

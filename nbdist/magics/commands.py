@@ -244,7 +244,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return table
 
     def _memory_of(self, targets: str) -> set[str]:
-        """Return the names of the workers in a target. The notebook's own name may be among them."""
+        """Return the names of the workers in a target. The notebook's own name may be among them.
+
+        Raises UnknownWorker or UsageError for a target that is wrong, UsageError without a cluster.
+        """
         cluster = self._session.cluster()
         parts = [part.strip() for part in targets.split(",")]
         others = ",".join(part for part in parts if part != cluster.driver)
@@ -338,7 +341,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def _names(line: str, usage: str) -> tuple[list[str], str | None]:
-        """Return the names and the target in the line of `%dist_push` or `%dist_pull`."""
+        """Return the names and the target in the line of `%dist_push` or `%dist_pull`.
+
+        Raises UsageError for a line without names.
+        """
         options = reader(usage)
         options.add_argument("names", nargs="+")
         options.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
@@ -485,7 +491,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return self._run(options, cell)
 
     def _run(self, options: CellLine, code: str) -> Cell | None:
-        """Run code on workers as the line of `%%remote` asks; return the handle with ``-a``, else None."""
+        """Run code on workers as the line of `%%remote` asks; return the handle with ``-a``, else None.
+
+        Raises UsageError without a cluster, UnknownWorker for a wrong target, and CellError if the cell fails while
+        this waits.
+        """
         cluster = self._session.cluster()
         cluster.select(options.targets)
         page = self._session.page()

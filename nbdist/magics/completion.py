@@ -65,7 +65,10 @@ class RemoteCompleter:
         self._match = match
 
     def install(self) -> None:
-        """Add this completer to those of the shell, until `remove`."""
+        """Add this completer to those of the shell, until `remove`.
+
+        Called once. IPython then asks this completer for each completion.
+        """
         self._completer.custom_matchers.append(self._match)
 
     def remove(self) -> None:
@@ -73,7 +76,10 @@ class RemoteCompleter:
         self._completer.custom_matchers.remove(self._match)
 
     def match(self, text: str, cursor: int) -> SimpleMatcherResult:
-        """Return the completions at a place in a cell's text, in characters; none where IPython knows better."""
+        """Return the completions at a place in a cell's text, in characters; none where IPython knows better.
+
+        No worker is asked unless the cursor is in code for workers.
+        """
         before = text[:cursor]
         if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
             names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
@@ -117,7 +123,10 @@ class RemoteCompleter:
 
     @staticmethod
     def _body(place: RemoteCode) -> SimpleMatcherResult:
-        """Return the completions of code for workers, from the first target worker."""
+        """Return the completions of code for workers, from the first target worker.
+
+        An idle worker is asked; a busy or silent one is completed from the names that it had after its last cell.
+        """
         worker = place.first_target()
         if worker is None or Cluster.current is None:
             return SimpleMatcherResult(completions=[])

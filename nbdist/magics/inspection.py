@@ -20,7 +20,10 @@ class RemoteInspector:
         self._plain = kernel.do_inspect
 
     def install(self) -> None:
-        """Replace the kernel's method ``do_inspect``, until `remove`."""
+        """Replace the kernel's method ``do_inspect``, until `remove`.
+
+        Called once, when the session begins.
+        """
         self._kernel.do_inspect = self._inspect
 
     def remove(self) -> None:

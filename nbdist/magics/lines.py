@@ -38,7 +38,10 @@ class _Reader(argparse.ArgumentParser):
         super().__init__(prog=usage.split()[0], usage=usage, add_help=False, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with the message and the syntax; argparse itself would end the process."""
+        """Raise UsageError with the message and the syntax; argparse itself would end the process.
+
+        argparse calls this for a wrong line, also with the text of the errors of `_count` and the like.
+        """
         raise UsageError(f"{message}; write: {self.usage}")
 
     def read(self, line: str) -> argparse.Namespace:
@@ -58,14 +61,20 @@ _LONGEST_TIMEOUT = 1e8
 
 
 def _this_host(text: str) -> str:
-    """Return an address if it is this host's own loopback address, else fail."""
+    """Return an address if it is this host's own loopback address, else fail.
+
+    Raises argparse's error, which the user sees as UsageError.
+    """
     if text not in ("localhost", "127.0.0.1"):
         raise argparse.ArgumentTypeError(f"workers are started on this host only, not at {text!r}")
     return text
 
 
 def _seconds(text: str) -> float:
-    """Return a number of seconds above 0."""
+    """Return a number of seconds above 0.
+
+    Raises argparse's error, which the user sees as UsageError, for any other text or number.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -78,7 +87,10 @@ def _seconds(text: str) -> float:
 
 
 def _seconds_or_0(text: str) -> float:
-    """Return a number of seconds; 0 is allowed."""
+    """Return a number of seconds; 0 is allowed.
+
+    Raises argparse's error, which the user sees as UsageError, for a negative number or other text.
+    """
     return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
 
 
@@ -134,7 +146,10 @@ def _cell_reader(usage: str) -> _Reader:
 
 
 def parse_cell(line: str, usage: str) -> CellLine:
-    """Parse the first line of a cell for workers, behind the magic. ``usage`` is the syntax that an error shows."""
+    """Parse the first line of a cell for workers, behind the magic. ``usage`` is the syntax that an error shows.
+
+    Raises UsageError for a wrong line; the target is not looked up here.
+    """
     found = _cell_reader(usage).read(line)
     if found.out is not None and (not found.out.isidentifier() or keyword.iskeyword(found.out)):
         raise UsageError(f"-o needs the name of a variable, not {found.out.strip()!r}; write: {usage}")
@@ -171,7 +186,10 @@ class ValueLine:
 
 
 def parse_value(line: str) -> ValueLine:
-    """Parse the line of ``%remote``: ``[-t SECONDS] TARGET expression``. The expression is not checked."""
+    """Parse the line of ``%remote``: ``[-t SECONDS] TARGET expression``. The expression is not checked.
+
+    Raises UsageError for a wrong line; the target is not looked up here.
+    """
     match = _VALUE.fullmatch(line)
     if match is None:
         raise UsageError(f"{_VALUE_USAGE}; a cell that runs on workers begins with %%remote")
@@ -224,7 +242,10 @@ _INIT_USAGE = (
 
 
 def parse_init(line: str) -> Spec:
-    """Parse the line of ``%dist_init``, and check the values: see `Spec.check`."""
+    """Parse the line of ``%dist_init``, and check the values: see `Spec.check`.
+
+    Raises UsageError for a wrong line; nothing is started.
+    """
     reader = _Reader(_INIT_USAGE)
     reader.add_argument("bare", nargs="*")
     reader.add_argument("-n", "--num-processes", type=int)
@@ -271,7 +292,10 @@ class WatchLine(NamedTuple):
 
 
 def parse_watch(line: str) -> WatchLine:
-    """Parse the line of ``%%watch``."""
+    """Parse the line of ``%%watch``.
+
+    Raises UsageError for a wrong line.
+    """
     reader = _Reader("%%watch [--paused] [-a] [-o NAME] [--no-norms]")
     reader.add_argument("--paused", action="store_true")
     reader.add_argument("-a", "--noblock", action="store_true")
@@ -296,7 +320,10 @@ class LogLine(NamedTuple):
 
 
 def parse_log(line: str) -> LogLine:
-    """Parse the line of ``%dist_log``."""
+    """Parse the line of ``%dist_log``.
+
+    Raises UsageError for a wrong line; the target is not looked up here.
+    """
     reader = _Reader("%dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]")
     reader.add_argument("targets", nargs="*")
     reader.add_argument("--cell", type=_count)
@@ -307,7 +334,10 @@ def parse_log(line: str) -> LogLine:
 
 
 def parse_memory(line: str) -> tuple[str | None, bool]:
-    """Parse the line of ``%dist_memory``; return the target, and whether each value gets a row of its own (``-v``)."""
+    """Parse the line of ``%dist_memory``; return the target, and whether each value gets a row of its own (``-v``).
+
+    Raises UsageError for a wrong line; the target is not looked up here.
+    """
     reader = _Reader("%dist_memory [TARGET] [-v | --all]")
     reader.add_argument("targets", nargs="*")
     reader.add_argument("-v", "--all", action="store_true")
@@ -316,14 +346,17 @@ def parse_memory(line: str) -> tuple[str | None, bool]:
 
 
 def _count(text: str) -> int:
-    """Return a whole number from 1 on."""
+    """Return the whole number that the text of an option says; argparse's error if it is not a number from 1 on."""
     if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 on")
     return int(text)
 
 
 def _span(text: str) -> tuple[int | None, int | None]:
-    """Return the first and the last line of ``FIRST:LAST``, either of which may be missing: see `LogLine.lines`."""
+    """Return the first and the last line of ``FIRST:LAST``, either of which may be missing: see `LogLine.lines`.
+
+    Raises argparse's error, which the user sees as UsageError, for numbers below 1 or other text.
+    """
     first, colon, last = text.partition(":")
     if not colon:
         return None, _count(first)
@@ -331,7 +364,10 @@ def _span(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_diff(line: str) -> tuple[str, str | None]:
-    """Parse the line of ``%dist_diff``; return the expression, unchecked, and the target."""
+    """Parse the line of ``%dist_diff``; return the expression, unchecked, and the target.
+
+    Raises UsageError if there is no expression.
+    """
     found = re.fullmatch(r"(.*?)(?:\s(?:-r|--rank|--targets)[\s=]+(.+))?", line.strip())
     if found is None or not found[1].strip():
         raise UsageError("%dist_diff needs an expression to compare; write: %dist_diff EXPRESSION [-r TARGET]")
@@ -339,7 +375,10 @@ def parse_diff(line: str) -> tuple[str, str | None]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as ``0,1``; brackets and spaces are allowed."""
+    """Return the numbers of a list such as ``0,1``; brackets and spaces are allowed.
+
+    Raises UsageError for any other text.
+    """
     match = re.fullmatch(r"\s*(\[)?([-\d,\s]*)(?(1)\])\s*", text)
     try:
         return tuple(int(part) for part in re.split(r"\s*,\s*|\s+", match[2].strip() if match else ""))

@@ -82,7 +82,10 @@ class NotebookSession:
         return Page((parent or {}).get("content", {}).get("code", ""))
 
     def run_here(self, code: str) -> None:
-        """Run the code of a cell for workers in the notebook, too (``%%remote --local``)."""
+        """Run the code of a cell for workers in the notebook, too (``%%remote --local``).
+
+        IPython shows an error of the code; it is not raised here.
+        """
         page, self._counted = self._counted, self.page()
         try:
             self._shell.run_cell(code)
@@ -121,7 +124,10 @@ class NotebookSession:
         return lines
 
     def _before_result(self) -> None:
-        """Wait for what the cell's calls have printed on workers, so that it is shown above the cell's result."""
+        """Wait for what the cell's calls have printed on workers, so that it is shown above the cell's result.
+
+        Waits `_RESULT_WAITS_FOR_OUTPUT` seconds at most. Does nothing without a running cluster.
+        """
         cluster = Cluster.current
         if cluster is not None and cluster.running:
             cluster.settle(patience=_RESULT_WAITS_FOR_OUTPUT)
@@ -129,7 +135,10 @@ class NotebookSession:
 
     @staticmethod
     def _after_cell(_: Any) -> None:
-        """Wait for what the cell's calls have printed on workers, so that it is shown below this cell."""
+        """Wait for what the cell's calls have printed on workers, so that it is shown below this cell.
+
+        IPython calls this after each cell. Does nothing without a running cluster.
+        """
         cluster = Cluster.current
         if cluster is not None and cluster.running:
             cluster.settle()

@@ -91,7 +91,10 @@ def cut(
 
 
 def _sizes_at(names: Sequence[str], at: Sequence[str]) -> list[int]:
-    """Return the number of layers of each stage, from the layers at which the second and later stages begin."""
+    """Return the number of layers of each stage, from the layers at which the second and later stages begin.
+
+    ``at`` has the names of those layers. Raises UsageError for an unknown name, a wrong order, or the first layer.
+    """
     unknown = [name for name in at if name not in names]
     if unknown:
         raise UsageError(f"no layer is called {', '.join(unknown)}; there are {', '.join(names)}")

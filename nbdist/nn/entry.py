@@ -41,7 +41,10 @@ class _Entry(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        """Store the gradient in the list that `enter` returned; nothing flows further back."""
+        """Store the gradient in the list that `enter` returned; nothing flows further back.
+
+        torch calls this in the stage's backward pass.
+        """
         ctx.gradients[ctx.index] = gradient
         return None, None, None, None
 

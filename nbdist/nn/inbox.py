@@ -31,7 +31,10 @@ class Inbox:
         self._changed = threading.Condition(threading.Lock())
 
     def put(self, op: Op, thing: Any) -> None:
-        """Store the input of an operation, and wake the thread that waits for it. Dropped if the step has failed."""
+        """Store the input of an operation, and wake the thread that waits for it. Dropped if the step has failed.
+
+        Storing the same input again replaces it.
+        """
         with self._changed:
             if self._failure is None:
                 self._things[op] = thing
@@ -61,7 +64,10 @@ class Inbox:
             return op in self._things
 
     def take(self, op: Op) -> Any:
-        """Wait for an operation's input, remove and return it. Raises the step's error if the step has failed."""
+        """Wait for an operation's input, remove and return it. Raises the step's error if the step has failed.
+
+        Each input can be taken once. There is no time limit: a step ends by its inputs or by `fail`.
+        """
         with self._changed:
             if op not in self._things and self._failure is None:
                 with blocking_wait():
@@ -71,7 +77,10 @@ class Inbox:
             return self._things.pop(op)
 
     def check(self) -> None:
-        """Raise the step's error if the step has failed."""
+        """Raise the step's error if the step has failed.
+
+        Does nothing while the step has not failed.
+        """
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)

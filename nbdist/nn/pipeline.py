@@ -349,7 +349,11 @@ class Pipeline:
         return done
 
     def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
-        """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait."""
+        """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait.
+
+        Workers that are gone are skipped. ``context_id`` is None outside of an autograd context; ``why`` becomes the
+        text of their error.
+        """
         args = self._uid, step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
         told = []
         for name in self.workers:
@@ -511,11 +515,17 @@ class Pipeline:
         return PipelineTimeline(self.workers, self.stages, moved, step)
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all stations at the same time, with the same arguments; return the answers by worker."""
+        """Call a method of all stations at the same time, with the same arguments; return the answers by worker.
+
+        If workers fail, their error is raised.
+        """
         return ask_all([(rref.owner(), call_station, (rref, method, *args)) for rref in self._stations])
 
     def _give(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of all stations at the same time, each with ``args`` and its own stages' part of a mapping."""
+        """Call a method of all stations at the same time, each with ``args`` and its own stages' part of a mapping.
+
+        If workers fail, their error is raised.
+        """
         ask_all(
             [
                 (rref.owner(), call_station, (rref, method, *args, _every(by_stage, worker, len(self.workers))))

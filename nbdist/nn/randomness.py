@@ -34,7 +34,10 @@ _CPU = torch.device("cpu")
 
 
 def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
-    """Return the seed, a number of 63 bits, for what one stage draws for one micro-batch of one step."""
+    """Return the seed, a number of 63 bits, for what one stage draws for one micro-batch of one step.
+
+    A checkpointed stage, `Reference` and a repeated step draw the same numbers by it, on any worker.
+    """
     packed = struct.pack("<4q", seed, step, stage, micro_batch)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 

@@ -6,6 +6,7 @@ process (parameters, hooks, moves to a device) raise an error that names an alte
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -116,7 +117,10 @@ class RemoteModule(torch.nn.Module):
         return api.rpc_async(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
-        """Return the remote reference to the module."""
+        """Return the remote reference to the module.
+
+        Any worker can use it, to pass the module to a function that runs on its owner.
+        """
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
@@ -154,12 +158,11 @@ class RemoteModule(torch.nn.Module):
             >>> sorted(module.state_dict())
             ['bias', 'weight']
         """
-        found: dict[str, Any] = self._on_owner(state_of)
-        return found
+        return _with_metadata(*self._on_owner(state_of))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state into the module on its worker; arguments, result and errors are those of torch's method."""
-        return self._on_owner(load, dict(state_dict), strict, assign)
+        return self._on_owner(load, dict(state_dict), getattr(state_dict, "_metadata", None), strict, assign)
 
     def extra_repr(self) -> str:
         """Return the text in the parentheses of the handle's repr: the module's class, if known, and its place."""
@@ -203,7 +206,10 @@ for _name in _REFUSED_METHODS:
 
 
 def create(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> RRef[Any]:
-    """Make the module, move it to its device, and return a reference to it."""
+    """Make the module, move it to its device, and return a reference to it.
+
+    Runs on the owner. Raises UsageError if ``cls`` makes no module.
+    """
     module = cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
         raise UsageError(
@@ -229,21 +235,42 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def parameters(rref: RRef[torch.nn.Module], recurse: bool) -> list[RRef[Any]]:
-    """Return references to the module's parameters."""
+    """Return references to the module's parameters.
+
+    `RemoteModule` calls this on the module's owner; the optimizer uses the references. They have the order of torch's.
+    """
     return [RRef(parameter) for parameter in rref.local_value().parameters(recurse)]
 
 
 def train(rref: RRef[torch.nn.Module], mode: bool) -> None:
-    """Put the module into training or evaluation mode."""
+    """Put the module into training mode, or with False into evaluation mode.
+
+    `RemoteModule.train` and `eval` call this on the module's owner; elsewhere it raises. Repeating it is harmless.
+    """
     rref.local_value().train(mode)
 
 
-def state_of(rref: RRef[torch.nn.Module]) -> dict[str, Any]:
-    """Return the module's state, its tensors on the CPU, so that it can be sent."""
-    found: dict[str, Any] = on_cpu(rref.local_value().state_dict())
-    return found
+def state_of(rref: RRef[torch.nn.Module]) -> tuple[dict[str, Any], Any]:
+    """Return the module's state, its tensors on the CPU, so that it can be sent; and its metadata, as in `load`.
+
+    Runs on the owner.
+    """
+    state = rref.local_value().state_dict()
+    return on_cpu(state), getattr(state, "_metadata", None)
 
 
-def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    """Load a state into the module; return torch's lists of missing and unexpected keys."""
-    return rref.local_value().load_state_dict(state, strict=strict, assign=assign)
+def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], metadata: Any, strict: bool, assign: bool) -> Any:
+    """Load a state into the module; return torch's lists of missing and unexpected keys.
+
+    ``metadata`` has the versions of the modules whose state it is, by which torch tells old states; None if unknown.
+    Runs on the owner. Raises torch's RuntimeError if the state does not fit.
+    """
+    return rref.local_value().load_state_dict(_with_metadata(state, metadata), strict=strict, assign=assign)
+
+
+def _with_metadata(state: Mapping[str, Any], metadata: Any) -> dict[str, Any]:
+    """Return a state in the form in which torch returns it, with its metadata in a private attribute."""
+    whole = OrderedDict(state)
+    if metadata is not None:
+        whole._metadata = metadata  # type: ignore[attr-defined]
+    return whole

@@ -43,7 +43,9 @@ class Stage:
     def __call__(self, values: Values, step: int, micro_batch: int) -> Any:
         """Return the module's output for one micro-batch; move the values to the stage's device first.
 
-        An error of the module gets a note with the stage, the micro-batch and the shapes of the values.
+        ``step`` and ``micro_batch`` choose the seed of the module's random draws: calling it again with both draws the
+        same numbers. A checkpointed stage keeps no activations, and runs the module again in the backward pass. An
+        error of the module gets a note with the stage, the micro-batch and the shapes of the values.
         """
         values = tuple(self._here(value) for value in values)
         number = seed_of(self.seed, step, self.index, micro_batch)
@@ -68,7 +70,10 @@ class Stage:
             return self.module(*values)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return copies of the module's buffers. A buffer that is unchanged since the last call is not copied again."""
+        """Return copies of the module's buffers. A buffer that is unchanged since the last call is not copied again.
+
+        The caller must not change the copies: the next call may return them again.
+        """
         for name, buffer in self.module.named_buffers():
             known = self._copies.get(name)
             if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):

@@ -147,7 +147,7 @@ class Station:
         if gone := [each for each in self._needed if self._agent.member(each) is None]:
             # `on_lost` may have been called for it before the inbox existed.
             names = ", ".join(map(self._agent.name_of, gone))
-            inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it"))
+            inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it. Make a new pipeline"))
         try:
             return _Step(self, order, inbox, inputs, targets).run()
         finally:
@@ -155,7 +155,11 @@ class Station:
                 self._end(order.step)
 
     def inbox(self, step: int) -> Inbox | None:
-        """Return the inbox of a step, which is made on the first call; None if the step is over."""
+        """Return the inbox of a step, which is made on the first call; None if the step is over.
+
+        Deliveries and the step's own thread may come in either order, so either makes it. The caller drops what comes
+        for a step that is over.
+        """
         with self._lock:
             inbox = self._inboxes.get(step)
             if inbox is None and step not in self._over:
@@ -193,15 +197,21 @@ class Station:
                 context.withdraw((self.uid, step))
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Fail the running steps if the worker or the driver that is gone belongs to this pipeline."""
+        """Fail the running steps if the worker or the driver that is gone belongs to this pipeline.
+
+        Steps that wait then raise WorkerLost. The agent calls this.
+        """
         if record.incarnation in self._needed:
             with self._lock:
                 inboxes = list(self._inboxes.values())
             for inbox in inboxes:
-                inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it"))
+                inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it. Make a new pipeline"))
 
     def _end(self, step: int) -> None:
-        """Mark a step as over, so that late deliveries are dropped; with the lock held."""
+        """Mark a step as over, so that late deliveries are dropped; with the lock held.
+
+        Harmless on a second call.
+        """
         self._inboxes.pop(step, None)
         self._over[step] = None
         if len(self._over) > _STEPS_REMEMBERED:
@@ -220,7 +230,10 @@ class Station:
         return found
 
     def train(self, mode: bool) -> None:
-        """Put the modules into training or evaluation mode."""
+        """Put the modules into training or evaluation mode.
+
+        Called by `Pipeline.train`, on each worker.
+        """
         for stage in self.stages.values():
             stage.module.train(mode)
 
@@ -245,7 +258,10 @@ class Station:
         }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Load states, as `state` returned them, into their stages."""
+        """Load states, as `state` returned them, into their stages.
+
+        Raises torch's RuntimeError if a state does not fit its stage.
+        """
         for index, state in states.items():
             stage = self.stages[index]
             stage.module.load_state_dict({name.removeprefix(stage.prefix): value for name, value in state.items()})
@@ -293,7 +309,10 @@ class _Step:
         self._outputs: list[Any] = []
 
     def run(self) -> Done:
-        """Run all operations of the row, commit the gradients, and return the result."""
+        """Run all operations of the row, commit the gradients, and return the result.
+
+        An error of the step is raised, and no gradient is committed.
+        """
         try:
             return self._run()
         finally:  # the traceback of a kept error holds this object: drop the tensors and break the cycles
@@ -357,7 +376,11 @@ class _Step:
         return found
 
     def _forward(self, op: Op, given: Values, wanted: int, look: Look) -> None:
-        """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step."""
+        """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step.
+
+        ``wanted`` is a bit mask of the inputs that need a gradient, and ``look`` reports a NaN to a watcher. An error
+        gets a note with the stage and the worker.
+        """
         stage, order = self._station.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
         if order.train:
@@ -388,7 +411,10 @@ class _Step:
             self._outputs.append(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
-        """Return a micro-batch's share of the loss, with its graph, and keep a detached copy for the result."""
+        """Return a micro-batch's share of the loss, with its graph, and keep a detached copy for the result.
+
+        ``finite`` of `train_step` makes a NaN or Inf a FloatingPointError.
+        """
         order = self._order
         assert order.loss_fn is not None  # the last stage's worker gets one if the step trains
         sizes = order.sizes
@@ -403,7 +429,10 @@ class _Step:
         return loss
 
     def _backward(self, op: Op, given: Values, look: Look) -> None:
-        """Run one stage backward for one micro-batch, add up its parameters' gradients, send its input's gradients."""
+        """Run one stage backward for one micro-batch, add up its parameters' gradients, send its input's gradients.
+
+        An error gets a note with the stage, the micro-batch and the worker. Each forward is kept for one backward.
+        """
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
             (root, gradient.to(root.device) if gradient is not None else None)
@@ -451,7 +480,10 @@ class _Step:
 
 
 def _fail_if_failed(latch: Latch, inbox: Inbox) -> None:
-    """Fail the step if a delivery failed: the worker that did not get it will never send anything back."""
+    """Fail the step if a delivery failed: the worker that did not get it will never send anything back.
+
+    Called when the latch of a delivery settles.
+    """
     if latch.error is not None:
         inbox.fail(latch.error)
 
@@ -537,7 +569,10 @@ def run_share(rref: RRef[Station], order: Order, inputs: Sequence[Values], targe
 
 
 def call_station(rref: RRef[Station], method: str, *args: Any) -> Any:
-    """Call a method of a station, and return its result."""
+    """Call a method of a station, and return its result.
+
+    Runs on the station's worker, where the pipeline's owner has sent it.
+    """
     return getattr(rref.local_value(), method)(*args)
 
 
@@ -555,7 +590,10 @@ def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted
 
 
 def abandon_step(uid: str, step: int, context_id: int | None, why: str) -> None:
-    """Call `Station.abandon` if this worker still has stages of the pipeline."""
+    """Call `Station.abandon` if this worker still has stages of the pipeline.
+
+    The pipeline's owner calls this on each worker. Elsewhere it does nothing.
+    """
     station = _stations(current_agent()).get(uid)
     if station is not None:
         station.abandon(step, context_id, why)

@@ -138,12 +138,18 @@ class WatchedShare:
 
     @property
     def told(self) -> int:
-        """The number of messages sent to the watcher. Reading it first sends the reports that were kept back."""
+        """The number of messages sent to the watcher, after the reports that were kept back have been sent, too.
+
+        The worker reports the number at the end of its step: the watcher waits until it has received so many.
+        """
         self._observer.flush()
         return self._observer.sent
 
     def waits(self, op: Op) -> None:
-        """Tell the watcher at once that an operation waits for its input from another worker."""
+        """Tell the watcher at once that an operation waits for its input from another worker.
+
+        A view then shows the worker as waiting.
+        """
         self._observer.waits_for({_message(op, self._stages)})
         self._observer.flush()
 

@@ -73,12 +73,18 @@ def clip_grad_norm_(
 
 
 def local_norms(context_id: int, rrefs: Sequence[RRef[Any]], kind: float) -> list[float]:
-    """Return the norm of order ``kind`` of the gradient of each parameter that has one; runs on the owner."""
+    """Return the norm of order ``kind`` of the gradient of each parameter that has one; runs on the owner.
+
+    Raises UsageError if this worker does not have the context.
+    """
     gradients = recorder().contexts.get(context_id).gradients()
     found = [gradients.get(rref.local_value()) for rref in rrefs]
     return [torch.linalg.vector_norm(gradient, kind).item() for gradient in found if gradient is not None]
 
 
 def scale_local(context_id: int, rrefs: Sequence[RRef[Any]], factor: float) -> None:
-    """Multiply the context's gradients of these parameters by ``factor``; runs on the owner."""
+    """Multiply the context's gradients of these parameters by ``factor``; runs on the owner.
+
+    Each call multiplies again. Raises UsageError if this worker does not have the context.
+    """
     recorder().contexts.get(context_id).scale([rref.local_value() for rref in rrefs], factor)

@@ -65,14 +65,20 @@ class LocalOptimizer:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned; torch moves its tensors to the devices of the parameters."""
+        """Load a state that `state_dict` returned; torch moves its tensors to the devices of the parameters.
+
+        Raises torch's ValueError if the state's groups do not fit the optimizer's.
+        """
         self.optimizer.load_state_dict(state)
 
 
 def new_local_optimizer(
     cls: Any, groups: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[RRef[LocalOptimizer], list[tuple[str | None, list[int]]]]:
-    """Make a `LocalOptimizer` on the worker that this call reaches; return a reference to it, and its `describe()`."""
+    """Make a `LocalOptimizer` on the worker that this call reaches; return a reference to it, and its `describe()`.
+
+    An error of torch's optimizer, for a wrong option say, goes to the caller.
+    """
     optimizer = LocalOptimizer(cls, groups, args, kwargs)
     return RRef(optimizer), optimizer.describe()
 
@@ -108,7 +114,10 @@ def on_cpu(value: Any) -> Any:
 
 
 def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:
-    """Call a method of the local object that `rref` refers to; runs on its owner."""
+    """Call a method of the local object that `rref` refers to; runs on its owner.
+
+    An error of the method goes to the caller.
+    """
     return getattr(rref.local_value(), method)(*args)
 
 

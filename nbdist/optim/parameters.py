@@ -77,7 +77,10 @@ def read_groups(given: Any) -> list[Group]:
 
 
 def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
-    """Return the group that a dict describes; ``index`` is its place in ``params_rref``, for messages."""
+    """Return the group that a dict describes; ``index`` is its place in ``params_rref``, for messages.
+
+    Raises UsageError if the group has no "params", or "params" is no list of references.
+    """
     if "params" not in entry:
         raise UsageError(
             f"group {index} of params_rref has no 'params'; it has {', '.join(map(str, entry)) or 'nothing'}. "
@@ -97,7 +100,10 @@ def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
 
 
 def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group:
-    """Return a group of these references and pairs; ``where`` names the list in messages."""
+    """Return a group of these references and pairs; ``where`` names the list in messages.
+
+    Raises UsageError for an entry that is neither a reference nor a pair of a name and a reference.
+    """
     group = Group([], [], options)
     for index, entry in enumerate(entries):
         name, rref = entry if _is_pair(entry) else (None, entry)
@@ -142,7 +148,10 @@ _names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
 def name_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Remember the full name of a parameter of this process until the parameter dies; a pipeline's stage calls this."""
+    """Remember the full name of a parameter of this process until the parameter dies; a pipeline's stage calls this.
+
+    A second call for the same parameter replaces the name.
+    """
     key = id(parameter)
 
     def forget(dead: weakref.ref[torch.Tensor]) -> None:

@@ -59,7 +59,10 @@ class DistributedLRScheduler(Distributed):
         self.call_all("step", *args)
 
     def get_last_lr(self) -> dict[str, list[float]]:
-        """Return the learning rates of all parameter groups, by worker name."""
+        """Return the learning rates of all parameter groups, by worker name.
+
+        They change with `step`, and are those that the next step of the optimizer uses.
+        """
         return self.call_all("get_last_lr")
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,5 +87,8 @@ class DistributedLRScheduler(Distributed):
 
 
 def new_local_scheduler(cls: Any, optimizer: RRef[LocalOptimizer], args: Any, kwargs: Any) -> RRef[Any]:
-    """Make a scheduler for a local optimizer on its owner, and return a reference to the scheduler."""
+    """Make a scheduler for a local optimizer on its owner, and return a reference to the scheduler.
+
+    An error of torch's scheduler goes to the caller.
+    """
     return RRef(cls(optimizer.local_value().optimizer, *args, **kwargs))

@@ -109,7 +109,10 @@ def _drop(listeners: list[Any], listener: Any) -> None:
 
 
 def active_agent() -> Agent | None:
-    """Return the agent for which the calling thread runs; None in a thread that belongs to no agent."""
+    """Return the agent for which the calling thread runs; None in a thread that belongs to no agent.
+
+    An agent makes itself the agent of its own threads; other threads use `Agent.activate`.
+    """
     agent: Agent | None = here.agent
     return agent
 
@@ -327,11 +330,17 @@ class Agent:
         self.pool.start()
 
     def handle_cast(self, topic: str, handler: Handler) -> None:
-        """Call ``handler`` for every one-way message of a topic, in place of the topic's handler so far."""
+        """Call ``handler`` for every one-way message of a topic, in place of the topic's handler so far.
+
+        The handler runs in the reading thread, so it must be quick; it may return a job for the pool.
+        """
         self._cast_handlers[topic] = handler
 
     def _on_cast(self, message: Cast, sender: int, frames: list[bytes]) -> Job | None:
-        """Pass a one-way message to the handler of its topic."""
+        """Pass a one-way message to the handler of its topic.
+
+        A topic without a handler is logged.
+        """
         handler = self._cast_handlers.get(message.topic)
         if handler is None:
             _log.warning("%s has no handler for %s", self.me.name, message.topic)
@@ -348,7 +357,10 @@ class Agent:
         return partial(_drop, self._on_lost, listener)
 
     def at_close(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the end of `close`, in the thread that closes the agent."""
+        """Call ``action`` at the end of `close`, in the thread that closes the agent.
+
+        After `close`, the action never runs.
+        """
         self._at_close.append(action)
 
     def activate(self) -> contextlib.AbstractContextManager[Agent]:
@@ -640,12 +652,18 @@ class Agent:
         self.pending.freeze(who, time.monotonic())
 
     def thaw(self, who: int) -> None:
-        """Restart the clock that `freeze` has stopped, unless another agent still wants it stopped."""
+        """Restart the clock that `freeze` has stopped, unless another agent still wants it stopped.
+
+        Does nothing if the clock was not stopped for ``who``.
+        """
         self.pending.thaw(who, time.monotonic())
         self.links.hurry(self.pending.next_due())
 
     def reap(self) -> None:
-        """Tell the owners now which references were released here; otherwise they learn it within 0.25 s."""
+        """Tell the owners now which references were released here; otherwise they learn it within 0.25 s.
+
+        It waits until the reading thread is not in the middle of a message.
+        """
         with self._turn:  # a reader may have taken the released references, and not sent them yet
             self.references.reap()
             self.links.post_waiting()

@@ -205,7 +205,10 @@ class Answers:
             return
 
     def _finish(self, asked: Asked) -> None:
-        """Forget a call that is answered, and release the values that it held. Called once for each call."""
+        """Forget a call that is answered, and release the values that it held. Called once for each call.
+
+        A second call for the same call would raise KeyError.
+        """
         asked.value = None
         with self._exchange.lock:
             instructions = self._exchange.answered(asked)

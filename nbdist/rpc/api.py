@@ -233,7 +233,10 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 
 def finish(agent: Agent) -> None:
-    """End an agent at once, and forget it if it is the agent of this process."""
+    """End an agent at once, and forget it if it is the agent of this process.
+
+    The members see it leave, and its pending calls fail. For an agent that has ended, nothing happens.
+    """
     global _agent
     agent.close("has shut down")
     with _lock:

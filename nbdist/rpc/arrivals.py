@@ -43,9 +43,15 @@ class Arrival:
         """The moment when the call came, as of `time.monotonic`."""
 
     def run(self) -> None:
-        """Run the function and answer."""
+        """Run the function and answer.
+
+        Runs as a job, once the call has nothing to wait for any more.
+        """
         raise NotImplementedError
 
     def end_unheard(self) -> None:
-        """Fail the call, whose caller is lost, without running it."""
+        """Fail the call, whose caller is lost, without running it.
+
+        Runs as a job, in place of `run`.
+        """
         raise NotImplementedError

@@ -59,8 +59,8 @@ class Caller:
     ) -> Any:
         """Call a function, wait for its result and return it, or raise its error.
 
-        This thread may read messages while it waits (`nbdist.rpc.guest`). Ctrl-C ends the wait. Raises as `find` does,
-        and EncodeError if an argument cannot be sent.
+        This thread may read messages while it waits (`nbdist.rpc.guest`). Ctrl-C ends the wait. Raises WorkerLost if
+        the worker is gone, UnknownWorker if there has never been one, and EncodeError if an argument cannot be sent.
         """
         outcome = Latch(self.expect)
         self._call(to, function, args, kwargs, timeout, outcome)
@@ -107,8 +107,8 @@ class Caller:
     ) -> RRef[Any]:
         """Call a function; return an RRef to its result, which stays with the worker that ran the function.
 
-        Raises as `find` does, and EncodeError if an argument cannot be sent. Later failures show where the RRef is
-        used.
+        Raises WorkerLost if the worker is gone, UnknownWorker if there has never been one, and EncodeError if an
+        argument cannot be sent. Later failures show where the RRef is used.
         """
         _check(function, args, kwargs)
         owner = self.find(to)
@@ -130,7 +130,10 @@ class Caller:
         return outcome.wait(self.read_as_guest)
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a referenced value on its owner; wait for the result and return it."""
+        """Call a method of a referenced value on its owner; wait for the result and return it.
+
+        Raises the method's error, RpcTimeout or WorkerLost.
+        """
         outcome = Latch(self.expect)
         self._method(rref, name, timeout, args, kwargs, outcome)
         return outcome.wait(self.read_as_guest)
@@ -215,7 +218,7 @@ class Caller:
         """Return the record of a reference's owner; raise WorkerLost if the owner is gone."""
         record = self._membership.get(rref._owner)
         if record is None:
-            raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone")
+            raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone, and the value with it")
         return record
 
     def _create(

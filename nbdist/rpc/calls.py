@@ -76,7 +76,10 @@ class Pending:
         return self.deadline if self.asked else self.started + self.timeout * 0.5 + self.spared
 
     def drop_repeat(self) -> None:
-        """Note that the call will not be sent again, and free the message that was encoded for that case."""
+        """Note that the call will not be sent again, and free the message that was encoded for that case.
+
+        A second call does nothing.
+        """
         unsent, self.again, self.unsent = self.unsent, None, None
         if unsent is not None:
             unsent()
@@ -141,12 +144,18 @@ class PendingCalls:
         return self._calls.pop(id, None)
 
     def answered(self, id: int, sender: int) -> Pending | None:
-        """Take a call out of the table for the agent that has answered it; None if it did not go to that agent."""
+        """Take a call out of the table for the agent that has answered it; None if it did not go to that agent.
+
+        None also means that the call has ended before, such as by its time limit: the answer is dropped then.
+        """
         call = self._calls.get(id)
         return self._calls.pop(id, None) if call is not None and call.to == sender else None
 
     def get(self, id: int) -> Pending | None:
-        """Return the call of that id, if it is in the table. Needs no lock."""
+        """Return the call of that id, if it is in the table. Needs no lock.
+
+        None if it has ended or never was.
+        """
         return self._calls.get(id)
 
     def to(self, incarnation: int) -> list[Pending]:

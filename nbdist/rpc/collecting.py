@@ -93,7 +93,10 @@ class _Collection:
             self.whole.try_settle(self._futures, None)
 
     def give_up(self) -> None:
-        """Remove our callbacks from all futures, some of which may never be done."""
+        """Remove our callbacks from all futures, some of which may never be done.
+
+        The futures themselves go on.
+        """
         with self._lock:
             futures, self._futures = self._futures, []
         for future in futures:

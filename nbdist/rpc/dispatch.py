@@ -244,7 +244,10 @@ class Pool:
             self._spawn()
 
     def _lead(self) -> Job | None:
-        """Read until there is a job for this thread, and return it; None once the pool is closed."""
+        """Read until there is a job for this thread, and return it; None once the pool is closed.
+
+        Called by a thread whose turn it is to read; another one reads while it runs the job.
+        """
         is_first = True
         while True:
             self._leave_to_the_other()
@@ -305,7 +308,10 @@ class Pool:
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Surround a wait for another call: this thread does not count towards ``size`` meanwhile."""
+        """Surround a wait for another call: this thread does not count towards ``size`` meanwhile.
+
+        Another thread may start, and run a job.
+        """
         try:
             this_thread.is_closed = True  # the thread comes here from a job, where it is open
             with self._condition:

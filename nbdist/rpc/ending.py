@@ -60,7 +60,10 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class Survey:
-    """The leader's view of one round. Pure."""
+    """Decides when a round of ending the world is over, from the members' answers. Pure.
+
+    Only the leader, the living member with the lowest id, has one. A look is one answer of every member.
+    """
 
     def __init__(self, members: set[int]) -> None:
         self.members = members
@@ -70,23 +73,32 @@ class Survey:
         """The number of messages that the members had sent by the look before, if all were quiet in it; else None."""
 
     def missing(self) -> set[int]:
-        """Return the members that have not reached this round."""
+        """Return the members that have not reached this round.
+
+        A member that has not answered yet is missing, too.
+        """
         return {
             member for member in self.members if (state := self._states.get(member)) is None or state.round < self.round
         }
 
     def busy(self) -> set[int]:
-        """Return the members that have something under way; all members, if none has."""
+        """Return the members that have something under way; all members, if none has.
+
+        It is for messages to people. Every member must have answered a look before.
+        """
         return {member for member in self.members if self._states[member].active} or set(self.members)
 
     def forget(self, member: int) -> None:
-        """Remove a member that is gone, and look twice again."""
+        """Remove a member that is gone; two more looks are needed then."""
         self.members.discard(member)
         self._states.pop(member, None)
         self._before = None
 
     def look(self, states: dict[int, ShutdownState]) -> bool:
-        """Take the answers of one look; return whether the round is over. If it is, the next round begins."""
+        """Take the answers of one look; return whether the round is over. If it is, the next round begins.
+
+        The round is over if this look and the one before it found nothing under way, and nothing was sent in between.
+        """
         self._states.update(states)
         if self.missing():
             self._before = None
@@ -116,7 +128,10 @@ class Reminder:
         self._told: set[str] = set()
 
     def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
-        """Return whether to log ``reason`` now. ``served`` counts the answered calls, ``running`` the open ones."""
+        """Return whether to log ``reason`` now. ``served`` counts the answered calls, ``running`` the open ones.
+
+        ``now`` is as of `time.monotonic`. It is True once for each reason.
+        """
         if running or (served, reason) != self._before:
             self._quiet_since, self._before = now, (served, reason)
         if now - self._quiet_since <= REMIND_AFTER or reason in self._told:
@@ -126,7 +141,7 @@ class Reminder:
 
 
 class Ending:
-    """One agent's part in ending the world."""
+    """One agent's part in ending the world: `shutdown` waits here until no member has anything under way."""
 
     def __init__(
         self,
@@ -197,7 +212,10 @@ class Ending:
             raise WorkerLost(f"the world ended without {', '.join(self._lost)}")
 
     def _until(self, round: int, deadline: float) -> None:
-        """Wait until the leader, perhaps this agent itself, begins ``round``."""
+        """Wait until the leader, perhaps this agent itself, begins ``round``.
+
+        Raises RendezvousError after ``deadline``, with the members that are waited for.
+        """
         pause, reminder = _FIRST_PAUSE, Reminder(time.monotonic())
         while True:
             with self._changed:
@@ -207,7 +225,10 @@ class Ending:
                 self._ask()
             now = time.monotonic()
             if now > deadline:
-                raise RendezvousError(f"shutdown: still waiting for {' '.join(self._waiting_for())}")
+                raise RendezvousError(
+                    f"shutdown: still waiting for {' '.join(self._waiting_for())}. "
+                    "Allow more time with shutdown(timeout=...)"
+                )
             exchange, (who, what) = self._exchange, self._waiting_for()
             if reminder.is_due(now, exchange.served, exchange.active, what):
                 _log.warning("%s: shutdown is waiting for %s %s", self._membership.me.name, who, what)
@@ -270,7 +291,10 @@ class Ending:
         return ", ".join(sorted(map(self._membership.name_of, members)))
 
     def _farewell(self, deadline: float) -> None:
-        """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone."""
+        """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone.
+
+        Returns after ``deadline`` in any case.
+        """
         while time.monotonic() < deadline:
             with self._changed:
                 knowing = {member for member, state in self._answers.items() if state.round >= CLOSING}
@@ -286,7 +310,10 @@ class Ending:
     # -- answering the leader -----------------------------------------------------------------
 
     def _state(self, look: int) -> ShutdownState:
-        """Return this member's answer to a look: its round, what it has sent, and what is under way."""
+        """Return this member's answer to a look: its round, what it has sent, and what is under way.
+
+        ``look`` is the number that the leader gave the look.
+        """
         with self._turn:  # so that every acknowledged message has been handled
             active = self._exchange.active + self._exchange.calls.unended
             if self._reached >= RELEASING:
@@ -302,7 +329,10 @@ class Ending:
             self._links.post(leader.incarnation, self._state(0))
 
     def on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
-        """Answer the leader, which asks how far this member is."""
+        """Answer the leader, which asks how far this member is.
+
+        Before this member's own `shutdown`, the answer says that it is still running.
+        """
         with self._changed:
             self._waits_for = message.waits_for
             if self._reached >= DRAINING:
@@ -312,7 +342,12 @@ class Ending:
             self._links.post(sender, self._state(message.look))
 
     def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
-        """Store a member's answer to the leader, unless it answers an earlier look."""
+        """Store a member's answer to the leader, unless the answer belongs to an earlier look.
+
+        The leader, the living member with the lowest id, asks all members again and again; one look is an answer of
+        each. The answer says which round the member has reached, and what is under way there. An agent that does not
+        lead stores it without using it.
+        """
         with self._changed:
             if message.look != self._look and message.round < CLOSING:
                 return
@@ -321,14 +356,20 @@ class Ending:
                 self._changed.notify_all()
 
     def on_orderly_goodbye(self) -> None:
-        """Begin to close: another member closes because the world has ended, and the leader's message may be late."""
+        """Begin to close: another member closes because the world has ended, and the leader's message may be late.
+
+        Before this agent's own `shutdown`, nothing changes.
+        """
         with self._changed:
             if self._reached >= DRAINING:
                 self._wanted = CLOSING
             self._changed.notify_all()
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Stop waiting for a member that is lost."""
+        """Stop waiting for a member that is lost.
+
+        Unless the world is closing already, `shutdown` raises WorkerLost with its name in the end.
+        """
         with self._changed:
             if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:
                 self._lost.append(f"{record.name}, which {why}")

@@ -98,7 +98,10 @@ class Exchange:
     # -- a call arrives -----------------------------------------------------------------------
 
     def came_alone(self, arrival: Arrival) -> None:
-        """Register a call that has nothing to wait for: no forks, no target, no result. Needs no lock."""
+        """Register a call that has nothing to wait for: no forks, no target, no result. Needs no lock.
+
+        `answered` must follow.
+        """
         arrival.number = number = next(self._numbers)
         self._arrivals[number] = arrival
 
@@ -161,7 +164,10 @@ class Exchange:
     # -- the events that calls wait for -------------------------------------------------------
 
     def confirmed(self, fork: GlobalId) -> list[Arrival]:
-        """Note that a fork held here is no longer pending; return the calls that can go on."""
+        """Note that a fork held here is no longer pending; return the calls that can go on.
+
+        A second call for the same fork returns an empty list. `References.resume` runs the calls.
+        """
         going_on: list[Arrival] = []
         for arrival in self._by_fork.pop(fork, ()):
             arrival.unconfirmed -= {fork}
@@ -170,14 +176,20 @@ class Exchange:
         return going_on
 
     def made(self, rref: GlobalId) -> list[Arrival]:
-        """Note that a value owned here exists, or the error in its place; return the calls that can go on."""
+        """Note that a value owned here exists, or the error in its place; return the calls that can go on.
+
+        `References.resume` runs them.
+        """
         self.forks.make(rref)
         return self._look_again(rref) if rref in self._by_target else []
 
     # -- a call ends --------------------------------------------------------------------------
 
     def answered(self, arrival: Arrival) -> list[Instruction]:
-        """Forget a call that has its answer; release the value that it worked on and the value that it made."""
+        """Forget a call that has its answer; release the value that it worked on and the value that it made.
+
+        Must be called once for each call that came.
+        """
         call, forks = arrival.call, self.forks
         del self._arrivals[arrival.number]
         self.served += 1

@@ -46,11 +46,14 @@ class Stoppable(Protocol):
         """
 
     def end(self, key: tuple[int, int]) -> None:
-        """Stop allowing it."""
+        """Stop allowing a call to be stopped: its function has returned.
+
+        A KeyboardInterrupt that was not raised yet is taken back.
+        """
 
 
 class Executor:
-    """The callee's side of one agent's calls."""
+    """The callee's side of one agent's calls: runs the functions that other agents call here."""
 
     def __init__(
         self,

@@ -31,7 +31,11 @@ class MessageForker:
         """
 
     def fork(self, reference: RRef[Any]) -> Fork:
-        """Make a fork of ``reference`` for the receiver."""
+        """Make a fork of ``reference`` for the receiver.
+
+        The reference is kept alive until the message has arrived. Raises RRefError or WorkerLost if the reference
+        cannot be used any more.
+        """
         self.kept.append(reference._hold)  # before another thread releases it
         references = self._references
         child = references.new_id()

@@ -121,7 +121,11 @@ class _User:
 
 
 class Forks:
-    """The references that one agent owns and uses. Not thread-safe: the caller holds `Exchange.lock`."""
+    """The references that one agent owns and uses. Not thread-safe: the caller holds `Exchange.lock`.
+
+    Methods that return instructions change only the counts; `References.perform` then sends the messages and drops the
+    values, without the lock.
+    """
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self._me = me
@@ -230,7 +234,10 @@ class Forks:
     # -- the owner's side ---------------------------------------------------------------------
 
     def retain(self, rref: GlobalId) -> None:
-        """Count one more object or call of this agent that refers to the value."""
+        """Count one more object or call of this agent that refers to the value.
+
+        `release_owned` must follow when it ends.
+        """
         self._owned.setdefault(rref, _Owned()).handles += 1
 
     def release_owned(self, rref: GlobalId) -> list[Instruction]:
@@ -288,7 +295,10 @@ class Forks:
         return [Send(holder, RRefState(rref, state)) for holder in told]
 
     def make(self, rref: GlobalId) -> None:
-        """Note that the value exists, or the error in its place."""
+        """Note that the value exists, or the error in its place.
+
+        Nothing happens if no one refers to the value any more.
+        """
         owned = self._owned.get(rref)
         if owned is not None:
             owned.made = True
@@ -337,15 +347,21 @@ class Forks:
     # -- the user's side ----------------------------------------------------------------------
 
     def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
-        """Register the fork of a ``remote()`` call that is about to be sent. The reply will confirm it."""
+        """Register the fork of a ``remote()`` call that is about to be sent; `confirm` or `fail` must follow."""
         self._users[fork] = _User(rref, owner, parent=None)
 
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
-        """Mark the fork of a ``remote()`` call as confirmed: the reply has come."""
+        """Mark the fork of a ``remote()`` call as confirmed: the reply has come.
+
+        Nothing happens if the fork is confirmed already, is dead, or is not held here any more.
+        """
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
-        """Mark the fork of a ``remote()`` call as failed. If ``may_exist``, its release sends a delete to the owner."""
+        """Mark the fork of a ``remote()`` call as failed. If ``may_exist``, its release sends a delete to the owner.
+
+        A late reply may still confirm it.
+        """
         user = self._users.get(fork)
         if user is not None:
             user.known_to_owner = may_exist
@@ -361,7 +377,10 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def on_fork_confirm(self, message: ForkConfirm) -> list[Instruction]:
-        """Mark a fork held here as counted by its owner, or as dead; tell its parent that it need not wait any more."""
+        """Mark a fork held here as counted by its owner, or as dead; tell its parent that it need not wait any more.
+
+        Nothing happens if the fork is not pending, or not held here any more.
+        """
         user = self._users.get(message.fork)
         if user is None or user.standing is not ForkStanding.PENDING:
             return []
@@ -377,7 +396,10 @@ class Forks:
         return instructions + self._settle(message.fork, ForkStanding.CONFIRMED, message.state)
 
     def on_child_accept(self, message: ChildAccept) -> list[Instruction]:
-        """Forget a child that was handed on: the owner counts it, or the child is dead."""
+        """Forget a child that was handed on: the owner counts it, or the child is dead.
+
+        Nothing happens for a child that is not known (any more).
+        """
         return self._end_child(message.fork)
 
     def on_state(self, message: RRefState) -> list[GlobalId]:

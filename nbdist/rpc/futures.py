@@ -77,7 +77,10 @@ def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -
 
 
 def blocking_wait() -> AbstractContextManager[None]:
-    """Return the context manager to enter around anything for which the calling thread waits for another call."""
+    """Return the context manager to enter around anything for which the calling thread waits for another call.
+
+    In a thread of an agent's pool, another thread may run a job meanwhile; elsewhere, nothing happens.
+    """
     hook = _thread.blocking
     return hook() if hook is not None else nullcontext()
 
@@ -145,7 +148,10 @@ class Latch:
         return self._error
 
     def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
-        """Set the outcome or the error and wake the waiting thread; return False if the latch was settled before."""
+        """Set the outcome or the error and wake the waiting thread; return False if the latch was settled before.
+
+        Any thread may call this. ``error`` is None if the call has succeeded.
+        """
         with self._setting:
             if self.is_settled:
                 return False
@@ -245,7 +251,10 @@ class Promise(Generic[T]):
     # -- looking ------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Return whether the outcome has come, be it a value or an error."""
+        """Return whether the outcome has come, be it a value or an error.
+
+        It is True before the callbacks are called.
+        """
         return self._done
 
     def value(self) -> T:
@@ -331,7 +340,10 @@ class Promise(Generic[T]):
         _call_all([callback], self)
 
     def drop_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Remove a callback of `add_done_callback`, if it has not been called yet."""
+        """Remove a callback of `add_done_callback`, if it has not been called yet.
+
+        If it has been called, or was never added, nothing happens.
+        """
         with self._setting, contextlib.suppress(ValueError):
             self._callbacks.remove(callback)
 
@@ -378,7 +390,9 @@ class Future(Promise[T], torch.futures.Future[T]):
             RuntimeError: the future is complete already.
         """
         if not isinstance(result, BaseException):
-            raise TypeError(f"{result!r} is of type {type(result)}, not an Exception.")
+            raise TypeError(
+                f"{result!r} is of type {type(result)}, not an Exception. Call set_exception with an exception."
+            )
         self._settle(None, result)
 
     def _settle(self, outcome: Any, error: BaseException | None) -> None:

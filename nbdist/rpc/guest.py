@@ -36,7 +36,7 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 class Guest:
-    """One agent's place for a guest."""
+    """Lets one thread at a time, the guest, read the answer for which it waits by itself, in place of the pool."""
 
     def __init__(
         self,
@@ -96,7 +96,10 @@ class Guest:
                     self._channel.wake()  # a sleeping reader is not woken for messages that came together
 
     def _read_one(self) -> None:
-        """Read one message. If it needs a job, the pool runs the job."""
+        """Read one message. If it needs a job, the pool runs the job.
+
+        An error of reading is logged: it is not the waiting call's.
+        """
         try:
             job = self._read(None)
         except Exception:  # not an error of the waiting call

@@ -127,7 +127,10 @@ class Handshake:
         return dead
 
     def _until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
-        """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names."""
+        """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names.
+
+        The calling thread sleeps between the greetings, which are repeated until they are answered.
+        """
         with blocking_wait():
             while True:
                 with self._changed:
@@ -167,7 +170,11 @@ class Handshake:
     # -- receiving ----------------------------------------------------------------------------
 
     def on_stranger(self, message: Hello) -> None:
-        """Handle a greeting from an agent without a connection: let the agent in, refuse it, or ignore it for now."""
+        """Handle a greeting from an agent without a connection: let the agent in, refuse it, or ignore it for now.
+
+        An agent with another version of the protocol is refused, and so is one that comes to a fixed world which is
+        complete. One that came too early greets again.
+        """
         record = message.record
         if record.version != VERSION:
             self._refuse(record, f"{self._me.name} uses version {VERSION} of nbdist's protocol, not {record.version}")
@@ -192,7 +199,10 @@ class Handshake:
         self._links.refuse(record, Refused(self._me.incarnation, reason))
 
     def on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
-        """Welcome a member that greets this one."""
+        """Welcome a member that greets this one.
+
+        A greeting that is repeated is answered again.
+        """
         self._sharing.on_met(sender, message.reads)
         self._welcome(sender)
         if self._complete:
@@ -217,7 +227,10 @@ class Handshake:
             self._changed.notify_all()
 
     def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
-        """Note that a member has met all others."""
+        """Note that a member has met all others.
+
+        `join_fixed` waits until all have said so.
+        """
         with self._changed:
             self._ready.add(sender)
             self._changed.notify_all()
@@ -237,7 +250,7 @@ class Handshake:
                 "nbdist everywhere"
             )
         else:
-            error = RendezvousError(f"{name} refused: {message.reason}")
+            error = RendezvousError(f"{name} refused this process as a member of the RPC world: {message.reason}")
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -59,7 +59,10 @@ class InterruptWatch:
 
     @classmethod
     def start(cls, give_up: Callable[[], None]) -> InterruptWatch | None:
-        """Start a watch if this is the main thread, the only one that can; else return None."""
+        """Start a watch if this is the main thread, the only one that can; else return None.
+
+        ``give_up`` is called while the main thread sleeps in a wait of torch's own after Ctrl-C; it must end the wait.
+        """
         if threading.current_thread() is not threading.main_thread():
             return None
         return cls(give_up)
@@ -84,7 +87,10 @@ class InterruptWatch:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
 
     def _look(self) -> None:
-        """Call ``give_up`` again and again while the main thread stays in torch's own wait, for a second at most."""
+        """Call ``give_up`` again and again while the main thread stays in torch's own wait, for a second at most.
+
+        ``give_up`` fails the calls that the main thread waits for there.
+        """
         deadline = time.monotonic() + _LOOK_FOR
         while time.monotonic() < deadline and not self._closed:
             time.sleep(_LOOK_EVERY)

@@ -57,7 +57,10 @@ class HeldByLinks(Protocol):
     """True once the message may reach its receiver. `Links.post` sets it before it sends."""
 
     def take_back(self) -> None:
-        """Undo what was done for the message, unless the message may go out."""
+        """Undo what was done for the message, unless the message may go out.
+
+        `Links.post` calls this if the message certainly does not go out.
+        """
 
 
 @dataclass
@@ -152,7 +155,10 @@ class Links:
         return connection
 
     def _remove(self, incarnation: int) -> Connection | None:
-        """Take a connection out of the table. The caller holds the lock."""
+        """Take a connection out of the table. The caller holds the lock.
+
+        Returns None if there is none.
+        """
         connection = self.connections.pop(incarnation, None)
         if connection is not None:
             self._sent_to_gone += connection.peer.next_seq - 1
@@ -243,7 +249,10 @@ class Links:
             this_thread.is_closed = was_closed
 
     def note_call(self, call: Pending) -> None:
-        """Note that a call was sent: at half of its time limit the reader asks the callee what it is doing."""
+        """Note that a call was sent: at half of its time limit the reader asks the callee what it is doing.
+
+        A call without a time limit needs no such question.
+        """
         if call.timeout > 0 and call.started + call.timeout * 0.5 < self.due:
             self.hurry(call.started + call.timeout * 0.5)
         if trace.listeners:
@@ -284,7 +293,10 @@ class Links:
         self.note(due)
 
     def post_waiting(self) -> None:
-        """Send now what `post_later` has queued."""
+        """Send now what `post_later` has queued.
+
+        A message that the channel refuses is tried again later.
+        """
         now = time.monotonic()
         with self._lock:
             waiting = [(each, each.peer.send_waiting(now)) for each in self.connections.values()]
@@ -381,9 +393,9 @@ class Links:
         return lost
 
     def set_clock(self) -> None:
-        """Find out when something is due next, after a `tick`.
+        """Set `due` to the next moment at which a connection or a call needs attention, after a `tick`.
 
-        Looks at all connections and at the time limits of calls.
+        Called by the reading thread. A reader that would sleep beyond that moment is woken. A second call does no harm.
         """
         with self._lock:
             due = min((connection.peer.next_tick() for connection in self.connections.values()), default=math.inf)
@@ -418,7 +430,10 @@ class Links:
             self._on_undelivered(message)
 
     def on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
-        """Note what another agent says it is doing, and send again the messages that its pong shows to be missing."""
+        """Note what another agent says it is doing, and send again the messages that its pong shows to be missing.
+
+        A pong of an agent that is gone is ignored.
+        """
         connection = self.connections.get(sender)
         if connection is None:
             return  # the agent is gone
@@ -435,7 +450,10 @@ class Links:
     # -- inspecting ---------------------------------------------------------------------------
 
     def ask(self, to: int) -> None:
-        """Ping an agent to ask what it is doing. Once it has answered, `status` says so."""
+        """Ping an agent to ask what it is doing. Once it has answered, `status` says so.
+
+        Does not wait for the answer. Does nothing if the agent is not connected.
+        """
         with self._lock:
             connection = self.connections.get(to)
             outgoing = connection.peer.ping(time.monotonic()) if connection else None

@@ -80,11 +80,17 @@ class MeetingFile:
             finally:
                 os.close(file)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"another process has held the lock of {self._path} for {_LOCK_TIMEOUT:g} s")
+                raise TimeoutError(
+                    f"another process has held the lock of {self._path} for {_LOCK_TIMEOUT:g} s: end that process, or "
+                    "meet at another path"
+                )
             time.sleep(_POLL)
 
     def _lock(self, file: int) -> bool:
-        """Lock an open file. Return False if another process holds the lock, or has put a new file in its place."""
+        """Lock an open file. Return False if another process holds the lock, or has put a new file in its place.
+
+        Then the caller tries again.
+        """
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.path.samestat(os.fstat(file), os.stat(self._path))
@@ -105,7 +111,10 @@ class MeetingFile:
         return os.pread(file, size, 0)
 
     def _replace(self, text: bytes) -> None:
-        """Replace the file by a new one with ``text``. Only the holder of the lock may call this."""
+        """Replace the file by a new one with ``text``. Only the holder of the lock may call this.
+
+        Readers see the old text or the new one, never a part.
+        """
         self._draft.unlink(missing_ok=True)  # from a process that was killed before it could rename the draft
         try:
             file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -67,7 +67,10 @@ class Membership:
         self._gone: dict[str | int, str] = {}
 
     def add(self, record: Record) -> None:
-        """Add a member. Raises NotUnique if another living member has its name or id."""
+        """Add a member. Raises NotUnique if another living member has its name or id.
+
+        A member that is here already is added again without harm.
+        """
         holder = self.names.get(record.name) or self._ids.get(record.id)
         if holder is not None and holder.incarnation != record.incarnation:
             taken = "name" if holder.name == record.name else "id"
@@ -81,7 +84,10 @@ class Membership:
         self._gone.pop(record.id, None)
 
     def remove(self, incarnation: int, why: str) -> Record | None:
-        """Remove a member that is gone; return its record, None if it is no member. ``why`` completes "worker1 ..."."""
+        """Remove a member that is gone; return its record, None if it is no member. ``why`` completes "worker1 ...".
+
+        A second call returns None.
+        """
         record = self._living.pop(incarnation, None)
         if record is not None:
             del self.names[record.name], self._ids[record.id]
@@ -106,7 +112,10 @@ class Membership:
         return record
 
     def why_gone(self, to: str | int | WorkerInfo) -> str | None:
-        """Return what happened to a member that is gone, as in "worker1 ..."; None if it lives or never was one."""
+        """Return what happened to a member that is gone, as in "worker1 ..."; None if it lives or never was one.
+
+        None, too, once a new member has taken that name or id.
+        """
         return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
 
     def get(self, incarnation: int) -> Record | None:
@@ -122,7 +131,10 @@ class Membership:
         return incarnation in self._known and incarnation not in self._living
 
     def name_of(self, incarnation: int) -> str:
-        """Return the name to show for an incarnation, present or former."""
+        """Return the name to show for an incarnation, present or former.
+
+        Never raises: an incarnation that is not known gets a text that says so.
+        """
         record = self._known.get(incarnation)
         return record.name if record is not None else f"an unknown worker ({incarnation:x})"
 

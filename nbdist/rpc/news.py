@@ -41,7 +41,10 @@ class News:
         return end
 
     def tell(self, id: GlobalId | None = None) -> None:
-        """Call the listeners of a value or fork; without an id, all listeners. Their errors are logged."""
+        """Call the listeners of a value or fork; without an id, all listeners. Their errors are logged.
+
+        The caller does not hold the lock.
+        """
         if not self._watched:
             return
         with self._lock:

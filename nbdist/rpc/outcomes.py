@@ -29,7 +29,7 @@ __all__ = ["Outcomes"]
 
 
 class Outcomes:
-    """Ends one agent's calls."""
+    """Ends the calls that one agent has made: with the answer, or with an error if there is none."""
 
     def __init__(
         self,
@@ -193,7 +193,10 @@ class Outcomes:
             self._references.fail(result.fork, may_exist=may_exist)
 
     def unsent(self, result: Fork | None, outcome: Promise[Any], error: BaseException) -> None:
-        """End a call that a finaliser or signal handler made, and that the other thread could not send."""
+        """End a call that a finaliser or signal handler made, and that the other thread could not send.
+
+        Its future raises ``error``, and so does using the reference that it was to make.
+        """
         if result is not None:
             self.creation_failed(result, error, may_exist=False)
         outcome.try_settle(None, error)
@@ -236,11 +239,16 @@ class Outcomes:
         """
         call = self._pending.pop(id)
         if call is not None:
-            error = WorkerLost(f"{call.worker} did not acknowledge the call of {call.function} in any try")
+            error = WorkerLost(
+                f"{call.worker} did not acknowledge the call of {call.function} in any try: see whether it still runs"
+            )
             self._fail(call, error, may_exist=True)
 
     def unrepeated(self, call: Pending, error: BaseException) -> None:
-        """End a call that its callee refused for lack of definitions and that is not sent again with them."""
+        """End a call that its callee refused for lack of definitions and that is not sent again with them.
+
+        The callee is told, so that others need not wait there for the call's value.
+        """
         self._abandon(call.to, call.id)
         self._fail(call, error, may_exist=False)
 

@@ -116,7 +116,10 @@ def look(value: Any, owner: str) -> Peek:
 
 
 def _shortly(value: Any) -> str:
-    """Return the repr of a value, shortened to `_REPR_LENGTH` characters; if it raises an error, say so."""
+    """Return the repr of a value, shortened to `_REPR_LENGTH` characters; if it raises an error, say so.
+
+    It never raises.
+    """
     try:
         text = _short.repr(value) if isinstance(value, _LONG) else repr(value)
     except Exception as error:  # from the user's class

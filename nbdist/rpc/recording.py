@@ -22,43 +22,80 @@ Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Replied(Protocol):
-    """The methods of a recorder that `nbdist.rpc.outcomes` calls when an answer comes."""
+    """The methods of an autograd recorder that `nbdist.rpc.outcomes` calls when an answer comes.
+
+    A recorder notes which tensors that require grad go to or come from another worker, so that a backward pass can
+    follow.
+    """
 
     def enter(self, recording: Recording, sender: int) -> Any:
-        """Return the context of a message that has come; None if that context is over."""
+        """Return the context of a message that has come; None if that context is over.
+
+        ``recording`` is the note that the sender's recorder put into the message. After None, the tensors of the
+        message get no history here.
+        """
 
     def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:
-        """Return the function that joins the tensors of a message from ``sender`` to the graph here."""
+        """Return the function that joins the tensors of a message from ``sender`` to the graph here.
+
+        The decoder calls that function with the recorded tensors, and uses the tensors that it returns.
+        """
 
 
 class Served(Replied, Protocol):
-    """The methods of a recorder that `nbdist.rpc.executor` and `nbdist.rpc.answers` call for a call that has come."""
+    """The methods of an autograd recorder that `nbdist.rpc.executor` and `nbdist.rpc.answers` call to serve a call."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message."""
+        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
+
+        ``tensors`` are those that require grad; the list may be empty.
+        """
 
     def running(self, context: Any, recording: Recording) -> AbstractContextManager[None]:
-        """Return the context manager to enter around a function that was called in a context."""
+        """Return the context manager to enter around a function that was called in a context.
+
+        Inside of it, the calling thread is in the context, and in the caller's gradient mode.
+        """
 
 
 class Calling(Protocol):
-    """The methods of a recorder that `nbdist.rpc.sender` calls when a call is sent."""
+    """The methods of an autograd recorder that `nbdist.rpc.sender` calls when a call is sent."""
 
     def current(self) -> Any:
-        """Return the autograd context of the calling thread; None outside of any."""
+        """Return the autograd context of the calling thread; None outside of any.
+
+        Every call asks this before it is sent.
+        """
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message."""
+        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
+
+        ``tensors`` are those that require grad; the list may be empty. If the message is not sent, `withdraw` must
+        follow.
+        """
 
     def withdraw(self, recording: Recording) -> None:
-        """Forget a recording whose message was not sent."""
+        """Forget a recording whose message was not sent.
+
+        Nothing happens if its context is over.
+        """
 
     def warn(self, function: str, worker: str) -> None:
-        """Warn the user that tensors which require grad are sent outside of any context: no gradient will come back."""
+        """Warn the user that tensors which require grad are sent outside of any context: no gradient will come back.
+
+        The user is warned once for each line of code.
+        """
 
 
 class CallRecorder(Calling, Served, Protocol):
-    """All methods of an agent's recorder. Each part of the agent knows only one of the smaller protocols."""
+    """All methods of an autograd recorder: it notes which tensors go from worker to worker, for backward passes.
+
+    Each part of the agent knows only one of the smaller protocols.
+    """
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Run a backward pass in a context, from a tensor on this worker."""
+        """Run a backward pass in a context, from a tensor on this worker, for `RRef.backward`.
+
+        Returns when the pass has ended on all workers; the gradients are in the context then. Raises the error of the
+        pass, and UsageError if the context is over or unknown here.
+        """

@@ -99,7 +99,10 @@ class References:
         return value
 
     def expect(self, rref: GlobalId) -> None:
-        """Make a place for a value that a call is to make here."""
+        """Make a place for a value that a call is to make here.
+
+        Others may wait for the value from now on. A second call does nothing.
+        """
         with self._lock:
             self._value(rref)
 
@@ -117,7 +120,10 @@ class References:
         self.resume(going_on)
 
     def refuse(self, arrival: Arrival) -> None:
-        """Forget a call that lacks a definition, until its caller repeats it, gives it up or is lost."""
+        """Forget a call that lacks a definition, until its caller repeats it, gives it up or is lost.
+
+        Called when decoding the call has failed; its caller is asked for the definition.
+        """
         with self._lock:
             instructions = self._exchange.refused(arrival)
             caller_is_lost = self.forks.is_lost(arrival.sender)
@@ -139,7 +145,9 @@ class References:
         """Tell users of a value what it is going to be, or the error in its place; return that description.
 
         ``failure`` describes the error of the call that should have made the value. `fulfil` then gives out the value
-        itself. The two are separate, because the reply with the description must go out in between.
+        itself. The two are separate, because the reply with the description must go out in between. ``failure`` is
+        given only with an error, and is what other workers show of it: `failure` returns it to whoever uses the
+        reference. A second call replaces the description, but tells only users that have not been told.
         """
         state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
@@ -166,7 +174,10 @@ class References:
                 self.resume(going_on)
 
     def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
-        """Announce a value, or the error in its place, and give it to everyone that waits for it."""
+        """Announce a value, or the error in its place, and give it to everyone that waits for it.
+
+        For a value that exists at once, and for an error without a call.
+        """
         self.announce(rref, value, error)
         self.fulfil(rref, value, error)
 
@@ -208,7 +219,10 @@ class References:
     # -- references of this agent -------------------------------------------------------------
 
     def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
-        """Register the fork of a ``remote()`` call that is about to be sent."""
+        """Register the fork of a ``remote()`` call that is about to be sent.
+
+        `confirm` or `fail` must follow, once the outcome of the call is known.
+        """
         with self._lock:
             self.forks.begin(rref, fork, owner)
 
@@ -241,7 +255,10 @@ class References:
             return self.forks.hand_over(rref, fork, to, child)
 
     def take_back(self, handed: Sequence[Fork], to: int) -> None:
-        """Undo forks that were made for a message which was not sent."""
+        """Undo forks that were made for a message which was not sent.
+
+        A fork that was never made is skipped.
+        """
         with self._lock:
             instructions = [action for fork in handed for action in self.forks.take_back(fork, to)]
         self.perform(instructions)
@@ -271,23 +288,40 @@ class References:
     # -- messages from other agents -----------------------------------------------------------
 
     def on_fork_request(self, message: ForkRequest, sender: int, _: list[bytes]) -> None:
-        """Count a fork of another agent, and confirm it."""
+        """Count a fork of another agent, and confirm it.
+
+        If the value is gone, the answer says so.
+        """
         self._perform_locked(self.forks.on_fork_request, message, sender)
 
     def on_user_delete(self, message: UserDelete, sender: int, _: list[bytes]) -> None:
-        """Drop a fork that another agent has released."""
+        """Drop a fork that another agent has released.
+
+        The last fork takes the value along, if no object here refers to it. A delete of an unknown fork is remembered,
+        since it may have overtaken the call that creates the fork.
+        """
         self._perform_locked(self.forks.on_user_delete, message, sender)
 
     def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
-        """Note that the owner counts a fork which was made here for another agent."""
+        """Note that the owner counts a fork which was made here for another agent.
+
+        The fork here from which it was made need not wait for it any more.
+        """
         self._perform_locked(self.forks.on_child_accept, message)
 
     def on_fork_confirm(self, message: ForkConfirm, sender: int, _: list[bytes]) -> None:
-        """Mark a fork held here as counted by its owner, or as dead."""
+        """Mark a fork held here as counted by its owner, or as dead.
+
+        Calls that waited for this are run.
+        """
         self._confirmed(message)
 
     def _confirmed(self, message: ForkConfirm) -> None:
-        """Mark a fork as confirmed or dead, and run the calls that waited for it."""
+        """Mark a fork as confirmed or dead, and run the calls that waited for it.
+
+        The calls run in jobs, also if the fork is dead; in their functions, using the reference raises WorkerLost.
+        Nothing happens if the fork is not held here or was confirmed before.
+        """
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)
             going_on = self._exchange.confirmed(message.fork)
@@ -296,7 +330,10 @@ class References:
         self._tell(message.fork)
 
     def on_state(self, message: RRefState, sender: int, _: list[bytes]) -> None:
-        """Store the owner's description of a value that now exists."""
+        """Store the owner's description of a value that now exists.
+
+        The owner sends it to agents that got the reference before the value existed.
+        """
         with self._lock:
             self.forks.on_state(message)
         self._tell(message.rref)
@@ -311,7 +348,10 @@ class References:
         return self.holds.hold((rref, fork))
 
     def reap(self) -> None:
-        """Release the forks and values whose holds have ended. Ctrl-C is deferred meanwhile."""
+        """Release the forks and values whose holds have ended. Ctrl-C is deferred meanwhile.
+
+        If none has ended, nothing happens.
+        """
         with Deferral():  # else Ctrl-C in between would keep some of the values for ever
             self.release_ended()
 
@@ -324,7 +364,10 @@ class References:
             self._tell(fork if fork is not None else rref)
 
     def release_all(self) -> None:
-        """Release every fork held here, whatever objects still refer to it: the world ends."""
+        """Release every fork held here, whatever objects still refer to it: the world ends.
+
+        A fork that its owner has not confirmed yet is released as soon as it is confirmed.
+        """
         self.reap()
         with self._lock:
             instructions = [action for fork in self.forks.held() for action in self.forks.release(fork)]

@@ -52,7 +52,10 @@ class Meeting:
 
     @property
     def serves(self) -> bool:
-        """True if this member serves the store: rank 0 does, unless torchrun does."""
+        """True if this member serves the store: rank 0 does, unless torchrun does.
+
+        The other ranks connect to that store.
+        """
         return self.scheme == "tcp" and self.rank == 0 and not self.is_torchruns
 
     def is_off_host(self) -> bool:
@@ -156,7 +159,10 @@ def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
 
 
 def _require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Raise SecurityError if members on several hosts share no secret, or if this one is not reachable for others."""
+    """Raise SecurityError if members on several hosts share no secret, or if this one is not reachable for others.
+
+    Called before the store is opened.
+    """
     off_host = meeting.is_off_host() or (host is not None and not tcp_store.is_loopback(host))
     if off_host and not shared:
         raise SecurityError(

@@ -35,7 +35,7 @@ class Draft(NamedTuple):
 
 
 class Repeats:
-    """The calls of one agent that may have to be sent again."""
+    """Sends calls again, with the definitions that their callees lack."""
 
     def __init__(self, pending: PendingCalls, links: Links, outcomes: Outcomes) -> None:
         self._pending = pending
@@ -66,7 +66,10 @@ class Repeats:
         call.definitions = names_only
 
     def send(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Send a call again and put it back into the table; if that cannot be done, end the call with the error."""
+        """Send a call again and put it back into the table; if that cannot be done, end the call with the error.
+
+        Called when a callee has refused a call for lack of a definition; the call then goes out with the definitions.
+        """
         call.again = call.unsent = None
         try:
             self._pending.add(call)
@@ -79,6 +82,9 @@ class Repeats:
         self._links.note_call(call)
 
     def _give_up(self, call: Pending, error: NbdistError) -> None:
-        """End a call whose repeat could not be encoded."""
+        """End a call whose repeat could not be encoded.
+
+        The callee is told that the call will not come again.
+        """
         call.again = None
         self._outcomes.unrepeated(call, error)

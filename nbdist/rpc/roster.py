@@ -41,7 +41,10 @@ class Store(Protocol):
     """The method of a store that a roster calls: a `MeetingFile` has it, and so have torch's stores."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set ``key`` to ``desired`` if its value is ``expected``; return the value that the key has then."""
+        """Set ``key`` to ``desired`` if its value is ``expected``; return the value that the key has then.
+
+        If another process has changed the value meanwhile, nothing is set, and the other value is returned.
+        """
         ...
 
 
@@ -137,7 +140,7 @@ class Roster:
             if record.name in names:
                 raise NotUnique(
                     f"RPC worker name {record.name!r} is not unique: ranks {names[record.name]} and {record.id} "
-                    "have both taken it"
+                    "have both taken it. Give each rank its own name"
                 )
             names[record.name] = record.id
         return sorted(world, key=lambda record: record.id)
@@ -161,14 +164,17 @@ class Roster:
                 if record.name == me.name or record.id == me.id:
                     raise NotUnique(
                         f"RPC worker name or id is not unique: {record.name!r} (id {record.id}) is in the world, and "
-                        f"{me.name!r} (id {me.id}) wants to join it"
+                        f"{me.name!r} (id {me.id}) wants to join it. Choose another name"
                     )
             document.dynamic = [self._sealed(record) for record in [*present, me]]
             if self._write(text, document):
                 return present
 
     def leave(self, *leaving: Record) -> None:
-        """Remove members from the list. If the store cannot be reached any more, do nothing."""
+        """Remove members from the list. If the store cannot be reached any more, do nothing.
+
+        A member that is not in the list is ignored.
+        """
         gone = {record.incarnation for record in leaving}
         try:
             while True:
@@ -233,7 +239,10 @@ class Roster:
             ) from error
 
     def _write(self, before: str, document: _Document) -> bool:
-        """Write the list if its text is still ``before``; return whether it was written. A full disk raises OSError."""
+        """Write the list if its text is still ``before``; return whether it was written. A full disk raises OSError.
+
+        After False, the caller reads the list again and tries once more.
+        """
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode() if document != _Document() else ""
         try:
             return self._store.compare_set(_KEY, before, text).decode() == text

@@ -46,19 +46,36 @@ class Calls(Protocol):
     """The methods of the agent's `nbdist.rpc.caller.Caller` that a reference calls."""
 
     def sync(self, to: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: None, timeout: float) -> Any:
-        """Call a function and wait for its result."""
+        """Call a function and wait for its result.
+
+        Raises the function's error, RpcTimeout after ``timeout`` seconds (negative for the default, 0 for no limit),
+        and WorkerLost.
+        """
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
-        """Return a copy of a value; on its owner, return the value itself."""
+        """Return a copy of a value; on its owner, return the value itself.
+
+        Waits until the value exists. The errors are those of `RRef.to_here`, which calls this.
+        """
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a value and wait for its result."""
+        """Call a method of a value and wait for its result.
+
+        Called through the proxy of `RRef.rpc_sync`. Raises the method's error, RpcTimeout or WorkerLost.
+        """
 
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a value, and return a Future of its result."""
+        """Call a method of a value, and return a Future of its result.
+
+        Called through the proxy of `RRef.rpc_async`. Does not wait; ``wait`` of the future raises the method's error.
+        """
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a value, and return an RRef to its result."""
+        """Call a method of a value, and return an RRef to its result.
+
+        Called through the proxy of `RRef.remote`. Does not wait; `RRef.to_here` of the result raises the method's
+        error.
+        """
 
 
 class Home(NamedTuple):
@@ -74,7 +91,10 @@ _find_home: Callable[[], Home]
 
 
 def set_home_finder(finder: Callable[[], Home]) -> None:
-    """Set the function that returns the `Home` of a new ``RRef(value)``."""
+    """Set the function that returns the `Home` of a new ``RRef(value)``.
+
+    `nbdist.rpc.api` calls this when it is imported. A second call replaces the function.
+    """
     global _find_home
     _find_home = finder
 
@@ -197,13 +217,19 @@ class RRef(Generic[T]):
         return self._home.references.when_changed(ids, then)
 
     def forks_out(self) -> int | None:
-        """Return how many forks of the value other workers hold; None if another worker owns the value."""
+        """Return how many forks of the value other workers hold; None if another worker owns the value.
+
+        For displays; sends no message.
+        """
         return self._home.references.forks.forks_of(self._id) if self._fork is None else None
 
     # -- known without a message --------------------------------------------------------------
 
     def is_owner(self) -> bool:
-        """Return whether this worker owns the value."""
+        """Return whether this worker owns the value.
+
+        Sends no message, and works after `release`, too.
+        """
         return self._fork is None
 
     def owner(self) -> WorkerInfo:

@@ -77,7 +77,10 @@ class Sharing:
     # -- meeting another agent ----------------------------------------------------------------
 
     def can_read(self, owner: Record) -> bool:
-        """Return whether this agent can read the arena of another; tested once for each agent."""
+        """Return whether this agent can read the arena of another; tested once for each agent.
+
+        False for an agent on another host.
+        """
         known = self._readable.get(owner.incarnation)
         if known is None:
             known = self._reads and owner.host == self._me.host and self._leases.can_read(owner)
@@ -89,21 +92,30 @@ class Sharing:
         self.on_met(self._me.incarnation, self.can_read(self._me))
 
     def on_met(self, other: int, reads: bool) -> None:
-        """Note whether another agent, which has just said so, can read this one's arena."""
+        """Note whether another agent, which has just said so, can read this one's arena.
+
+        If it can, large tensors for it go into shared memory from now on. A second call changes nothing.
+        """
         if reads and self._arena is not None and other not in self.spaces:
             self.spaces[other] = ArenaSpace(self._arena, other)
 
     # -- sending ------------------------------------------------------------------------------
 
     def undelivered(self, receiver: int, message: Message) -> None:
-        """Retire the blocks of a message that is given up but may have arrived: they are never used again."""
+        """Retire the blocks of a message that is given up but may have arrived: they are never used again.
+
+        Called once for each such message; a message without shared memory is ignored.
+        """
         if isinstance(message, Carrier) and message.payload.places and self._arena is not None:
             self._arena.lose(receiver, [(place.segment, place.offset) for place in message.payload.places])
 
     # -- receiving ----------------------------------------------------------------------------
 
     def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer] | None:
-        """Return the memory that a message came with; None if its sender has died, and the memory with it."""
+        """Return the memory that a message came with; None if its sender has died, and the memory with it.
+
+        A block that cannot be mapped for another reason is an `Unreadable`; decoding it raises DecodeError.
+        """
         memory = self._leases.begin(owner, places, time.monotonic())
         if not all(memory) and not is_alive(owner.pid, owner.started):
             return None
@@ -143,7 +155,10 @@ class Sharing:
             return blocks
 
     def owe(self, to: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Put back the blocks that a message was to bring back and that certainly has not gone out."""
+        """Put back the blocks that a message was to bring back and that certainly has not gone out.
+
+        They go back with a later message.
+        """
         with self._lock:
             self.owing.setdefault(to, _Owed(time.monotonic())).blocks += blocks
 
@@ -160,7 +175,10 @@ class Sharing:
                     owed.due = now
 
     def _due(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
-        """Return the messages that give back blocks which have waited too long, and when the next ones are due."""
+        """Return the messages that give back blocks which have waited too long, and when the next ones are due.
+
+        The caller sends them.
+        """
         due: list[tuple[int, GiveBack]] = []
         later = math.inf
         with self._lock:
@@ -173,7 +191,10 @@ class Sharing:
         return due, later
 
     def on_back(self, sender: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Free blocks that another agent has given back."""
+        """Free blocks that another agent has given back.
+
+        The blocks come in the envelope of another message. Blocks that were not lent to ``sender`` are ignored.
+        """
         if self._arena is not None:
             self._arena.give_back(sender, blocks)
 
@@ -198,7 +219,10 @@ class Sharing:
             self._arena.forget(record.incarnation, is_dead=not is_alive(record.pid, record.started))
 
     def close(self) -> None:
-        """Release all memory except what tensors still refer to."""
+        """Release all memory except what tensors still refer to.
+
+        Tensors that were made of shared memory stay usable.
+        """
         self.trim_at = math.inf
         self.spaces.clear()
         self._leases.close()

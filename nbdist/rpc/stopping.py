@@ -118,14 +118,21 @@ class Stopping:
             self._threads[key] = threading.get_ident()
 
     def end(self, key: _Key) -> None:
-        """No longer allow a call to be stopped, and take back a KeyboardInterrupt that has not been raised yet."""
+        """No longer allow a call to be stopped, and take back a KeyboardInterrupt that has not been raised yet.
+
+        Called in the thread that ran the call, before it may run another one.
+        """
         with self._lock:
             self._threads.pop(key, None)
             if self._stopped and self._stopped.pop(key, 0) is None:
                 _raise_in(threading.get_ident(), None)  # else the error could hit the next call in this thread
 
     def on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
-        """Stop a call whose caller has given up on it, or prevent its start. The reading thread calls this."""
+        """Stop a call whose caller has given up on it, or prevent its start. The reading thread calls this.
+
+        If it waits for calls of its own, these are stopped and its waits end; else KeyboardInterrupt is raised in its
+        thread.
+        """
         key = sender, message.id
         with self._lock:
             self._stopped[key] = None  # it may not have begun
@@ -197,7 +204,10 @@ class Stopping:
             return True
 
     def where(self, caller: int, id: int) -> str:
-        """Return where a running call is, in a few words; "" if it does not run."""
+        """Return where a running call is, in a few words; "" if it does not run.
+
+        A caller asks for it when a call has not stopped after Ctrl-C.
+        """
         thread = self._threads.get((caller, id))
         frame = sys._current_frames().get(thread) if thread is not None else None
         if frame is None:
@@ -210,7 +220,10 @@ class Stopping:
     # -- the caller's side --------------------------------------------------------------------
 
     def stop(self, calls: Sequence[Pending]) -> None:
-        """Tell the callees of these calls to stop them. A callee that is gone is skipped."""
+        """Tell the callees of these calls to stop them. A callee that is gone is skipped.
+
+        Does not wait until they have stopped.
+        """
         for call in calls:
             with contextlib.suppress(NbdistError):
                 self._links.post(call.to, Stop(call.id))
@@ -238,7 +251,10 @@ class Stopping:
                 )
 
     def _ask_where(self, call: Pending) -> str:
-        """Ask a callee where a call is; return the answer as the end of a sentence."""
+        """Ask a callee where a call is; return the answer as the end of a sentence.
+
+        The text is empty if the call does not run any more.
+        """
         try:
             found = self._call(call.worker, _where, (self._me, call.id), None, _ASK_TIMEOUT)
         except NbdistError:

@@ -94,7 +94,10 @@ def _client(host: str, port: int, timeout: float) -> Any:
 
 
 def end_server() -> None:
-    """Close the server that `open_store` started, as soon as nothing else in this process uses its store."""
+    """Close the server that `open_store` started, as soon as nothing else in this process uses its store.
+
+    If this process serves none, nothing happens.
+    """
     global _served
     _served = None
 

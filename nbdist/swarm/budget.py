@@ -73,7 +73,10 @@ class Budget:
         return ticket
 
     def of(self, owner: Hashable) -> int:
-        """Return the bytes that are granted to an owner."""
+        """Return the bytes that are granted to an owner.
+
+        Tickets that wait do not count.
+        """
         return sum(ticket.nbytes for ticket in self._granted.get(owner, ()))
 
     @property
@@ -82,7 +85,10 @@ class Budget:
         return sorted(self._waiting, key=lambda ticket: ticket.owner not in self._granted)
 
     def release(self, owner: Hashable) -> list[Ticket]:
-        """Take back all bytes and end all tickets of an owner; return the tickets that are granted because of that."""
+        """Take back all bytes and end all tickets of an owner; return the tickets that are granted because of that.
+
+        An owner without tickets is ignored.
+        """
         for ticket in self._granted.pop(owner, []):
             self.used -= ticket.nbytes
             ticket.state = "over"
@@ -92,7 +98,10 @@ class Budget:
         return self._grant()
 
     def cancel(self, ticket: Ticket) -> list[Ticket]:
-        """End one ticket and take back its bytes; return the tickets that are granted because of that."""
+        """End one ticket and take back its bytes; return the tickets that are granted because of that.
+
+        For a ticket that is over, nothing changes.
+        """
         if ticket.state == "waiting":
             self._waiting.remove(ticket)
         elif ticket.state == "granted":
@@ -104,7 +113,10 @@ class Budget:
         return self._grant()
 
     def expire(self, now: float) -> list[Ticket]:
-        """End the waiting tickets whose deadline has come; return them and those that are granted because of that."""
+        """End the waiting tickets whose deadline has come; return them and those that are granted because of that.
+
+        ``now`` is in the same clock as the deadlines.
+        """
         expired = [ticket for ticket in self._waiting if ticket.deadline <= now]
         for ticket in expired:
             self._waiting.remove(ticket)

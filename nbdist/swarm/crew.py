@@ -154,7 +154,10 @@ class Crew:
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
 
     def kill(self, member: Member) -> None:
-        """Kill the process of a member's worker with SIGKILL; a worker on another host does it itself."""
+        """Kill the process of a member's worker with SIGKILL; a worker on another host does it itself.
+
+        Does not wait for its end. Raises UsageError if the member is gone already, or is this process.
+        """
         record = self._agent.member(member.incarnation)
         if record is None:
             raise UsageError(f"{member.name} is gone already")
@@ -168,7 +171,10 @@ class Crew:
             api.rpc_async(member.name, _die)
 
     def _ban(self, member: Member, why: str = "") -> None:
-        """Do not call a server for a while; ``why`` completes its name in the log, by default "did not answer ..."."""
+        """Do not call a server for a while; ``why`` completes its name in the log, by default "did not answer ...".
+
+        Does nothing for a server that is banned already, or that still joins.
+        """
         with self._changed:
             if member.state == "joining" or member.is_banned(time.monotonic()):
                 return  # a joining server serves nobody yet; a banned one has failed another call at the same time
@@ -316,7 +322,10 @@ class Crew:
         return self.closed or self._agent.closed
 
     def check_open(self) -> None:
-        """Raise UsageError if the swarm is closed."""
+        """Raise UsageError if the swarm is closed.
+
+        Methods that need servers call this first.
+        """
         if self.closed:
             raise UsageError("this swarm is closed: call nbdist.swarm.serve again")
 
@@ -355,7 +364,10 @@ class Crew:
         return {member.name: member for member in self.members if member.serves(now)}
 
     def _may_come(self, since: float) -> bool:
-        """Wait a moment for a worker to join; return False if the time for that, counted from ``since``, is over."""
+        """Wait a moment for a worker to join; return False if the time for that, counted from ``since``, is over.
+
+        A thread that finds no route calls this before it tries again.
+        """
         with self._changed:
             joining = any(member.state == "joining" for member in self._members.values())
             if not joining and time.monotonic() - since >= self._route_timeout:
@@ -365,7 +377,10 @@ class Crew:
         return True
 
     def _mended(self, begin: int, end: int) -> bool:
-        """Let servers load the blocks that nobody serves; return False if one failed and this has to be done again."""
+        """Let servers load the blocks that nobody serves; return False if one failed and this has to be done again.
+
+        A server that fails is banned or lost afterwards, so the next try takes others. Raises `NoRoute`.
+        """
         try:
             self._mend(begin, end)
         except Gone:
@@ -495,7 +510,10 @@ class Crew:
         return self.answer(member, asked)
 
     def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a server and wait for its result: `send`, then `answer`."""
+        """Call a method of a server and wait for its result: `send`, then `answer`.
+
+        The errors are those of `answer`: `Gone` if the server is lost or does not answer, or the method's own.
+        """
         return self.answer(member, self.send(member, method, *args, **kwargs))
 
     def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
@@ -511,7 +529,10 @@ class Crew:
         return reply.result
 
     def abandon(self, session: str, members: Sequence[Member] | None = None, begin: int | None = None) -> None:
-        """Tell all servers, or ``members``, to drop a session, or its span at ``begin``; does not wait."""
+        """Tell all servers, or ``members``, to drop a session, or its span at ``begin``; does not wait.
+
+        Servers that do not have it ignore the call.
+        """
         with self.working():
             for member in self.there if members is None else members:
                 if member.there:

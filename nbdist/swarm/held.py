@@ -133,7 +133,10 @@ class ServerSession:
         return None
 
     def _given_for(self, asked: StepCall) -> torch.Tensor | None:
-        """Return the whole input of a step; None if a part of it has not arrived."""
+        """Return the whole input of a step; None if a part of it has not arrived.
+
+        Inputs arrive in pieces, with the number of their step, from the client or the server before.
+        """
         found: list[torch.Tensor] = []
         at, given = 0, self.given.get(asked.number, {})
         while at < asked.tokens:
@@ -144,7 +147,10 @@ class ServerSession:
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def taken_to(self, number: int, result: torch.Tensor) -> None:
-        """Note that step ``number`` was computed, with its output; drop the inputs up to it."""
+        """Note that step ``number`` was computed, with its output; drop the inputs up to it.
+
+        The output stays, in case the same step is asked for again.
+        """
         with self.changed:
             self.last = result
             self.taken = max(self.taken, number)
@@ -152,7 +158,10 @@ class ServerSession:
                 del self.given[known]
 
     def end(self, why: str) -> None:
-        """End the session for the reason ``why``: all waiting calls, and all later ones, fail with `NoSession`."""
+        """End the session for the reason ``why``: all waiting calls, and all later ones, fail with `NoSession`.
+
+        A second call keeps the first reason.
+        """
         with self.changed:
             self.ended = self.ended or why
             asked, self.asked = self.asked, []
@@ -161,7 +170,10 @@ class ServerSession:
             each.settle(None, NoSession(self.ended))
 
     def expire(self, now: float) -> None:
-        """Fail the calls whose input has not arrived by their deadline with TimeoutError."""
+        """Fail the calls whose input has not arrived by their deadline with TimeoutError.
+
+        The server's computing thread calls this from time to time.
+        """
         with self.changed:
             late = [each for each in self.asked if each.deadline <= now]
             self.asked = [each for each in self.asked if each not in late]

@@ -48,7 +48,10 @@ class Journal:
         return [text for _, text in list(self._lines)]
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback()`` on every change, in the thread that made it; return a function that stops that."""
+        """Call ``callback()`` on every change, in the thread that made it; return a function that stops that.
+
+        ``callback`` must be quick; its errors are logged.
+        """
         self._listeners.append(callback)
 
         def forget() -> None:
@@ -66,7 +69,10 @@ class Journal:
                 _log.exception("a listener of a swarm, such as its map, failed")
 
     def tell(self, text: str) -> None:
-        """Append a line to the log, and call all listeners."""
+        """Append a line to the log, and call all listeners.
+
+        Any thread may call this.
+        """
         self._lines.append((time.time(), text))
         self.news()
 

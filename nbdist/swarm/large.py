@@ -32,7 +32,10 @@ class Left(NamedTuple):
 
 
 def leave(value: Any) -> Any:
-    """Return what to send for a value: a `Left` for a large tensor, else the value; for a tuple, one by one."""
+    """Return what to send for a value: a `Left` for a large tensor, else the value; for a tuple, one by one.
+
+    A server fetches the values of a `Left` in pieces; the tensor is kept as long as the `Left` lives.
+    """
     if type(value) is tuple:
         return tuple(map(leave, value))
     if not isinstance(value, torch.Tensor):
@@ -76,7 +79,10 @@ def _enter(place: torch.Tensor, piece: Future[torch.Tensor]) -> None:
 
 
 def pieces(hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Split hidden states by tokens into parts that are small enough for one message; return (first token, part)s."""
+    """Split hidden states by tokens into parts that are small enough for one message; return (first token, part)s.
+
+    Each part goes in a message of its own; a small tensor is one part, with first token 0.
+    """
     count = hidden.shape[1]
     # Tokens in one piece. A piece has all sequences of the batch, so one token may exceed the limit: it goes alone.
     size = max(1, _PIECE_BYTES * count // max(1, hidden.nbytes))

@@ -65,14 +65,20 @@ class Member:
         return self.state in ("online", "draining")
 
     def rest(self, state: State, note: str = "") -> None:
-        """Mark the server as "gone" or "offline": it has no blocks and no caches."""
+        """Mark the server as "gone" or "offline": it has no blocks and no caches.
+
+        The caller has noted that the server is dead or has been dismissed; ``note`` is the reason, for displays.
+        """
         self.state, self.note = state, note
         self.blocks = []
         self.cache = self.sessions = 0
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Count one more call in `load` while the block runs."""
+        """Count one more call in `load` while the block runs.
+
+        `load` is part of the `offer`, so that busy servers get less new work.
+        """
         with self._counting:
             self.load += 1
         try:
@@ -106,7 +112,10 @@ class Member:
         return for_
 
     def is_banned(self, now: float) -> bool:
-        """Return whether the server is not to be called now."""
+        """Return whether the server is not to be called now.
+
+        A server is banned for a while after it did not answer or failed.
+        """
         return now < self.banned_until
 
     def serves(self, now: float) -> bool:
@@ -114,7 +123,10 @@ class Member:
         return self.state == "online" and not self.is_banned(now)
 
     def has(self, span: Span, now: float) -> bool:
-        """Return whether the server may be called for all blocks of a span."""
+        """Return whether the server may be called for all blocks of a span.
+
+        False for a banned server, too: then the session takes another one.
+        """
         blocks = self.blocks
         return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
 

@@ -64,7 +64,10 @@ class _Piece:
 
 
 def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
-    """Merge all steps of a span into one; raise `Unmergeable` if that is not possible."""
+    """Merge all steps of a span into one; raise `Unmergeable` if that is not possible.
+
+    The cache can then be rebuilt in one step.
+    """
     pieces: list[_Piece] = []
     batch = 0
     for step, result in zip(history.steps, history.results, strict=True):
@@ -110,7 +113,10 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
 
 
 def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: StackLayout) -> int:
-    """Apply an operation on the cache to the steps before it; return the number of sequences afterwards."""
+    """Apply an operation on the cache to the steps before it; return the number of sequences afterwards.
+
+    ``batch`` is the number before it. Raises `Unmergeable` for an operation that is not known.
+    """
     name, args = operation
     if name == "crop":
         left = (pieces[-1].end if pieces else 0) + args[0]  # args[0] is the change in length, negative
@@ -181,7 +187,10 @@ class _Spot(NamedTuple):
 
 
 def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Merge the calls of one block in all steps; return its (args, kwargs) in the merged step."""
+    """Merge the calls of one block in all steps; return its (args, kwargs) in the merged step.
+
+    Raises `Unmergeable` if they do not fit together.
+    """
     (args, kwargs), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != kwargs.keys() for other in others):
         raise Unmergeable("a layer has different arguments in different steps")
@@ -192,7 +201,10 @@ def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tup
 
 
 def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
-    """Merge the values that one argument has in all steps."""
+    """Merge the values that one argument has in all steps.
+
+    Raises `Unmergeable` if they do not fit together.
+    """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
         if tensors[0].dim() == 4:
@@ -227,7 +239,10 @@ def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> t
 
 
 def _joined(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -> torch.Tensor:
-    """Concatenate what is left of each step's tensor along its dimension of tokens."""
+    """Concatenate what is left of each step's tensor along its dimension of tokens.
+
+    Tokens that later operations have cropped are left out.
+    """
     kept = [tensor.narrow(dim, 0, spot.size) for tensor, spot in zip(tensors, spots, strict=True)]
     most = max(tensor.shape[0] for tensor in kept)
     if dim and any(tensor.shape[0] != most for tensor in kept):  # some have one row for all sequences

@@ -110,7 +110,10 @@ class Passage:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Notes]:
-        """Within the block, calls of the model on this thread only note how layers are called; yields the notes."""
+        """Within the block, calls of the model on this thread only note how layers are called; yields the notes.
+
+        This thread calls no server meanwhile.
+        """
         self.notes.only = True
         try:
             yield self.notes

@@ -40,7 +40,10 @@ class Address(NamedTuple):
 
 
 def register(key: str, server: Server) -> None:
-    """Let other servers find a server of this process by its key; the registry holds it weakly."""
+    """Let other servers find a server of this process by its key; the registry holds it weakly.
+
+    A second call with the same key replaces the server.
+    """
     _servers[key] = server
 
 
@@ -53,10 +56,15 @@ def call(to: Address, timeout: float, method: str, *args: Any) -> Any:
 
 
 def _here(key: str, method: str, *args: Any) -> Any:
-    """Call a method of the server with this key: runs on the worker that was called."""
+    """Call a method of the server with this key: runs on the worker that was called.
+
+    Raises NobodyThere if it is gone, and the errors of the method.
+    """
     found = _servers.get(key)
     if found is None:
-        raise NobodyThere("the server that was called is not on this worker any more")
+        raise NobodyThere(
+            "the server that was called is not on this worker any more: its swarm was closed, or the worker restarted"
+        )
     return getattr(found, method)(*args)
 
 

@@ -76,7 +76,10 @@ class Pools:
         self._waiting.append(request)
 
     def withdraw(self, request: QueuedRequest) -> bool:
-        """Remove a request that is not wanted any more; return False if it has been taken out already."""
+        """Remove a request that is not wanted any more; return False if it has been taken out already.
+
+        Called when the thread that waits for it gives up; after False, its result comes and is dropped.
+        """
         if request not in self._waiting:
             return False
         self._waiting.remove(request)

@@ -69,7 +69,7 @@ class Room:
             raise CacheFull(
                 f"{ticket.nbytes} bytes for the caches of session {key[0]} did not become free in time: "
                 f"{self.used} of {self._budget.limit} are in use. Wait until other sessions end, "
-                "or call serve with more cache_bytes or a longer cache_timeout."
+                "or call serve with more cache_bytes. A longer cache_timeout helps only when sessions start."
             )
         if session.ended:
             raise NoSession(session.ended)
@@ -90,13 +90,19 @@ class Room:
             self._changed.notify_all()
 
     def release(self, key: Key) -> None:
-        """Free the memory of a session's span; threads that wait for memory for it are woken."""
+        """Free the memory of a session's span; threads that wait for memory for it are woken.
+
+        If nothing is reserved for it, nothing happens.
+        """
         with self._changed:
             self._budget.release(key)
             self._changed.notify_all()
 
     def expire(self, now: float) -> None:
-        """Expire the tickets whose deadline has come, and wake their threads."""
+        """Expire the tickets whose deadline has come, and wake their threads.
+
+        Those threads raise CacheFull.
+        """
         with self._changed:
             if self._budget.expire(now):
                 self._changed.notify_all()

@@ -53,7 +53,10 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def _packed(sizes: Sequence[int], most: int, parts: int) -> list[tuple[int, int]]:
-    """Fill parts up to the size ``most`` from the left, leaving at least one block for each further part."""
+    """Fill parts up to the size ``most`` from the left, leaving at least one block for each further part.
+
+    Returns the range of blocks (begin, end) of each part; the last part may be larger.
+    """
     found: list[tuple[int, int]] = []
     begin, size = 0, 0
     for number, each in enumerate(sizes):
@@ -107,7 +110,10 @@ def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
 
 
 def _first_missing(held: Mapping[str, set[int]], begin: int, end: int) -> int:
-    """Return the first block of the range that no server has."""
+    """Return the first block of the range that no server has.
+
+    Call it only if a block is missing.
+    """
     known = set[int]().union(*held.values())
     return next(block for block in range(begin, end) if block not in known)
 
@@ -185,7 +191,7 @@ def assign(
     if not missing:
         return []
     if not blocks:
-        raise NoRoute(f"no server is left to take block {missing[0]}")
+        raise NoRoute(f"no server is left to take block {missing[0]}: let another worker join")
     size = sizes if sizes is not None else [1] * end
     has = {server: sum(size[number] for number in numbers) for server, numbers in blocks.items()}
     found: list[Span] = []
@@ -212,7 +218,10 @@ def named(numbers: Sequence[int]) -> str:
 
 
 def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:
-    """Place a run of blocks on one server if it fits, else in parts as large as possible; updates ``has``."""
+    """Place a run of blocks on one server if it fits, else in parts as large as possible; updates ``has``.
+
+    Raises `NoRoute` if no server has room for the first block that is left.
+    """
     found: list[Span] = []
     while run:
         free = {
@@ -222,7 +231,10 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
         fits = {name: _fitting(run, size, left) for name, left in free.items()}
         most = max(fits.values())
         if not most:
-            raise NoRoute(f"no server that is left has room for block {run[0]}")
+            raise NoRoute(
+                f"no server that is left has room for the weights of block {run[0]}: let another worker join, or call "
+                "serve with more room"
+            )
         name = min((name for name in fits if fits[name] == most), key=lambda name: has[name])
         taken, run = run[:most], run[most:]
         has[name] += sum(size[number] for number in taken)
@@ -231,7 +243,10 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
 
 
 def _fitting(run: Sequence[int], size: Sequence[int], left: int | None) -> int:
-    """Return how many blocks from the beginning of a run fit into ``left`` bytes, None for no limit."""
+    """Return how many blocks from the beginning of a run fit into ``left`` bytes, None for no limit.
+
+    The blocks are consecutive, so the first one that does not fit ends the count.
+    """
     count = 0
     for number in run:
         if left is not None:

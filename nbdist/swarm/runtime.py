@@ -91,7 +91,10 @@ class Runtime:
         return len(self._pools)
 
     def keep(self) -> None:
-        """Start the thread if there is none, and do not let it end before the next call of ``look``."""
+        """Start the thread if there is none, and do not let it end before the next call of ``look``.
+
+        Called when there is something new for ``look`` to watch, such as a session that may expire.
+        """
         with self._changed:
             self._kept = True
             if self._thread is None:
@@ -131,7 +134,10 @@ class Runtime:
                             return
 
     def _is_needed(self) -> bool:
-        """Call ``look``; return whether the thread is still needed, which it is after an error."""
+        """Call ``look``; return whether the thread is still needed, which it is after an error.
+
+        ``look`` is the server's function that ends what has expired; its errors are logged.
+        """
         try:
             return self._look()
         except Exception:  # an error must not end the thread: nothing would be computed any more

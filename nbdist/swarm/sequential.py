@@ -119,7 +119,10 @@ class RemoteSequential(nn.Module):
         return found
 
     def _calls(self, hidden: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> list[Any]:
-        """Return how the model would call each of these blocks; calls no server, and leaves ``cache`` as it is."""
+        """Return how the model would call each of these blocks; calls no server, and leaves ``cache`` as it is.
+
+        It runs the model while its layers only note their arguments (`Passage.noting`).
+        """
         with self._passage.noting() as notes, torch.no_grad():
             self._passage.model(
                 inputs_embeds=torch.zeros_like(hidden),

@@ -125,7 +125,10 @@ class Server:
     # -- blocks -------------------------------------------------------------------------------
 
     def load(self, begin: int, end: int) -> list[int]:
-        """Load the blocks from ``begin`` to before ``end`` that are not here yet; return the numbers of all blocks."""
+        """Load the blocks from ``begin`` to before ``end`` that are not here yet; return the numbers of all blocks.
+
+        An error of loading goes to the caller; the blocks that were loaded before it stay.
+        """
         with self._loading:
             missing = [number for number in range(begin, end) if number not in self._blocks]
             if missing and self._skeleton is None:
@@ -139,7 +142,10 @@ class Server:
             return sorted(self._blocks)
 
     def unload(self, keep: Sequence[int]) -> list[int]:
-        """Drop all blocks but those in ``keep``; return the numbers of all blocks that are left."""
+        """Drop all blocks but those in ``keep``; return the numbers of all blocks that are left.
+
+        Waits until the computing thread is between two requests. Numbers without a block are ignored.
+        """
 
         def work() -> list[int]:  # on the computing thread, which otherwise might be inside one of these blocks
             with self._loading:
@@ -202,7 +208,10 @@ class Server:
         self._runtime.keep()
 
     def link(self, id: str, begin: int, to: Address, at: int) -> None:
-        """Push the output of a session's span to another server from now on, to its span that begins with ``at``."""
+        """Push the output of a session's span to another server from now on, to its span that begins with ``at``.
+
+        Raises NoSession if the session is not here. A second call replaces the first.
+        """
         self._find(id, begin).next = to, at
 
     def close(self, id: str, begin: int | None = None) -> None:
@@ -216,7 +225,10 @@ class Server:
                 self._end(key, session, "its client has closed it")
 
     def _end(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
-        """End a session that was taken out of the table, and free its memory."""
+        """End a session that was taken out of the table, and free its memory.
+
+        Calls that wait fail with `NoSession`, which gives ``why``.
+        """
         session.end(f"session {key[0]} is over: {why}")
         self._room.release(key)
 
@@ -258,7 +270,7 @@ class Server:
 
         The hidden states of the ``tokens`` new tokens are in ``step``, or are pushed before or after this call; no
         thread waits for them. The last step may be asked for again, and has the same answer; an earlier one is an
-        error. Numbers go up, but a step that is replayed has the number `AGAIN`.
+        error. Numbers go up, but a step that is replayed has the number `REPLAYED`.
 
         Args:
             id: the session.
@@ -458,7 +470,10 @@ class Server:
         try:
             hidden, prompts, gradient = fetch(given, patience)
         except (WorkerLost, RpcTimeout, RRefError) as error:  # the client's fault, not this server's
-            raise TimeoutError(f"the input has not arrived from the client: {error}") from None
+            raise TimeoutError(
+                f"the input has not arrived from the client: {error}. The client is too slow or gone, and this server "
+                "goes on; send the request again"
+            ) from None
         item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)
 
         def work(item: stacking.StackInput) -> tuple[Any, float]:
@@ -486,7 +501,10 @@ class Server:
             return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
-        """Call a block and return whether its result is a tuple with the hidden states in it: models differ in that."""
+        """Call a block and return whether its result is a tuple with the hidden states in it: models differ in that.
+
+        Raises NotHere if the block is not on this server.
+        """
 
         def work() -> bool:
             args, kwargs = told
@@ -557,7 +575,10 @@ class Server:
         return bool(self._sessions)
 
     def on_lost(self, client: int) -> None:
-        """Drop the sessions of a client that is lost."""
+        """Drop the sessions of a client that is lost.
+
+        ``client`` is the incarnation of the client's agent. Calls that wait fail with NoSession.
+        """
         for key, session in list(self._sessions.items()):
             if session.client == client:
                 self._sessions.pop(key, None)

@@ -129,11 +129,17 @@ class Session:
         return self._parts[0].history.tokens if self._parts else 0
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Remember an operation on the client's cache; the servers do it to their caches before the next step."""
+        """Remember an operation on the client's cache; the servers do it to their caches before the next step.
+
+        Without another step, nothing happens to the servers' caches.
+        """
         self._before.append(Operation(name, args))
 
     def refuse(self, why: str) -> None:
-        """Fail all further steps with UsageError and this message; the first message stays."""
+        """Fail all further steps with UsageError and this message; the first message stays.
+
+        The servers are not told.
+        """
         self._refusal = self._refusal or why
 
     def check_usable(self) -> None:
@@ -237,7 +243,7 @@ class Session:
         return hidden
 
     def _own(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
-        """Return the part of a step that concerns the blocks of one span, with ``hidden`` as its input."""
+        """Return the part of a step that concerns the blocks of one span; ``hidden`` is the input of that span."""
         span = slice(part.span.begin - self._begin, part.span.end - self._begin)
         return Step(step.before, hidden, step.calls[span], step.prompts[span] if step.prompts is not None else None)
 
@@ -279,7 +285,10 @@ class Session:
         return own._replace(hidden=own.hidden.new_empty(0))
 
     def _bring(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
-        """Push a step's input to a server from the client, in pieces; does not wait."""
+        """Push a step's input to a server from the client, in pieces; does not wait.
+
+        ``number`` is the number of the step. Sending a piece twice is harmless.
+        """
         for at, piece in pieces(hidden):
             self._crew.send(part.member, "push", self.id, part.span.begin, number, at, piece)
 
@@ -305,7 +314,10 @@ class Session:
     # -- ways ---------------------------------------------------------------------------------
 
     def _opened(self, begin: int, end: int) -> list[_Part]:
-        """Find a route through these blocks and open the session on all of its servers; try again if one is lost."""
+        """Find a route through these blocks and open the session on all of its servers; try again if one is lost.
+
+        Raises `NoRoute` after 16 attempts, or if a block has no server.
+        """
         for _ in range(_MAX_LOST_SERVERS):
             way = self._crew.way(begin, end)
             parts = [_Part(span, member, self._history()) for span, member in way]
@@ -350,7 +362,10 @@ class Session:
         return History(adapter.forgets(self._empty))
 
     def _link(self) -> None:
-        """Tell each server to which server and span it has to push its output, where it does not know yet."""
+        """Tell each server to which server and span it has to push its output, where it does not know yet.
+
+        A server that is lost is skipped: the step notices it.
+        """
         asked = []
         for part, then in itertools.pairwise(self._parts):
             if part.linked is not then:
@@ -369,10 +384,12 @@ class Session:
                 part.linked = then
 
     def _replace(self, at: int) -> None:
-        """Give the span ``at`` to other servers, with caches as its server had them.
+        """Give span number ``at`` of the route to other servers, or open it again on its own, with caches as they were.
 
-        Its server is gone, is banned, leaves the swarm, has given blocks away, or has lost the session. Raises
-        `NoRoute` if other servers fail in each of 16 attempts.
+        Called when its server is gone, is banned, leaves the swarm, has given blocks away, has lost the session (then
+        it may get the span back), or has not got its input in time.
+        Raises `NoRoute` if other servers fail in each of 16 attempts, or if none can take the span; the route is as
+        before then.
         """
         self.state = "recovering"
         self._journal.news()
@@ -426,7 +443,10 @@ class Session:
         return [_Part(span, member, part.history, used=True)]
 
     def _caught_up(self, gone: _Part) -> list[_Part]:
-        """Open a span on other servers and replay its history there; return their parts. Logs how long it took."""
+        """Open a span on other servers and replay its history there; return their parts. Logs how long it took.
+
+        Raises `Gone` if one of the new servers fails; the lost server's part is not changed then.
+        """
         began = time.perf_counter()
         history = gone.history
         parts = self._opened(gone.span.begin, gone.span.end)
@@ -448,7 +468,10 @@ class Session:
         return parts
 
     def _again(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
-        """Take a step of the lost part ``gone`` through its successors, one after the other; return the result."""
+        """Take a step of the lost part ``gone`` through its successors, one after the other; return the result.
+
+        Each successor adds the step to its history. Raises `Gone` if one of them is lost.
+        """
         hidden = step.hidden
         for part in parts:
             span = slice(part.span.begin - gone.span.begin, part.span.end - gone.span.begin)
@@ -494,7 +517,8 @@ class Session:
     def settle(self) -> None:
         """Move the session away from servers that no longer serve its spans; waits for a step to end.
 
-        A span that cannot move now stays, with a line in the log: the next step tries again.
+        A span that cannot move now stays, with a line in the log: the next step tries again. Called when a worker
+        leaves the swarm or gives blocks away. For a session that is over, it does nothing.
         """
         with self._lock:
             if self._refusal:
@@ -507,7 +531,10 @@ class Session:
                 self.state = "idle"
 
     def _leave(self, part: _Part) -> None:
-        """Replace the server of a part; an error goes to the log only."""
+        """Replace the server of a part; an error goes to the log only.
+
+        The next step tries again, and raises an error that comes again.
+        """
         try:
             with self._crew.working():
                 self._replace(self._parts.index(part))

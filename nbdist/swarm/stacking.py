@@ -33,7 +33,10 @@ class StackLayout(NamedTuple):
     """Arguments with several rows for each sequence, and the number of those rows."""
 
     def rows(self, tensor: torch.Tensor, batch: int, name: str | int) -> int:
-        """Return how many rows of an argument each of ``batch`` sequences has; 0 if rows are not of sequences."""
+        """Return how many rows of an argument each of ``batch`` sequences has; 0 if rows are not of sequences.
+
+        ``name`` is the keyword or the position of the argument.
+        """
         if tensor.dim() < 2 or name in self.shared:
             return 0
         each = dict(self.several).get(name, 1)
@@ -45,7 +48,10 @@ DEFAULT_LAYOUT = StackLayout()
 
 
 def compare(one: Any, two: Any) -> StackLayout:
-    """Find the layout from how a layer was called for one sequence, and for two sequences of the same length."""
+    """Find the layout from how a layer was called for one sequence, and for two sequences of the same length.
+
+    ``one`` and ``two`` are the calls as `LayerCall`.
+    """
     shared, several = set[str | int](), list[tuple[str | int, int]]()
     for first, second in ((dict(enumerate(one.args)), dict(enumerate(two.args))), (one.kwargs, two.kwargs)):
         for name, value in first.items():
@@ -85,7 +91,10 @@ class _Differs(Exception):
 
 
 def stack(items: Sequence[StackInput]) -> StackInput | None:
-    """Stack items into one along the batch; None if they differ in what has to be equal. Items have no prompts."""
+    """Stack items into one along the batch; None if they differ in what has to be equal. Items have no prompts.
+
+    Items that differ are computed one after the other.
+    """
     if len(items) == 1:
         return items[0]
     if any(item.gradient is not None and item.gradient.shape != item.hidden.shape for item in items):

@@ -59,14 +59,20 @@ def through(
 
 
 def forward(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
-    """Take an item through its blocks in micro-batches; return the hidden states, and the entrances of each one."""
+    """Take an item through its blocks in micro-batches; return the hidden states, and the entrances of each one.
+
+    An entrance is the input of one span, which the backward pass sends again. Raises `NoRoute`.
+    """
     parts = stacking.parts(item, swarm.micro_batch)
     found = _each(swarm, [(_one, (swarm, begin, part)) for part in parts])
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 
 
 def _one(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
-    """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on."""
+    """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on.
+
+    Raises `NoRoute` after too many lost servers.
+    """
     found: list[_Entrance] = []
     hidden, at, end = item.hidden, begin, begin + len(item.calls)
     tries = 0

@@ -227,7 +227,10 @@ class Swarm:
         return self.journal.lines
 
     def info(self) -> dict[str, Info]:
-        """Ask each server for its state; return the answers by worker, without the servers that do not answer."""
+        """Ask each server for its state; return the answers by worker, without the servers that do not answer.
+
+        It has no effect on the swarm, except that a server that does not answer may be banned for a while.
+        """
         with self.crew.working():
             found = {}
             for member in self.crew.there:
@@ -250,7 +253,10 @@ class Swarm:
             return [span for span, _ in self.crew.way(begin, end)]
 
     def check(self, begin: int, end: int | None) -> int:
-        """Return ``end``, or the number of blocks where it is None; raise UsageError if the range is not valid."""
+        """Return ``end``, or the number of blocks where it is None; raise UsageError if the range is not valid.
+
+        For methods whose argument ``end`` may be left out.
+        """
         end = len(self) if end is None else end
         if not 0 <= begin < end <= len(self):
             raise UsageError(
@@ -273,7 +279,10 @@ class Swarm:
         return "\n".join(lines)
 
     def _told(self) -> list[dict[str, Any]]:
-        """Describe each server that has ever served, as `Member.told` does."""
+        """Describe each server that has ever served, as `Member.told` does.
+
+        It is for the map of the swarm.
+        """
         now = time.monotonic()
         return [member.told(now, self.sizes, self.crew.options.cache_bytes) for member in self.crew.members]
 
@@ -429,7 +438,10 @@ class Swarm:
         return session
 
     def over(self, session: str) -> None:
-        """Tell all servers, without waiting, to drop the session with this id."""
+        """Tell all servers, without waiting, to drop the session with this id.
+
+        Called when the session's cache is closed or collected; servers without the session ignore it.
+        """
         self.crew.abandon(session)
         self.journal.news()
 

@@ -186,7 +186,10 @@ class Backward:
         return {"node": list(key), "low": found.low, "high": found.high, "counts": found.counts}
 
     def state_of(self, key: Key) -> str:
-        """Return the state of a node: unused, waiting, ready, halted, running or done."""
+        """Return the state of a node: unused, waiting, ready, halted, running or done.
+
+        "unused" nodes have no part in the pass; "ready" ones have all their gradients and have not run.
+        """
         known = self.state.get(key)
         if known is not None:
             return known
@@ -341,7 +344,10 @@ class Backward:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the progress of the pass as JSON: states, times and norms, in the order of the outline's nodes."""
+        """Return the progress of the pass as JSON: states, times and norms, in the order of the outline's nodes.
+
+        `outline` has the names of the same nodes, and is sent once for a pass.
+        """
         used = {edge.autograd_message_id for edge in self.plan.edges}
         index = {key: number for number, key in enumerate(self.nodes)}
         return {

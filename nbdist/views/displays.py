@@ -87,7 +87,10 @@ def register(shell: Any) -> None:
 
 
 def unregister(shell: Any) -> None:
-    """Give the types back to the printers that the shell had before `register`."""
+    """Give the types back to the printers that the shell had before `register`.
+
+    Harmless if nothing is registered.
+    """
     for formatter, kind, before in _before:
         if before is None:
             formatter.pop(kind, None)
@@ -128,7 +131,10 @@ def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
 
 
 def _show_watched(watcher: Watcher) -> Bundle:
-    """Return the picture of a watched cell; if the cell shows a view of it already, a line with its methods."""
+    """Return the picture of a watched cell; if the cell shows a view of it already, a line with its methods.
+
+    Called by IPython for the last value of a cell.
+    """
     if watcher.shown:
         return {"text/plain": f"<the pass above; {_HOW}>"}
     return _picture_of_pass(watcher, watcher)
@@ -225,7 +231,10 @@ def _live_watch(watch: Watch) -> None:
 
 
 def _view_of(watcher: Watcher) -> Any:
-    """Return the live view of a watched cell; make a new one if there is none, or the last has become a picture."""
+    """Return the live view of a watched cell; make a new one if there is none, or the last has become a picture.
+
+    Each picture of the same cell shows the same view.
+    """
     from nbdist.views.widgets.backward import BackwardView
 
     if watcher.view is None or watcher.view.comm is None:
@@ -281,7 +290,10 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:
-    """Wait until the values of these references are known, for `_VALUE_SECONDS` at most in all."""
+    """Wait until the values of these references are known, for `_VALUE_SECONDS` at most in all.
+
+    Returns then, whether they are known or not; a card shows "pending" for the others.
+    """
     deadline = time.monotonic() + _VALUE_SECONDS
     for rref in rrefs:
         if rref.is_owner():
@@ -296,6 +308,9 @@ def _await(rrefs: Sequence[RRef[Any]]) -> None:
 
 
 def _look(rref: RRef[Any], known: threading.Event) -> None:
-    """Set the event if the reference's value is known, or will never be."""
+    """Set the event if the reference's value is known, or will never be.
+
+    Called at once, and again whenever the reference changes.
+    """
     if rref.state is not None or rref._standing() not in ("pending", "confirmed"):
         known.set()

@@ -48,11 +48,17 @@ class Mapped(Protocol):
         ...
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback`` whenever there is news, in any thread. Returns a function that ends this."""
+        """Call ``callback`` whenever there is news, in any thread. Returns a function that ends this.
+
+        ``callback`` must be quick, since the thread that made the change calls it.
+        """
         ...
 
     def kill(self, name: str) -> None:
-        """Kill a worker's process."""
+        """Kill a worker's process.
+
+        Returns at once. Raises UsageError if the worker does not serve, or the swarm is closed.
+        """
         ...
 
     @property
@@ -105,7 +111,10 @@ def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bo
 
 
 def missing(snapshot: Mapping[str, Any]) -> list[MapPart]:
-    """Return the blocks that no serving worker has; none for a swarm that is over."""
+    """Return the blocks that no serving worker has; none for a swarm that is over.
+
+    While there are any, no session can run through all blocks.
+    """
     if snapshot["over"]:
         return []
     serving = [server for server in snapshot["servers"] if server["state"] in _SERVING]
@@ -198,7 +207,11 @@ _COLUMNS = (*_COLUMNS_LASTING[:4], "cache", "sessions", "steps", "")
 
 
 def _row(server: Mapping[str, Any], *, lasting: bool, over: bool) -> list[str]:
-    """Return a worker's row of the table; with ``lasting`` without its cache, sessions and steps."""
+    """Return a worker's row of the table; with ``lasting`` without its cache, sessions and steps.
+
+    ``lasting`` is for the picture in a saved notebook, in which numbers that change all the time make no sense.
+    ``over`` says that the swarm has ended.
+    """
     runs = [MapPart(begin, end, "held") for begin, end in server["blocks"]]
     there = server["state"] != "gone"
     state = "" if over and there else server["state"]  # the last state of a server that has ended says nothing
@@ -228,7 +241,10 @@ def _head(snapshot: Mapping[str, Any]) -> str:
 
 
 def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
-    """Return the lines about the current session and its route; none if the swarm is over."""
+    """Return the lines about the current session and its route; none if the swarm is over.
+
+    ``lasting`` leaves out what changes all the time.
+    """
     lines, session = [], snapshot["session"]
     if snapshot["over"]:
         return []

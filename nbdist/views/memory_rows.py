@@ -179,7 +179,10 @@ class Look:
 
     @classmethod
     def at(cls, found: Holdings, before: Look | None) -> Look:
-        """Return the look of a report; for workers that did not answer, it keeps the amounts of the look ``before``."""
+        """Return the look of a report; for workers that did not answer, it keeps the amounts of the look ``before``.
+
+        ``before`` is None at the first look.
+        """
         totals = {memory.incarnation: (memory.name, split(memory).total or 0) for memory in found.workers}
         amounts = {hash(row.key): row.amount for row in rows_of(found)}
         if before is not None and found.silent:
@@ -218,7 +221,10 @@ def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Return fewer rows: small objects of one worker are put together, then equal rows of several workers."""
+    """Return fewer rows: small objects of one worker are put together, then equal rows of several workers.
+
+    `%dist_memory` shows these; with ``-v`` it shows `rows_of`.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.workers[0], row.kind), []).append(row)

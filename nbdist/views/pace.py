@@ -45,7 +45,10 @@ class Pace:
         self._looks = 0
 
     def begins(self, now: float) -> None:
-        """Note that a step begins at the time ``now``, and that the step before it ends."""
+        """Note that a step begins at the time ``now``, and that the step before it ends.
+
+        Called for every step, watched or not.
+        """
         began, self._began = self._began, now
         if began is not None:
             self._took(now - began)
@@ -61,7 +64,10 @@ class Pace:
             self._costs.append(self._paid)
 
     def is_due(self, now: float) -> bool:
-        """Return whether to watch the step that begins now; True for the first step. After True, call `looks`."""
+        """Return whether to watch the step that begins now; True for the first step. After True, call `looks`.
+
+        Steps are watched so rarely that watching costs a small share of the time. It changes nothing.
+        """
         if not self._looks:
             return True
         if self._paying or len(self._others) < _TIMES_NEEDED:
@@ -72,7 +78,10 @@ class Pace:
         return now - self._looked >= max(_SECONDS_BETWEEN, extra / _COST_SHARE)
 
     def looks(self, now: float) -> None:
-        """Note that the step that begins now is watched."""
+        """Note that the step that begins now is watched.
+
+        Its time, and that of the steps after it, counts as the cost of watching.
+        """
         self._looks += 1
         self._looked, self._paying, self._paid = now, _STEPS_SLOWED, 0.0
 

@@ -44,7 +44,10 @@ class Panel:
         self.sample()
 
     def sample(self) -> None:
-        """Take one sample of all workers; a second thread waits for its turn."""
+        """Take one sample of all workers; a second thread waits for its turn.
+
+        Workers that do not answer in time keep the facts that the notebook itself knows.
+        """
         with self._sampling:
             rows = collect(self.cluster)
             now = time.monotonic()
@@ -96,7 +99,10 @@ class Panel:
         return {name: [other for other in others if other != name] for name, others in waits.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the last sample, with the course of the last minute, as JSON for a page."""
+        """Return the last sample, with the course of the last minute, as JSON for a page.
+
+        It asks no worker, and does not wait for a sample under way.
+        """
         with self._lock:
             return {
                 "running": self.cluster.running,

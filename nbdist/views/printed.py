@@ -60,7 +60,10 @@ def say(printed: Sequence[Printed], span: LineRange | None) -> str:
 
 
 def _look(printed: Printed, span: LineRange | None, most: int) -> _Shown:
-    """Choose the lines of one worker to show, ``most`` at most."""
+    """Choose the lines of one worker to show, ``most`` at most.
+
+    Without ``span``, the end of the log, or for one cell the lines after those that were shown in the notebook.
+    """
     total = printed.dropped + sum(1 for _ in printed.lines())
     oldest = printed.dropped + 1
     first, last = span if span is not None else (None, None)

@@ -45,7 +45,10 @@ class LiveText:
         self._live = sink.interactive and not isinstance(sink, PlainSink)
 
     def draw(self, text: str, *, last: bool = False) -> None:
-        """Show a text in place of the one before. ``last`` says that no other text follows."""
+        """Show a text in place of the one before. ``last`` says that no other text follows.
+
+        Where output cannot be replaced, only the last text is shown.
+        """
         if self._live or last:
             content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
             self._sink.publish(self._kind, content)

@@ -63,7 +63,10 @@ class _Recording:
         self.stop = trace.subscribe(self._take)
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
-        """Note an event of `nbdist.trace`; called by the thread that emits it."""
+        """Note an event of `nbdist.trace`; called by the thread that emits it.
+
+        An operation counts to the recording once it has ended.
+        """
         now = time.monotonic()
         thread = threading.get_ident()
         if event == "call.run":
@@ -90,7 +93,10 @@ _recordings: dict[str, _Recording] = {}
 
 
 def begin(key: str) -> None:
-    """Begin to record under a key, the timeline's; does nothing if a recording of that key is under way."""
+    """Begin to record under a key, the timeline's; does nothing if a recording of that key is under way.
+
+    A worker runs this by RPC, from the notebook's `Timeline`.
+    """
     if key not in _recordings:
         _recordings[key] = _Recording()
 
@@ -107,7 +113,10 @@ def end(key: str, agent: str) -> tuple[list[Noted], int]:
 
 
 def forget(key: str) -> None:
-    """End a recording and drop it; does nothing if there is none."""
+    """End a recording and drop it; does nothing if there is none.
+
+    A worker runs this by RPC when the timeline has the events.
+    """
     recording = _recordings.pop(key, None)
     if recording is not None:
         recording.stop()

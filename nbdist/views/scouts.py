@@ -82,7 +82,10 @@ class Scouts:
                 sent.wait()
 
     def hold(self, held: bool) -> None:
-        """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them."""
+        """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them.
+
+        Does nothing if the scouts have been told so already.
+        """
         if held != self._held:
             self._held = held
             self._tell(_hold, next(self._version), held)
@@ -93,7 +96,10 @@ class Scouts:
             self._tell(_call_back)
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> list[Future[Any]]:
-        """Call a function on each worker that is still a member, outside of any context; return the futures."""
+        """Call a function on each worker that is still a member, outside of any context; return the futures.
+
+        Workers that are gone are skipped. The caller need not wait for the futures.
+        """
         told = []
         with self._contexts.outside():
             for record in self._workers:
@@ -108,7 +114,10 @@ class Scouts:
 
 
 def _ask(number: int, opened: int) -> Watching | None:
-    """Answer a scout that asks about the current context: a record of the watch, or None not to watch it."""
+    """Answer a scout that asks about the current context: a record of the watch, or None not to watch it.
+
+    A scout calls this on the notebook, in the new context.
+    """
     home, context = _homes.get(number), api.recorder().contexts.current
     return home.look_at(context, opened) if home is not None and context is not None else None
 
@@ -152,7 +161,10 @@ class Scout:
         self._heard()
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open."""
+        """Return whether to watch the context that the calling thread is about to open.
+
+        The step's thread calls this before the context opens; it asks nobody.
+        """
         now = time.monotonic()
         with self._lock:
             self._opened += 1
@@ -164,7 +176,10 @@ class Scout:
         return due
 
     def _on_context(self, context: Context) -> None:
-        """Ask the notebook to watch a context that the calling thread has just opened, if `_decide` said so."""
+        """Ask the notebook to watch a context that the calling thread has just opened, if `_decide` said so.
+
+        It waits for the notebook's answer, `_ANSWER_SECONDS` at most. Without one the context is not watched.
+        """
         with self._lock:
             if threading.get_ident() not in self._due:
                 return
@@ -179,7 +194,10 @@ class Scout:
         context.before_step = partial(self._show, context.id)
 
     def _plan(self, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Send the notebook the plan of a pass that is about to begin on this worker."""
+        """Send the notebook the plan of a pass that is about to begin on this worker.
+
+        An error is logged, and the pass runs without a drawing.
+        """
         with self._recorder.contexts.outside():
             try:
                 plan = plan_from(self._recorder.contexts.get(context_id), roots, mode)
@@ -193,7 +211,10 @@ class Scout:
             self._call(_show_plan, self._number, context_id, self._recorder.me, plan)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on the notebook, and return its result; None if no answer comes in time."""
+        """Call a function on the notebook, and return its result; None if no answer comes in time.
+
+        The reason is logged: a view must not fail the user's step.
+        """
         try:
             return self._agent.call(self._home, function, *arguments, timeout=_ANSWER_SECONDS).wait()
         except (NbdistError, RuntimeError) as error:

@@ -52,20 +52,29 @@ class Shown:
         self._saved: Bundle = {}
 
     def show(self, live: Bundle) -> None:
-        """Publish both outputs: ``live``, the widget's bundle without any text, and the picture."""
+        """Publish both outputs: ``live``, the widget's bundle without any text, and the picture.
+
+        Call it once.
+        """
         self._publish("display_data", self._live_id, live)
         self._saved = self._drawn()
         self._publish("display_data", self._picture_id, self._saved)
 
     def update(self) -> None:
-        """Publish the picture again if it has changed, so that the notebook's file gets the new one."""
+        """Publish the picture again if it has changed, so that the notebook's file gets the new one.
+
+        Call it only after `show`.
+        """
         drawn = self._drawn()
         if drawn != self._saved:
             self._saved = drawn
             self._publish("update_display_data", self._picture_id, drawn)
 
     def end(self) -> None:
-        """Publish the picture for the last time if it has changed, and empty the live output."""
+        """Publish the picture for the last time if it has changed, and empty the live output.
+
+        The picture stays. Call it once.
+        """
         self.update()
         self._publish("update_display_data", self._live_id, {})
 

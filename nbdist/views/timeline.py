@@ -69,7 +69,10 @@ class Timeline:
     # -- recording ----------------------------------------------------------------------------
 
     def stop(self) -> Timeline:
-        """End the recording, gather the events from the workers, and return the timeline. Further calls do nothing."""
+        """End the recording, gather the events from the workers, and return the timeline. Further calls do nothing.
+
+        A worker that does not answer adds 1 to `lost`.
+        """
         if self._running:
             self._running = False
             self._end = time.monotonic()
@@ -145,7 +148,10 @@ class Timeline:
         return with_legend([gantt(title, rows, self.seconds)], {one.kind for one in shown})
 
     def to_perfetto(self) -> dict[str, Any]:
-        """Return the events in the JSON format that Perfetto and Chrome's tracing read, with times in microseconds."""
+        """Return the events in the JSON format that Perfetto and Chrome's tracing read, with times in microseconds.
+
+        Call it after `stop`: before, there are no events, and it stops nothing itself.
+        """
         events: list[dict[str, Any]] = []
         for number, worker in enumerate(self.workers):
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": worker}})
@@ -165,7 +171,10 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        """Write the events to a JSON file, which ui.perfetto.dev opens. Raises OSError if it cannot be written."""
+        """Write the events to a JSON file, which ui.perfetto.dev opens. Raises OSError if it cannot be written.
+
+        Call it after `stop`: before, there are no events. A file of that name is overwritten.
+        """
         Path(path).write_text(json.dumps(self.to_perfetto()))
 
 

@@ -109,7 +109,11 @@ class Watcher:
 
     @classmethod
     def of(cls, watch: Watch) -> Watcher:
-        """Return a watcher that draws and steers a `Watch` that the user has made; the watch stays the user's."""
+        """Return a watcher that draws and steers a `Watch` that the user has made.
+
+        Takes over the watch's callbacks; `close` closes the watch, too. A watch that has ended is drawn as it was
+        at its end.
+        """
         self = cls(paused=watch.paused, given=watch)
         self._follow(watch)
         self._on_news(watch)  # needed for a watch that has ended, which will have no more news
@@ -123,7 +127,10 @@ class Watcher:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass."""
+        """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass.
+
+        It waits `_LAST_REPORTS_SECONDS` at most. The cell's end calls this.
+        """
         with blocking_wait(), self._changed:
             if error is None and self._watch is not None:
                 self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _LAST_REPORTS_SECONDS)
@@ -308,7 +315,10 @@ class Watcher:
                     self._have(watch, held)
 
     def _steer(self, paused: bool) -> None:
-        """Pause or resume every open watch, and all passes that begin later."""
+        """Pause or resume every open watch, and all passes that begin later.
+
+        A view's buttons and the user's calls end here. Closed watches are skipped.
+        """
         self._pace.disturbed()
         with self._changed:
             self._paused = paused
@@ -438,7 +448,10 @@ class Watcher:
     # -- contexts and news ----------------------------------------------------------------------
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open."""
+        """Return whether to watch the context that the calling thread is about to open.
+
+        Called for each context of this process, before it opens. Another watcher's cell does not count.
+        """
         now = time.monotonic()
         with self._changed:
             if self._is_anothers():
@@ -485,14 +498,20 @@ class Watcher:
         return watch.watching
 
     def plan(self, context_id: int, root: int, plan: Plan) -> None:
-        """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
+        """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``.
+
+        Dropped if the context is not watched here.
+        """
         with self._changed:
             watch = next((watch for watch in self._watches if watch.context_id == context_id), None)
             if watch is not None:
                 self._plans[watch] = root, Backward(plan)
 
     def _follow(self, watch: Watch) -> None:
-        """Receive the news of a watch, and pause or resume it as `_held` says; close it if this watcher has ended."""
+        """Receive the news of a watch, and pause or resume it as `_held` says; close it if this watcher has ended.
+
+        An earlier callback of the watch is replaced.
+        """
         watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
         watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
         watch.on_news = lambda: self._on_news(watch)
@@ -507,7 +526,10 @@ class Watcher:
             watch.close()
 
     def _on_begin(self, watch: Watch, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Make and store the plan of a pass that the calling thread is about to begin on this worker."""
+        """Make and store the plan of a pass that the calling thread is about to begin on this worker.
+
+        `Watch` calls this before any node runs; it logs an error, and the pass begins all the same.
+        """
         # The context is looked up by its id, so that the callback does not keep the context alive.
         found = Backward(plan_from(self._recorder.contexts.get(watch.context_id), roots, mode))
         with self._changed:
@@ -534,7 +556,10 @@ class Watcher:
         self._news()
 
     def _on_news(self, watch: Watch) -> None:
-        """Take in the news of a watch; called by any thread."""
+        """Take in the news of a watch; called by any thread.
+
+        A watcher that has ended keeps its present pass.
+        """
         with self._changed:
             if not self._ended:
                 self._turn_to(watch)

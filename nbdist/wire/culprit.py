@@ -44,7 +44,10 @@ class _Nowhere(io.RawIOBase):
 
 
 def of_call(body: tuple[Any, Any, Any]) -> str:
-    """Return which part of a call's function, arguments or keywords cannot be pickled; an empty text if none."""
+    """Return which part of a call's function, arguments or keywords cannot be pickled; an empty text if none.
+
+    The text goes into the error for the user. Trying costs a pickling of each part.
+    """
     function, args, kwargs = body
     if not isinstance(function, str) and not _can_travel(function):
         return _follow(function, _name_of(function))
@@ -53,7 +56,10 @@ def of_call(body: tuple[Any, Any, Any]) -> str:
 
 
 def of_value(value: Any, name: str) -> str:
-    """Return which part of a value with that name cannot be pickled; an empty text if none is found."""
+    """Return which part of a value with that name cannot be pickled; an empty text if none is found.
+
+    The text goes into the error for the user.
+    """
     return "" if _can_travel(value) else _follow(value, name)
 
 

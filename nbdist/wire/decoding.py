@@ -77,7 +77,10 @@ def decode(
     ProtocolError if the frames contradict their description.
     """
     if not frames:
-        raise DecodeError("the message has no body")
+        raise DecodeError(
+            "the message has no body: it is damaged, or its sender has another version of nbdist. Install the same "
+            "version everywhere"
+        )
     try:
         if payload.plain and not payload.form and not payload.tensors and len(frames) == 1:
             return pickle.loads(frames[0])
@@ -102,4 +105,7 @@ def decode(
     except NbdistError:
         raise
     except Exception as error:
-        raise DecodeError(f"the value cannot be rebuilt here: {type(error).__name__}: {error}") from error
+        raise DecodeError(
+            f"a value that another worker sent cannot be rebuilt in this process: {type(error).__name__}: {error}\n"
+            "Both processes need the value's class and modules, in the same version."
+        ) from error

@@ -43,7 +43,10 @@ def find_named(qualname: str) -> Any:
 
 
 def own_name(definition: Any) -> str | None:
-    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if it has not."""
+    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if it has not.
+
+    Only such definitions can be sent by name, or compared by digest.
+    """
     if getattr(definition, "__module__", None) not in MAIN_NAMES:
         return None
     qualname = getattr(definition, "__qualname__", "")
@@ -61,7 +64,10 @@ def find_own(qualname: str, expected: str) -> Any:
 
 
 def get_own(qualname: str, expected: str) -> Any:
-    """Return this process's definition of that name; raise MissingDefinition unless its digest is ``expected``."""
+    """Return this process's definition of that name; raise MissingDefinition unless its digest is ``expected``.
+
+    The sender of the call then repeats it with the definition.
+    """
     found = find_own(qualname, expected)
     if found is None:
         raise MissingDefinition(f"__main__ on this worker has no {qualname!r} with the same code as on the sender")

@@ -13,5 +13,8 @@ Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
 
 
 def with_history(tensors: list[torch.Tensor], attach: Attach) -> list[torch.Tensor]:
-    """Return recorded ``tensors`` as tensors that require grad, with the history that ``attach`` gives them."""
+    """Return recorded ``tensors`` as tensors that require grad, with the history that ``attach`` gives them.
+
+    ``attach`` is None for a message that came without a context, or whose context is over.
+    """
     return attach(tensors) if attach is not None else [tensor.requires_grad_() for tensor in tensors]

@@ -521,7 +521,10 @@ NOT_A_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Decode a first frame; raise ProtocolError for garbage. Nothing in it can run code."""
+    """Decode a first frame; raise ProtocolError for garbage. Nothing in it can run code.
+
+    A sender that is no agent of nbdist, or of another version, causes that.
+    """
     try:
         return decode(frame)
     except NOT_A_MESSAGE as error:

@@ -180,7 +180,10 @@ class SeqSet:
         return True
 
     def advance(self, mark: int) -> None:
-        """Add all numbers up to ``mark``."""
+        """Add all numbers up to ``mark``.
+
+        A lower mark than the present one changes nothing.
+        """
         if mark > self.mark:
             self.mark = mark
             self.above = {number for number in self.above if number > mark}
@@ -253,7 +256,10 @@ class Peer:
         return now - self._heard
 
     def is_unacknowledged(self, seq: int) -> bool:
-        """Return whether message ``seq`` is not known to have arrived."""
+        """Return whether message ``seq`` is not known to have arrived.
+
+        False, too, for a message that was given up.
+        """
         return seq in self._kept
 
     def keeps(self, message: Message) -> bool:
@@ -337,7 +343,10 @@ class Peer:
             self.send_later(delete, now)
 
     def withdraw(self, seq: int) -> None:
-        """Forget a kept message: it has arrived, or is given up. Its holds may end with that."""
+        """Forget a kept message: it has arrived, or is given up. Its holds may end with that.
+
+        A number that is not kept is ignored.
+        """
         kept = self._kept.pop(seq, None)
         if kept is not None and kept.retry_at != math.inf:
             self._retrying -= 1
@@ -484,7 +493,10 @@ class Peer:
         return due
 
     def next_tick(self) -> float:
-        """Return when `tick` will have something to do if nothing happens before."""
+        """Return when `tick` will have something to do if nothing happens before.
+
+        Infinite once the peer is lost.
+        """
         if self.standing is Standing.LOST:
             return math.inf
         due = min(self.ack_due, self._deletes_due, self._ping_due())
@@ -496,7 +508,10 @@ class Peer:
         return due
 
     def lose(self) -> None:
-        """Mark the peer as lost, and forget everything that was kept for it. No tick does anything afterwards."""
+        """Mark the peer as lost, and forget everything that was kept for it. No tick does anything afterwards.
+
+        A second call does nothing.
+        """
         self.standing = Standing.LOST
         self._kept.clear()
         self._first = self.next_seq

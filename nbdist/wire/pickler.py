@@ -180,7 +180,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
                 stack += [child for child in inner.__dict__.get("_modules", {}).values() if child is not None]
 
     def _add_recorded(self, tensor: torch.Tensor) -> int:
-        """Return the index of a tensor among the recorded ones; add it if it is new."""
+        """Return the index of a tensor among the recorded ones; add it if it is new.
+
+        A recorded tensor requires grad, and is sent in an autograd context.
+        """
         index = self._recorded_at.get(id(tensor))
         if index is None:
             index = self._recorded_at[id(tensor)] = len(self.recorded)

@@ -217,4 +217,7 @@ def decode(
         return tuple(rest)
     if form == LIST:
         return rest
-    raise DecodeError(f"the message's body has form {form}, which this version does not know")
+    raise DecodeError(
+        f"the message's body has form {form}, which this version of nbdist does not know: its sender has another "
+        "version. Install the same version everywhere"
+    )

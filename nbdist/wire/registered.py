@@ -17,19 +17,31 @@ reducers: dict[type, Callable[[Any], Any]] = {}
 
 
 class Forker(Protocol):
-    """Makes the forks of the references in one message; the layer above has one for each message."""
+    """Makes the forks of the references in one message; the layer above has one for each message.
+
+    A fork is one hand-over of a reference to another agent, which the value's owner counts.
+    """
 
     def fork(self, reference: Any) -> Fork:
-        """Make a fork of ``reference`` for the receiver."""
+        """Make a fork of ``reference`` for the receiver.
+
+        The encoder calls this for each reference that it meets.
+        """
         ...
 
     def take_back(self) -> None:
-        """Undo the forks made so far: the receiver will not see them."""
+        """Undo the forks made so far: the receiver will not see them.
+
+        Called if the message is certainly not sent.
+        """
         ...
 
 
 def register_reference(cls: type) -> None:
-    """Let instances of ``cls`` travel as forks. The encoder passes them to its `Forker`."""
+    """Let instances of ``cls`` travel as forks. The encoder passes them to its `Forker`.
+
+    A second call for the same class does nothing.
+    """
     reference_types.add(cls)
 
 

@@ -17,7 +17,11 @@ __all__ = ["exception", "recorded", "reference", "script", "script_function", "t
 
 
 def tensor(index: int) -> Any:
-    """Return tensor number ``index`` of the message. Raises DecodeError outside of a decoder."""
+    """Return tensor number ``index`` of the message. Raises DecodeError outside of a decoder.
+
+    The name stands in the pickle in the place of the tensor; a decoder resolves it itself, and plain ``pickle`` ends
+    here.
+    """
     raise DecodeError("this pickle is part of a message of nbdist: only nbdist.wire.decoding.decode can load it")
 
 
@@ -30,7 +34,10 @@ def recorded(index: int) -> Any:
 
 
 def reference(index: int) -> Any:
-    """Return the receiver's reference for fork number ``index``. Raises DecodeError outside of a decoder."""
+    """Return the receiver's reference for fork number ``index``. Raises DecodeError outside of a decoder.
+
+    The name stands in the pickle in the place of the reference; plain ``pickle`` ends here.
+    """
     return tensor(index)
 
 

@@ -82,15 +82,26 @@ class Slot(Protocol):
 
     @property
     def place(self) -> Place:
-        """The place of the copy, for the receiver."""
+        """The place of the copy, for the receiver.
+
+        It goes into the message.
+        """
         ...
 
     def send(self) -> None:
-        """Note that the copy is about to be sent: it is the receiver's from now on."""
+        """Note that the copy is about to be sent: it is the receiver's from now on.
+
+        Called right before the message goes to the channel. Afterwards, only the receiver or `take_back` frees the
+        copy.
+        """
         ...
 
     def take_back(self) -> None:
-        """Free the copy, which certainly was not sent."""
+        """Free the copy, which certainly was not sent.
+
+        Called if the message with it is certainly not sent. Before `send` nothing happens: the copy ends with this
+        object.
+        """
         ...
 
 
@@ -101,7 +112,10 @@ class Space(Protocol):
     """The size in bytes of the smallest storage that goes there; smaller ones are quicker in frames."""
 
     def put(self, pointer: int, length: int) -> Slot | None:
-        """Copy ``length`` bytes at address ``pointer``; return None if there is no room."""
+        """Copy ``length`` bytes at address ``pointer``; return None if there is no room.
+
+        Without room, the sender puts the bytes into the message itself.
+        """
         ...
 
 
@@ -237,7 +251,10 @@ class TensorPacker:
         self._space = space
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Add ``tensor`` to the message, unless it is there already; return its index."""
+        """Add ``tensor`` to the message, unless it is there already; return its index.
+
+        The bytes are copied later, by `pack`.
+        """
         index = self._indices.get(id(tensor))
         if index is None:
             index = self._indices[id(tensor)] = len(self.tensors)
@@ -423,17 +440,25 @@ def unpack_tensors(
     tensors = []
     for meta in metas:
         if not 0 <= meta.buffer < len(where):
-            raise ProtocolError("a tensor refers to a buffer that the message does not have")
+            raise ProtocolError(
+                "a tensor refers to a buffer that the message does not have: the message is damaged, or its sender has "
+                "another version of nbdist. Install the same version everywhere"
+            )
         dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
         if dtype is None:
-            raise DecodeError(f"this torch ({torch.__version__}) has no dtype number {meta.dtype}")
+            raise DecodeError(
+                f"this torch ({torch.__version__}) has no dtype number {meta.dtype}; the sender has another version"
+            )
         frame, offset, length = where[meta.buffer]
         if frame < 0:
             # In shared memory: the tensor is made where the bytes lie.
             memory = _leased(leased, -1 - frame, length)
             if users[meta.buffer] == 1 and meta.strides is None:
                 if math.prod(meta.shape) * dtype.itemsize != length:
-                    raise ProtocolError("a tensor's bytes do not match its shape")
+                    raise ProtocolError(
+                        "a tensor's bytes do not match its shape: the message is damaged, or its sender has "
+                        "another version of nbdist. Install the same version everywhere"
+                    )
                 tensor = torch.frombuffer(memory, dtype=dtype, count=length // dtype.itemsize).resize_(meta.shape)
             else:
                 storage = shared.get(meta.buffer)
@@ -445,10 +470,16 @@ def unpack_tensors(
             continue
         # In a frame: the bytes are copied into memory of torch.
         if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
-            raise ProtocolError("a tensor's bytes lie outside of the message")
+            raise ProtocolError(
+                "a tensor's bytes lie outside of the message: the message is damaged, or its sender has "
+                "another version of nbdist. Install the same version everywhere"
+            )
         if users[meta.buffer] == 1 and meta.strides is None:
             if math.prod(meta.shape) * dtype.itemsize != length:
-                raise ProtocolError("a tensor's bytes do not match its shape")
+                raise ProtocolError(
+                    "a tensor's bytes do not match its shape: the message is damaged, or its sender has "
+                    "another version of nbdist. Install the same version everywhere"
+                )
             tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
             _copy_in(tensor.data_ptr(), frames[frame], offset, length)
         else:
@@ -485,14 +516,26 @@ def unpack_alone(
 
 
 def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
-    """Return a piece of the shared memory that came with a message. A tensor made of it keeps the lease."""
+    """Return a piece of the shared memory that came with a message. A tensor made of it keeps the lease.
+
+    Raises ProtocolError if the message has no such piece, DecodeError if this process cannot map it.
+    """
     if not 0 <= index < len(leased):
-        raise ProtocolError("a tensor refers to shared memory that the message does not have")
+        raise ProtocolError(
+            "a tensor refers to shared memory that the message does not have: the message is damaged, or its sender "
+            "has another version of nbdist. Install the same version everywhere"
+        )
     memory = leased[index]
     if isinstance(memory, Unreadable):
-        raise DecodeError(f"the sender's shared memory cannot be read here: {memory.why}")
+        raise DecodeError(
+            f"the sender's shared memory cannot be read in this process: {memory.why}. Send the value again; if that "
+            "does not help, give the sender arena_bytes=0 in RpcBackendOptions: then it shares no memory"
+        )
     if not 0 < length <= len(memory):
-        raise ProtocolError("a tensor's bytes lie outside of the message")
+        raise ProtocolError(
+            "a tensor's bytes lie outside of the message: the message is damaged, or its sender has "
+            "another version of nbdist. Install the same version everywhere"
+        )
     return memory
 
 
@@ -527,7 +570,10 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
         or min((meta.offset, *meta.shape, *strides)) < 0
         or (0 not in meta.shape and (meta.offset + last + 1) * dtype.itemsize > storage.nbytes())
     ):
-        raise ProtocolError("a tensor's bytes do not match its shape")
+        raise ProtocolError(
+            "a tensor's bytes do not match its shape: the message is damaged, or its sender has "
+            "another version of nbdist. Install the same version everywhere"
+        )
     return tensor.set_(storage, meta.offset, meta.shape, strides)
 
 

@@ -60,7 +60,10 @@ class Unpickler(pickle.Unpickler):
         return self._tensors[index] if index >= 0 else self._recorded[-1 - index]
 
     def read(self) -> Any:
-        """Return the value. Nothing here refers to it afterwards."""
+        """Return the value. Nothing here refers to it afterwards.
+
+        Call it once: the pickle is used up then.
+        """
         try:
             return self.load()
         finally:

@@ -45,6 +45,16 @@ def test_it_is_trained_where_it_is(world):
     assert torch.equal(module(torch.zeros(1)), torch.full((1,), 5.0))
 
 
+def test_a_state_keeps_the_versions_of_its_modules(world):
+    """By them torch tells that a state is no old one, and lacks something."""
+    module = RemoteModule("worker1", torch.nn.BatchNorm1d, args=(2,))
+    state = module.state_dict()
+    assert state._metadata == torch.nn.BatchNorm1d(2).state_dict()._metadata
+    del state["num_batches_tracked"]
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        module.load_state_dict(state)
+
+
 def test_modes(world):
     module = RemoteModule("worker1", torch.nn.Dropout, args=(1.0,))
     x = torch.ones(3)

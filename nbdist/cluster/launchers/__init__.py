@@ -45,15 +45,24 @@ class Launcher(Protocol):
         ...
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
-        """Start a worker that calls `nbdist.cluster.worker.main` with this setup; return the future of its pid."""
+        """Start a worker that calls `nbdist.cluster.worker.main` with this setup; return the future of its pid.
+
+        The future fails if the process cannot be made.
+        """
         ...
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a worker; do nothing if it has ended."""
+        """Send a signal to a worker; do nothing if it has ended.
+
+        ``number`` is a signal of Python's `signal` module.
+        """
         ...
 
     def last_words(self, name: str) -> str:
-        """Return the end of what a worker wrote to standard error outside of cells; empty if nothing."""
+        """Return the end of what a worker wrote to standard error outside of cells; empty if nothing.
+
+        Called after the worker has ended.
+        """
         ...
 
     def close(self) -> None:

@@ -38,14 +38,20 @@ _prepared: Processes | None = None
 
 
 def prepare() -> None:
-    """Start a zygote for the next cluster, if forking is allowed. Does nothing while one waits."""
+    """Start a zygote for the next cluster, if forking is allowed. Does nothing while one waits.
+
+    It saves the next cluster the time of the imports; `discard` ends it.
+    """
     global _prepared
     if _prepared is None and _may_fork():
         _prepared = _start_zygote()
 
 
 def discard() -> None:
-    """End the zygote that `prepare` has started, if no cluster has taken it."""
+    """End the zygote that `prepare` has started, if no cluster has taken it.
+
+    Harmless on a second call, and in a forked process.
+    """
     global _prepared
     prepared, _prepared = _prepared, None
     if prepared is not None and prepared.owner == os.getpid():
@@ -102,11 +108,17 @@ class LocalLauncher:
         return self._processes.folder
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
-        """Import modules in the zygote, once for all workers, which share their memory."""
+        """Import modules in the zygote, once for all workers, which share their memory.
+
+        The future fails with UsageError if a module cannot be imported. Call it before `start`.
+        """
         return self._processes.preload(modules, {**environment, **_ZYGOTE_ENVIRONMENT})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
-        """Start a worker; return the future of its pid. An environment overrides this launcher's defaults."""
+        """Start a worker; return the future of its pid. An environment overrides this launcher's defaults.
+
+        The future fails with WorkerLost if the process cannot be made.
+        """
         return self._processes.start(setup.name, _ENTRY, [setup.encode()], {**self._defaults, **environment})
 
     def signal(self, name: str, number: int) -> None:

@@ -66,18 +66,27 @@ class Client(Closed):
         return map(self.direct_view, self.ids)
 
     def _select(self, targets: Targets) -> list[int]:
-        """Return the ranks of the engines in a target."""
+        """Return the ranks of the engines in a target.
+
+        Raises UnknownWorker or UsageError as `nbdist.Cluster.select` does.
+        """
         asked = self.ids[targets] if isinstance(targets, slice) else targets
         return [worker.rank for worker in self.cluster.select(asked)]
 
     def direct_view(self, targets: Targets = None, **_: Any) -> DirectView:
-        """Return a view that gives each task to all of some engines, or of all. ``client[0:2]`` does so, too."""
+        """Return a view that gives each task to all of some engines, or of all. ``client[0:2]`` does so, too.
+
+        Raises UnknownWorker or UsageError for engines that do not exist.
+        """
         return DirectView(self.cluster, self._select(targets), single=isinstance(targets, int), block=self.block)
 
     __getitem__ = broadcast_view = direct_view
 
     def load_balanced_view(self, targets: Targets = None, **_: Any) -> LoadBalancedView:
-        """Return a view that gives each task to one engine: the first free one of some engines, or of all."""
+        """Return a view that gives each task to one engine: the first free one of some engines, or of all.
+
+        Raises UnknownWorker or UsageError for engines that do not exist.
+        """
         return LoadBalancedView(self.cluster, self._select(targets), block=self.block)
 
     def executor(self, targets: Targets = None) -> ViewExecutor:
@@ -96,7 +105,10 @@ class Client(Closed):
         return self.direct_view(targets).activate(suffix)
 
     def shutdown(self, **_: Any) -> None:
-        """End all workers of the cluster."""
+        """End all workers of the cluster.
+
+        The notebook's own variables stay.
+        """
         self.cluster.shutdown()
 
 
@@ -144,7 +156,10 @@ class Cluster(Closed):
         self._workers.shutdown()
 
     def signal_engines_sync(self, signum: int) -> None:
-        """Send a signal to all workers; SIGINT interrupts the code that they run."""
+        """Send a signal to all workers; SIGINT interrupts the code that they run.
+
+        Any other signal starts the workers first if they do not run.
+        """
         if signum == signal.SIGINT:
             return self._workers.interrupt()
         for name in self._workers.start().names:

@@ -27,16 +27,20 @@ _SUBSTITUTES = {
 
 
 def refuse(owner: str, name: str) -> Any:
-    """Raise AttributeError for ``owner.name``, with the substitute if there is one. Never returns."""
+    """Raise AttributeError for ``owner.name``, with the substitute if there is one. Never returns.
+
+    ``owner`` is the name of a class, or of ipyparallel itself. Without a substitute, the text names the page that lists
+    what nbdist has.
+    """
     asked = name.removesuffix("_sync")
     known = (f": use {instead}" for instead, names in _SUBSTITUTES.items() if asked in names.split())
-    advice = next(known, "; docs/coming_from.md lists what it has")
-    raise AttributeError(f"nbdist's {owner} has no {name!r}{advice}", name=name)
+    advice = next(known, "; docs/coming_from.md lists what there is")
+    raise AttributeError(f"nbdist replaces only a part of ipyparallel: its {owner} has no {name!r}{advice}", name=name)
 
 
 class Closed:
     """The base of classes that name a substitute for each attribute that they do not have."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError: see `refuse`."""
+        """Raise AttributeError for a name that the class does not have, with the substitute if there is one."""
         return refuse(type(self).__name__, name)

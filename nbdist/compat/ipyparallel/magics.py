@@ -16,7 +16,10 @@ _USAGE = "%%px [-t TARGETS] [-a] [--block] [--local] [--group-outputs=engine] [-
 
 
 def _read(line: str) -> dict[str, Any]:
-    """Return the options of a line of ``%%px``, by their long names. If two contradict each other, the last wins."""
+    """Return the options of a line of ``%%px``, by their long names. If two contradict each other, the last wins.
+
+    Raises UsageError for a wrong line.
+    """
     reader = lines.reader(_USAGE)
     for option in ("-t --targets", "-o --out", "-g --group-outputs", "-p --progress-after"):
         reader.add_argument(*option.split())
@@ -52,13 +55,19 @@ class Px:
         self._shell.run_line_magic("dist_mode", "-d" if NotebookSession.of(self._shell).everywhere else "-e")
 
     def pxresult(self, line: str) -> None:
-        """Wait for the last cell that was sent with ``--noblock``. Its output appears below that cell."""
+        """Wait for the last cell that was sent with ``--noblock``. Its output appears below that cell.
+
+        Raises UsageError if there is none, and the cell's error if it failed.
+        """
         if self._last is None:
             raise UsageError("%pxresult has no cell to wait for: none was sent with %%px --noblock")
         self._last.wait()
 
     def pxconfig(self, line: str) -> None:
-        """Set options, as of ``%%px``, for each ``%px`` and ``%%px`` from now on."""
+        """Set options, as of ``%%px``, for each ``%px`` and ``%%px`` from now on.
+
+        Raises UsageError for a wrong line.
+        """
         _read(line)  # raises if the line is wrong
         self._defaults += f" {line}"
 

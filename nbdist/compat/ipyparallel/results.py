@@ -53,7 +53,10 @@ class AsyncResult(Closed, Future[Any]):
         self._settle()
 
     def _settle(self, _: object = None) -> None:
-        """Set the value, or the first error, if all tasks have ended; else call this again when the next one has."""
+        """Set the value, or the first error, if all tasks have ended; else call this again when the next one has.
+
+        Called once by the constructor, and then by the tasks.
+        """
         for task in self._left:
             if not task.done():
                 return task.add_done_callback(self._settle)
@@ -73,7 +76,10 @@ class AsyncResult(Closed, Future[Any]):
     wait = wait_for
 
     def successful(self) -> bool:
-        """Return whether all tasks have ended without an error."""
+        """Return whether all tasks have ended without an error.
+
+        False while some task has not ended.
+        """
         return self.done() and self.exception() is None
 
     @property
@@ -87,7 +93,10 @@ class AsyncResult(Closed, Future[Any]):
         return [{fact: getattr(task, name) for fact, name in _FACTS.items()} for task in self._tasks]
 
     def get_dict(self, timeout: float | None = None) -> dict[int | None, Any]:
-        """Wait, at most ``timeout`` seconds, and return the values by engine, the last one if an engine ran several."""
+        """Wait, at most ``timeout`` seconds, and return the values by engine, the last one if an engine ran several.
+
+        Raises the first error of the tasks, TimeoutError if they take longer.
+        """
         self.get(timeout)
         return {task.rank: task.result() for task in self._tasks}
 

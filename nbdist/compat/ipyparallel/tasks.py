@@ -21,17 +21,26 @@ class Reference:
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function and return its value. A `Reference`, as the function or an argument, is evaluated first."""
+    """Call a function and return its value. A `Reference`, as the function or an argument, is evaluated first.
+
+    Runs on the worker; errors go to the task. NameError if the worker has no such variable.
+    """
     return _found(function)(*map(_found, args), **{name: _found(value) for name, value in kwargs.items()})
 
 
 def call_each(function: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Call a function, which may be a `Reference`, once for each row of arguments; return the values."""
+    """Call a function, which may be a `Reference`, once for each row of arguments; return the values.
+
+    Runs on the worker. The first error ends it, and becomes that of the task.
+    """
     return [_found(function)(*row) for row in rows]
 
 
 def take_name() -> None:
-    """Make ``import ipyparallel`` import nbdist's on this worker, for modules in the notebook's folder."""
+    """Make ``import ipyparallel`` import nbdist's on this worker, for modules in the notebook's folder.
+
+    Does nothing if the worker has imported ipyparallel itself.
+    """
     sys.modules.setdefault("ipyparallel", sys.modules["nbdist.compat.ipyparallel"])
 
 

@@ -59,7 +59,10 @@ class View(Closed):
         return result.get() if (self.block if block is None else block) else result
 
     def apply_async(self, function: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
-        """Call a function on each worker (of a load balanced view, on the first free one); return the handle."""
+        """Call a function on each worker (of a load balanced view, on the first free one); return the handle.
+
+        The function's error comes from the handle.
+        """
         return self._submit([(tasks.call, function, args, kwargs)] * len(self._executors), single=self._single)
 
     def map_async(self, function: Any, /, *sequences: Any, chunksize: int | None = None) -> AsyncResult:
@@ -74,7 +77,10 @@ class View(Closed):
         return self._submit([(tasks.call_each, function, part) for part in parts], chunks=True)
 
     def apply(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function as `apply_async` does; return the value if the view's `block` is True, else the handle."""
+        """Call a function as `apply_async` does; return the value if the view's `block` is True, else the handle.
+
+        If it waits, it raises the function's error.
+        """
         return self._unwrap(self.apply_async(function, *args, **kwargs))
 
     def apply_sync(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +141,10 @@ class DirectView(View):
         return AsyncResult([task], single=True)
 
     def run(self, filename: str, *, block: bool | None = None) -> AsyncResult:
-        """Run a Python file of the notebook's machine as a cell; return its handle, as `execute` does."""
+        """Run a Python file of the notebook's machine as a cell; return its handle, as `execute` does.
+
+        Raises OSError if the file cannot be read.
+        """
         return self.execute(Path(filename).read_text(), block=block)
 
     def _wrap(self, value: Any, block: bool | None) -> Any:
@@ -209,7 +218,10 @@ class ViewExecutor(Executor):
         self.view = view
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
-        """Call a function on the view's workers; return the handle, which is a future."""
+        """Call a function on the view's workers; return the handle, which is a future.
+
+        On a direct view, its result is the list of the workers' values.
+        """
         return self.view.apply_async(function, *args, **kwargs)
 
     def map(self, function: Any, /, *sequences: Any, timeout: float | None = None, chunksize: int = 1) -> Iterator[Any]:

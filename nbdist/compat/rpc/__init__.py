@@ -102,7 +102,10 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Start an agent of a backend, and make it the current one; in a worker of a cluster, use the agent that runs."""
+    """Start an agent of a backend, and make it the current one; in a worker of a cluster, use the agent that runs.
+
+    Raises UsageError if another agent runs in this process, or ``name`` is no text.
+    """
     if not isinstance(name, str):
         raise UsageError(f"Argument name must be a str, not {name!r}")
     if _is_current_rpc_agent_set():
@@ -131,7 +134,10 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    """Set the default time limit of calls of this worker."""
+    """Set the default time limit of calls of this worker.
+
+    Calls that have begun keep theirs.
+    """
     current_agent().rpc_timeout = time_limit(seconds)
 
 

@@ -54,7 +54,10 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`."""
+    """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`.
+
+    Only the errors differ: they have torch's class and text.
+    """
     try:
         return rpc.rpc_sync(to, *_pickled(func, args, kwargs), timeout)
     except UsageError as error:
@@ -68,7 +71,10 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`."""
+    """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`.
+
+    Only the errors differ: they have torch's class and text. The calls of a `_wait_all` block are noted for its end.
+    """
     try:
         future = rpc.rpc_async(to, *_pickled(func, args, kwargs), timeout)
     except UsageError as error:
@@ -85,7 +91,10 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`."""
+    """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`.
+
+    Only the errors differ: they have torch's class and text.
+    """
     try:
         return rpc.remote(to, *_pickled(func, args, kwargs), timeout)
     except UsageError as error:
@@ -93,7 +102,10 @@ def remote(
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Return the name and id of a worker, found by name or id; without an argument, of this worker."""
+    """Return the name and id of a worker, found by name or id; without an argument, of this worker.
+
+    An unknown name, and anything that is no name or id, gets torch's error.
+    """
     try:
         return rpc.get_worker_info(worker_name)
     except UsageError as error:
@@ -102,7 +114,10 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait, at the end of the block, for all calls that the thread has made in it with `rpc_async`."""
+    """Wait, at the end of the block, for all calls that the thread has made in it with `rpc_async`.
+
+    Raises the first error among them. Blocks of one thread do not nest: the inner one forgets the outer one's calls.
+    """
     _thread_local_var.future_list = []
     try:
         yield
@@ -118,7 +133,10 @@ def _wait_all() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Serialize the functions that are called in the block, and their arguments, with another pickler."""
+    """Serialize the functions that are called in the block, and their arguments, with another pickler.
+
+    It holds for all threads of this process.
+    """
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -157,7 +175,10 @@ def _get_current_rpc_agent() -> RpcAgent:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Accept an agent of nbdist, which runs already; refuse any other."""
+    """Accept an agent of nbdist, which runs already; refuse any other.
+
+    The error for any other is a UsageError.
+    """
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -189,7 +210,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _delete_users() -> None:
-    """Release all references to other workers' values, by the function of this module that a program may replace."""
+    """Release all references to other workers' values, by the function of this module that a program may replace.
+
+    `shutdown` calls this, so that a program can keep the references.
+    """
     _delete_all_user_and_unforked_owner_rrefs(_PRACTICALLY_NO_WAIT)
 
 
@@ -204,7 +228,10 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
 def _all_gather(
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return the objects that all workers, or all ``worker_names``, have given, by name. All of them must call this."""
+    """Return the objects that all workers, or all ``worker_names``, have given, by name. All of them must call this.
+
+    Raises torch's RpcTimeout if some of them do not come in time.
+    """
     try:
         return gathering.all_gather(obj, worker_names, timeout)
     except UsageError as error:
@@ -220,5 +247,8 @@ def _barrier(worker_names: Collection[str]) -> None:
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers have called this."""
+    """Wait until all workers have called this.
+
+    Raises an error if some do not call it in time, or one of them is lost.
+    """
     _all_gather(None, timeout=timeout)

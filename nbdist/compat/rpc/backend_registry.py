@@ -93,7 +93,10 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Register a backend; return its member of the new `BackendType`. Raises UsageError if the name is taken."""
+    """Register a backend; return its member of the new `BackendType`. Raises UsageError if the name is taken.
+
+    Each registration makes a new enum, but members of the earlier ones stay valid: see `is_backend`.
+    """
     global BackendType
     if backend_registered(backend_name):
         raise UsageError(f"RPC backend {backend_name}: already registered")
@@ -114,7 +117,10 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start an agent of a backend, by the backend's own function, and return it."""
+    """Start an agent of a backend, by the backend's own function, and return it.
+
+    `init_rpc` calls this; the function's errors are raised.
+    """
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -146,7 +152,10 @@ def _suits_tensorpipe(options: object) -> bool:
 
 
 def open_store(options: Any, rank: int, world_size: int | None) -> Any:
-    """Open a store by torch's rendezvous, for a backend that the program has registered."""
+    """Open a store by torch's rendezvous, for a backend that the program has registered.
+
+    The store waits as long for a key as ``options.rpc_timeout`` says.
+    """
     store, _, _ = next(rendezvous(options.init_method, rank=rank, world_size=world_size or -1))
     store.set_timeout(datetime.timedelta(seconds=options.rpc_timeout))
     return store

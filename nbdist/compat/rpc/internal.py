@@ -144,7 +144,10 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the tensor, reference or script module with an id of `_Pickler.persistent_id`."""
+        """Return the tensor, reference or script module with an id of `_Pickler.persistent_id`.
+
+        Raises UnpicklingError for references outside of the call that sent them.
+        """
         kind, what = pid
         if kind == _TENSOR:
             return self._tensors[what]
@@ -163,7 +166,10 @@ _internal_rpc_pickler = _InternalRPCPickler()
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the bytes of a value, without its tensors, and the list of the tensors."""
+    """Return the bytes of a value, without its tensors, and the list of the tensors.
+
+    Raises pickle's error for what cannot be pickled.
+    """
     return _internal_rpc_pickler.serialize(obj)
 
 

@@ -25,7 +25,10 @@ class _AfterTorch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return torch's spec, with a loader that calls `_install` afterwards; None for any other module."""
+        """Return torch's spec, with a loader that calls `_install` afterwards; None for any other module.
+
+        It removes itself first, so it acts once.
+        """
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)
@@ -73,7 +76,10 @@ def _install() -> None:
 
 
 def _run_the_other() -> None:
-    """Import the ``sitecustomize`` of this system or environment, which this one hides, if there is one."""
+    """Import the ``sitecustomize`` of this system or environment, which this one hides, if there is one.
+
+    Python would have run it, if this folder were not the first on the path.
+    """
     others = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:

@@ -65,7 +65,9 @@ class BackwardView(View):
     def press(self, message: dict[str, Any]) -> None:
         """Do what a button says: look (choose a node), slow, pause, run, step, or run until a node or event.
 
-        Slow motion keeps this thread busy with steps until the watcher ends, or a button other than "look" is pressed.
+        The page sends ``message``: "press" names the button, and "node", "worker" or "until" what it applies to. Slow
+        motion keeps this thread busy with steps until the watcher ends, or a button other than "look" is pressed. An
+        unknown button raises UsageError, which the view shows.
         """
         watcher, what = self._watcher, message.get("press")
         if what == "look":
@@ -89,7 +91,9 @@ class BackwardView(View):
                     watcher.step(1)
                 time.sleep(_SLOW)
         else:
-            raise UsageError(f"there is no button {what!r}")
+            raise UsageError(
+                f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"
+            )
         self.changed()
 
 

@@ -55,7 +55,10 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         return {"text/plain": cards.text(self._facts), "text/html": cards.card(self._facts) + self.peeked}
 
     def publish(self) -> None:
-        """Show the facts as they are now; if they can never change again, become a picture."""
+        """Show the facts as they are now; if they can never change again, become a picture.
+
+        The painter's thread calls this after news. Harmless on a picture.
+        """
         if not self.live:  # late news of a card that is a picture already
             return
         rref = self._known()
@@ -88,7 +91,10 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
             self.changed()
 
     def freeze(self) -> None:
-        """Become a picture: unsubscribe from news, and close the widget."""
+        """Become a picture: unsubscribe from news, and close the widget.
+
+        The card stays on the page as it is, and gets no more news.
+        """
         self._end()
         self._gone.detach()
         LIVE.drop(self)
@@ -96,7 +102,10 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         self.close()
 
     def leave(self) -> None:
-        """Become a picture that says that the reference's cluster has ended."""
+        """Become a picture that says that the reference's cluster has ended.
+
+        Called before the cluster ends.
+        """
         rref = self._known()
         self._tell(references.over(references.facts_of(rref) if rref is not None else self._facts, "ended"))
         self.freeze()

@@ -16,10 +16,16 @@ class _Shows(Protocol):
     """The agent's incarnation."""
 
     def freeze(self) -> None:
-        """Become a picture of the facts as they are known now."""
+        """Become a picture of the facts as they are known now.
+
+        `LiveViews` calls this, without its lock, when there are too many live views.
+        """
 
     def leave(self) -> None:
-        """Become a picture that says that the cluster has ended."""
+        """Become a picture that says that the cluster has ended.
+
+        Called before the cluster ends.
+        """
 
 
 class LiveViews:
@@ -48,7 +54,10 @@ class LiveViews:
             self._views.pop(id(view), None)
 
     def leave(self, home: int) -> None:
-        """Turn all views of one agent, given by its incarnation, into pictures that say that its cluster has ended."""
+        """Turn all views of one agent, given by its incarnation, into pictures that say that its cluster has ended.
+
+        Called before the cluster ends; views of other agents stay live.
+        """
         with self._lock:
             own = [view for view in self._views.values() if view.home == home]
         for view in own:

@@ -34,7 +34,10 @@ class MapView(View):
         super().__init__(snapshot=snapshot_of(swarm))
 
     def close(self) -> None:
-        """Stop following the swarm, and leave a picture."""
+        """Stop following the swarm, and leave a picture.
+
+        A second call does nothing.
+        """
         if (listener := self._listener()) is not None:
             listener.forget()
         super().close()
@@ -45,7 +48,10 @@ class MapView(View):
         self.close()
 
     def look(self) -> dict[str, Any]:
-        """Return the swarm's snapshot; if the swarm is over, the last one, marked as over."""
+        """Return the swarm's snapshot; if the swarm is over, the last one, marked as over.
+
+        The painter's thread calls this.
+        """
         swarm = self._swarm()
         if swarm is None or self.snapshot["over"]:
             return {**self.snapshot, "over": True}
@@ -82,9 +88,11 @@ class MapView(View):
         if swarm is None or swarm.ended:
             raise UsageError("this swarm is over: it has no workers that could be killed")
         if what != "kill":
-            raise UsageError(f"there is no button {what!r}")
+            raise UsageError(
+                f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"
+            )
         if not any(server["name"] == worker for server in swarm.snapshot()["servers"]):
-            raise UsageError(f"there is no {worker!r}")
+            raise UsageError(f"there is no {worker!r}: the swarm has no server of that name")
         swarm.kill(str(worker))
         self.changed()
 

@@ -30,7 +30,10 @@ class PanelView(View):
         super().__init__(snapshot=panel.snapshot())
 
     def look(self) -> dict[str, Any]:
-        """Return the last sample."""
+        """Return the last sample.
+
+        It asks no worker. The painter's thread calls this.
+        """
         return self._panel.snapshot()
 
     def press(self, message: dict[str, Any]) -> None:
@@ -50,13 +53,15 @@ class PanelView(View):
             return
         cluster = self._panel.cluster
         if worker not in cluster.names:
-            raise UsageError(f"there is no {worker!r}")
+            raise UsageError(f"there is no {worker!r}: the cluster has no worker of that name")
         if what == "interrupt":
             cluster.interrupt(worker)
         elif what == "restart":
             cluster.restart(worker)
         else:
-            raise UsageError(f"there is no button {what!r}")
+            raise UsageError(
+                f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"
+            )
         self._panel.sample()
         self.changed()
 
@@ -66,7 +71,10 @@ class PanelView(View):
         return super().looking and self._panel.cluster.running
 
     def sample(self) -> None:
-        """Take a sample, and publish it soon."""
+        """Take a sample, and publish it soon.
+
+        Waits for the workers' answers.
+        """
         self._panel.sample()
         self.changed()
 

@@ -53,7 +53,10 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         return references.bundle_of_rows(self._facts)
 
     def publish(self) -> None:
-        """Show the facts as they are now; if none can ever change again, become a picture."""
+        """Show the facts as they are now; if none can ever change again, become a picture.
+
+        The painter's thread calls this after news. Harmless on a picture.
+        """
         if not self.live:  # late news of a table that is a picture already
             return
         self._tell("released")
@@ -74,7 +77,10 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         self.value = cards.table(self._facts)
 
     def freeze(self) -> None:
-        """Become a picture: unsubscribe from news, and close the widget."""
+        """Become a picture: unsubscribe from news, and close the widget.
+
+        The table stays on the page as it is, and gets no more news.
+        """
         for end in self._ends:
             end()
         LIVE.drop(self)
@@ -82,7 +88,10 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         self.close()
 
     def leave(self) -> None:
-        """Become a picture that says that the references' cluster has ended."""
+        """Become a picture that says that the references' cluster has ended.
+
+        Called before the cluster ends.
+        """
         self._tell("ended", ended=True)
         self.freeze()
 

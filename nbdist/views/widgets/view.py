@@ -136,7 +136,10 @@ class View(anywidget.AnyWidget):
         self._places.append(place)
 
     def save(self) -> None:
-        """Draw the pictures of all places again."""
+        """Draw the pictures of all places again.
+
+        A picture that has not changed is not sent again.
+        """
         self._saved_at = time.monotonic()
         for place in list(self._places):
             place.update()
@@ -147,7 +150,10 @@ class View(anywidget.AnyWidget):
         return self._saved_at + _SAVE_EVERY
 
     def close(self) -> None:
-        """Draw the pictures for the last time, and remove the widget from the page."""
+        """Draw the pictures for the last time, and remove the widget from the page.
+
+        The pictures stay on the page and in the notebook's file.
+        """
         places, self._places = self._places, deque()
         for place in places:
             place.end()
@@ -160,11 +166,17 @@ class View(anywidget.AnyWidget):
     # -- the snapshot -------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """Return the snapshot as it is now. Called by the painter's thread."""
+        """Return the snapshot as it is now. Called by the painter's thread.
+
+        Each kind of view returns its own dict for the page, which must be JSON.
+        """
         raise NotImplementedError
 
     def changed(self) -> None:
-        """Queue the view for publishing. Any thread and any finaliser may call this; it does not block."""
+        """Queue the view for publishing. Any thread and any finaliser may call this; it does not block.
+
+        Several calls before the next round are one publication.
+        """
         _painter.add(self)
 
     @property
@@ -173,20 +185,33 @@ class View(anywidget.AnyWidget):
         return self.comm is not None and time.monotonic() < self._until
 
     def looked(self) -> None:
-        """Note that the page has reported that somebody looks."""
+        """Note that the page has reported that somebody looks.
+
+        The page reports this again and again while it is visible.
+        """
         self._until = time.monotonic() + _LOOKING_SECONDS
 
     def publish(self) -> None:
-        """Send the present snapshot to the page. Called by the painter's thread."""
+        """Send the present snapshot to the page. Called by the painter's thread.
+
+        An error is logged; the thread goes on with other views.
+        """
         self.snapshot = self.look()
 
     # -- buttons ------------------------------------------------------------------------------
 
     def press(self, message: dict[str, Any]) -> None:
-        """Do what a button says; its error becomes the `notice`. Called by a thread of its own for each press."""
+        """Do what a button says; its error becomes the `notice`. Called by a thread of its own for each press.
+
+        ``message`` is what the page sent: "press" names the button, other keys what it applies to. Subclasses with
+        buttons override this; here it does nothing.
+        """
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Confirm a message of the page, and let a new thread call `press` with it."""
+        """Confirm a message of the page, and let a new thread call `press` with it.
+
+        A message without a number, such as the page's "looking", is not confirmed.
+        """
         if "number" in message:
             self.send({"received": message["number"]})
         threading.Thread(target=_act, args=(self, message), name="pressed", daemon=True).start()
@@ -228,7 +253,10 @@ class _Painter:
                 threading.Thread(target=self._run, name="views", daemon=True).start()
 
     def add(self, view: View) -> None:
-        """Queue a view for publishing; does not keep it alive."""
+        """Queue a view for publishing; does not keep it alive.
+
+        The same view may be queued several times: it is published once a round.
+        """
         known = weakref.ref(view)
         hash(known)  # now, because a weak reference can compute its hash only as long as the view is alive
         self._changed.put(known)
