@@ -51,7 +51,7 @@ FAULTS = {
     ),
     "a gate lets the pass through too early": Fault(
         "autograd/part.py",
-        "            raise Held",
+        "            raise HeldBack",
         "            return None",
         PROTOCOL,
     ),
@@ -159,14 +159,14 @@ FAULTS = {
     ),
     "a call that waits for a value is forgotten when its caller is lost": Fault(
         "rpc/exchange.py",
-        "if arrival.stage is not Stage.READY]",
-        "if arrival.stage is not Stage.READY][1:]",
+        "if arrival.stage is not ArrivalStage.READY]",
+        "if arrival.stage is not ArrivalStage.READY][1:]",
         ORDERS,
     ),
     "a call runs before the value is there on which it works": Fault(
         "rpc/exchange.py",
-        "            return self._wait(arrival, target, Stage.AWAITING)",
-        "            arrival.stage = Stage.AWAITING",
+        "            return self._wait(arrival, target, ArrivalStage.AWAITING)",
+        "            arrival.stage = ArrivalStage.AWAITING",
         HISTORIES,
     ),
     "a call does not keep the value on which it works": Fault(
