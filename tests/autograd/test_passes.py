@@ -304,7 +304,7 @@ def test_a_pass_from_inside_of_a_pass_says_what_to_do(world):
     with dist_autograd.context() as context_id:
         loss, other = (x * 2).sum(), (x * 3).sum()
         loss.register_hook(lambda _: context_id.backward(other))
-        with pytest.raises(nbdist.UsageError, match=r"when backward\(\) has returned"):
+        with pytest.raises(nbdist.UsageError, match=r"after backward\(\) has returned"):
             context_id.backward(loss * 1)
         context_id.backward((x * 3).sum())
         assert torch.equal(context_id.gradients()[x], tensor(3.0))

@@ -104,7 +104,7 @@ def test_a_stopped_process_that_holds_the_lock_costs_the_timeout_and_no_more(sto
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], **pipes) as holder:
         assert holder.stdout.readline() == b"locked\n"
         store.set_timeout(timedelta(seconds=0.3))
-        with pytest.raises(dist.DistStoreError, match="locked"):
+        with pytest.raises(dist.DistStoreError, match="held the lock"):
             store.set("a", "b")
         holder.kill()
         holder.wait()

@@ -162,7 +162,7 @@ def test_a_serialized_reference_is_rebuilt_once(lines):
     try:
         rpc.PyRRef._deserialize(data)
     except RuntimeError as error:
-        print(type(error).__name__, "serialize the RRef once more" in str(error))
+        print(type(error).__name__, "serialize the RRef again" in str(error))
     """
     assert lines(WORLD + code) == ["RRefError True"]
 

@@ -178,7 +178,7 @@ def test_another_version_is_named(over_tcp):
     link = agent.channel.connect(agent.me.addresses)
     link.send([encode_envelope(Envelope(record.incarnation, 0, 0, 1, 0, [], Hello(record)))], "hello")
     workers.eventually(lambda: refused)
-    assert f"version {VERSION}, not 99" in refused[0]
+    assert f"version {VERSION} of nbdist's protocol, not 99" in refused[0]
 
 
 def test_silence_of_a_remote_one(over_tcp, caplog):
