@@ -99,6 +99,7 @@ FUNCTIONS: dict[str, str] = {
 ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_sequence_nr": ("a node", "recording fails with AttributeError"),
     "_set_sequence_nr": ("a node", "a backward pass over workers fails with AttributeError"),
+    "_metadata": ("a state of a module", "a RemoteModule takes a state without versions for an old one"),
     "_input_metadata": ("a node", "trace(), plan() and watch() fail with AttributeError"),
     "_raw_saved_": ("a node, as the beginning of a name", "%dist_memory does not count what a graph has saved"),
     "_forward_cls": ("a node of a user's Function", "watch() does not name the line of the function"),

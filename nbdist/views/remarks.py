@@ -42,7 +42,7 @@ Remark = tuple[SentencePart, ...]
 def text_of(remark: Remark) -> str:
     """Return a remark as plain text.
 
-    >>> text_of((Part("the largest norm was given to "), Part("Exp@worker1", ("worker1", 3))))
+    >>> text_of((SentencePart("the largest norm was given to "), SentencePart("Exp@worker1", ("worker1", 3))))
     'the largest norm was given to Exp@worker1'
     """
     return "".join(part.text for part in remark)

@@ -235,9 +235,9 @@ def test_a_forked_process_keeps_what_it_reads(arena):
 
 SENDER = """
 import os, sys, time, torch
-from nbdist.channel.arena import Arena, Space
+from nbdist.channel.arena import Arena, ArenaSpace
 arena = Arena(0xA12E4A, 1 << 30, 1)
-(slot,) = [Space(arena, 0xB).put((x := torch.full((1 << 20,), 7.0)).data_ptr(), 4 << 20)]
+(slot,) = [ArenaSpace(arena, 0xB).put((x := torch.full((1 << 20,), 7.0)).data_ptr(), 4 << 20)]
 print(arena.probe, *[getattr(slot.place, field) for field in slot.place.__struct_fields__], flush=True)
 time.sleep(60)
 """
