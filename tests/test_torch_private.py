@@ -172,6 +172,7 @@ def objects():
         "": [made],  # before torch 2.13 a user's node lives as long as the tensor that it made
         "a storage": [leaf.untyped_storage()],
         "a module": [torch.nn.Linear(1, 1)],
+        "a state of a module": [torch.nn.Linear(1, 1).state_dict()],
         "a torch.futures.Future": [torch.futures.Future()],
         "the pickler of torch's RPC": [torch.distributed.rpc.internal._internal_rpc_pickler],
     }

@@ -266,7 +266,7 @@ def test_a_worker_that_cannot_be_made_harms_no_other(owned, monkeypatch):
 def test_a_zygote_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr("nbdist.cluster.processes._BOOT", "raise SystemExit('no way')")
     found = Owned(True)
-    with pytest.raises(WorkerLost, match="has ended, so no worker can live.*: no way"):
+    with pytest.raises(WorkerLost, match=r"has ended, so no worker can live.*: no way"):
         found.processes.ready(30)
     found.processes.close()
 
