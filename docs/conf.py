@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,21 @@ def leave_out(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
     return True if "_refusal" in getattr(obj, "__qualname__", "") else None
 
 
+PLACES = {
+    "../notebooks/": "notebooks_saved/",
+    "../SECURITY.md": "security.md",
+    "../benchmarks/README.md": "measured.md",
+}
+"""The targets of links that lead out of docs/, as the repository needs them, and the pages with the same text."""
+
+
+def move_links(app: Any, page: str, source: list[str]) -> None:
+    """Turn links that lead out of docs/ into links to pages. Called with the text of each page."""
+    for outside, inside in PLACES.items():
+        source[0] = re.sub(rf"(?<=\]\()((?:\.\./)?){re.escape(outside)}", rf"\1{inside}", source[0])
+
+
 def setup(app: Any) -> None:
-    """Have Sphinx ask `leave_out`."""
+    """Have Sphinx call the functions above."""
     app.connect("autodoc-skip-member", leave_out)
+    app.connect("source-read", move_links)

@@ -92,7 +92,7 @@ def errors_page() -> str:
         "# All errors",
         "",
         "Each class of errors says whose fault it is; each message says what happened, with the values, here `…`.",
-        "[](troubleshooting.md) has longer answers.",
+        "[Troubleshooting](troubleshooting.md) has longer answers.",
         "",
     ]
     for name in sorted(found):

@@ -67,7 +67,8 @@ class ContextId(int):
     ) -> None:
         """Run a backward pass in this context; the arguments are those of `nbdist.autograd.backward`.
 
-        Returns when the gradients are in the context on every worker; raises the error of the pass.
+        Returns when the gradients are in the context on every worker, or with ``accumulate`` in the leaves' ``.grad``;
+        raises the error of the pass.
         """
         backward(int(self), roots, retain_graph, mode, grad_tensors=grad_tensors, accumulate=accumulate)
 
@@ -81,7 +82,7 @@ class ContextId(int):
     def watch(self, *, paused: bool = False, norms: bool = False) -> Watch:
         """Watch the backward passes of this context, as `nbdist.autograd.watch` does.
 
-        Raises UsageError if the context has an open watch, or has ended.
+        Raises UsageError if this worker watches the context already, or the context has ended.
         """
         return watch(int(self), paused=paused, norms=norms)
 
@@ -289,7 +290,7 @@ def _prepare(
 ) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
     """Check the arguments of `backward`; return the recorder, the context, the roots, a gradient for each, options.
 
-    Raises UsageError for an unknown mode, an unknown or ended context, or roots that `_check_roots` refuses.
+    Raises UsageError for an unknown mode or an unknown or ended context, and what `_check_roots` raises.
     """
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")

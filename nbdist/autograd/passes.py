@@ -318,7 +318,7 @@ class Passes:
     def on_failed(self, message: messages.Failed, failure: Failure) -> None:
         """On the root: end the pass with an error of another worker.
 
-        Only the first error counts.
+        The caller of the pass gets the first error only.
         """
         run = self._runs.get(message.id)
         if run is not None:
@@ -600,9 +600,10 @@ class Passes:
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
-        """On the root, settle the outcome of a pass, with an error or without; does nothing if it is settled.
+        """On the root, settle the outcome of a pass, with an error or without; a settled outcome stays.
 
-        The thread that waits for the outcome then commits the pass or gives it up.
+        The thread that waits for the outcome then commits the pass or gives it up. A later error may only replace the
+        one that a watch shows.
         """
         outcome = run.outcome
         if outcome is None:

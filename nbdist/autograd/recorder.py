@@ -94,7 +94,7 @@ class Recorder:
         self._warned: set[tuple[str, int]] = set()
         """The places in the user's code, as (file, line), for which `warn` has warned."""
         self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []
-        """What `when_opened` was given."""
+        """The callbacks that `when_opened` was given."""
         self._paused: set[int] = set()
         """The contexts with a pass that is paused from here."""
         self._freezes = 0

@@ -120,7 +120,7 @@ class Pass:
     mode: str
     """``smart`` or ``fast``; empty as long as that is not known."""
     events: list[Event] = field(default_factory=list)
-    """What has happened, in the order in which the watch learned of it; `Watch.passes` sorts it by time."""
+    """The events of the pass, in the order in which the watch learned of them; `Watch.passes` sorts them by time."""
     over: bool = False
     """True once the pass is known to be over."""
     error: str = ""

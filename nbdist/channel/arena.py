@@ -127,7 +127,7 @@ class Arena:
         self._unsent: Holds[Block] = Holds()
         """A hold for the block of each slot that is not sent."""
         self.falls_back = 0
-        """How often `put` had no room, so that a tensor travelled in its message's frames instead."""
+        """The number of times that `put` had no room, so that a tensor travelled in its message's frames instead."""
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._blocks = Blocks(bound, max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16)

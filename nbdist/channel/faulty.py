@@ -40,7 +40,7 @@ class Faults:
     """
 
     fail: Mapping[str, int] = field(default_factory=dict)
-    """How many of the first messages of a kind to each receiver fail: `Link.send` raises ChannelError."""
+    """The number of first messages of a kind to each receiver that fail: `Link.send` raises ChannelError."""
     drop: Mapping[str, float] = field(default_factory=dict)
     """The share of messages that are lost, from 0 to 1."""
     delay: Mapping[str, float] = field(default_factory=dict)
@@ -96,7 +96,8 @@ class FaultyChannel:
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the wrapped channel's next message, without faults.
 
-        Returns None after ``timeout`` seconds, after `wake`, and once closed. ``guest`` and ``soon`` are passed on.
+        Returns None after ``timeout`` seconds, after `wake` (the guest: after `call`), and once closed. ``guest`` and
+        ``soon`` are passed on.
         """
         return self.inner.receive(timeout, guest, soon)
 
@@ -198,8 +199,9 @@ class FaultyLink:
             self._inner.send(frames, kind)
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the wrapped link. Delayed messages are lost.
+        """Close the wrapped link.
 
-        A second call does no harm.
+        Delayed messages are then lost, except where closing the wrapped link does nothing, as in
+        `nbdist.channel.inprocess`. A second call does no harm.
         """
         self._inner.close(at_once=at_once)

@@ -163,7 +163,7 @@ class Comms:
     def close(self) -> None:
         """Remove the workers' comms from the notebook's comm manager.
 
-        The front end is not told. Later calls do nothing.
+        The front end is not told. A second call does nothing.
         """
         manager = _manager()
         for id in list(self._open):

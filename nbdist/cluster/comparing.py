@@ -68,13 +68,15 @@ def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) ->
     elif id(value) in inside:
         yield path, "a container that this is part of"
     elif isinstance(value, Mapping):
+        inside |= {id(value)}
         for key, item in value.items():
             step = f".{key}" if isinstance(key, str) else f"[{key!r}]"
-            yield from flatten(item, f"{path}{step}", inside | {id(value)})
+            yield from flatten(item, f"{path}{step}", inside)
     elif isinstance(value, list | tuple) and type(value) in (list, tuple):
         yield f"{path} (length)", len(value)
+        inside |= {id(value)}
         for index, item in enumerate(value):
-            yield from flatten(item, f"{path}[{index}]", inside | {id(value)})
+            yield from flatten(item, f"{path}[{index}]", inside)
     else:
         yield path, value
 

@@ -64,7 +64,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         super().__init__()
         self._folder = folder
         self._places: dict[str, bytes] = {}
-        """What gloo has stored of this process's listeners, by the name of the group."""
+        """The addresses that gloo has stored of this process's listeners, by the name of the group."""
         self.lost = ""
         """The text of the WorkerLost that waits and writes raise once a member has died; empty before."""
 

@@ -70,7 +70,7 @@ class Worker:
         self.step = "starting"
         """The last step that the worker has reached."""
         self.lost: str | None = None
-        """How the worker was lost, in words that follow its name; None while it is not lost."""
+        """The way in which the worker was lost, in words that follow its name; None while it is not lost."""
         self._let_go = False
         """True once `lose` has run. `lost` alone does not tell, because `exit` may have set it before."""
         self.ended = threading.Event()

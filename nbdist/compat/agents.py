@@ -42,7 +42,7 @@ class RpcAgent:
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
         """Return the name and id of a worker, found by its name or id; of this worker without an argument.
 
-        Raises UnknownWorker if there is no such member.
+        Raises UnknownWorker if there has never been such a member, WorkerLost if it is gone.
         """
         record = self._agent.me if name is None else self._agent.find(name)
         return WorkerInfo(record.name, record.id)

@@ -13,7 +13,7 @@ from nbdist.nn.batches import Values
 __all__ = ["Reduction", "loss_of", "total"]
 
 Reduction = Literal["mean", "sum"]
-"""How a loss function combines the rows of a micro-batch: their mean or their sum."""
+"""The way in which a loss function combines the rows of a micro-batch: their mean or their sum."""
 
 
 def loss_of(

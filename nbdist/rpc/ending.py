@@ -368,7 +368,8 @@ class Ending:
     def on_lost(self, record: Record, why: str) -> None:
         """Stop waiting for a member that is lost.
 
-        Unless the world is closing already, `shutdown` raises WorkerLost with its name in the end.
+        If this agent has begun its `shutdown` and the world is not closing yet, `shutdown` raises WorkerLost with its
+        name in the end.
         """
         with self._changed:
             if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:

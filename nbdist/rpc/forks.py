@@ -353,7 +353,8 @@ class Forks:
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as confirmed: the reply has come.
 
-        Nothing happens if the fork is confirmed already, is dead, or is not held here any more.
+        A fork that was released here meanwhile is then deleted at its owner. Nothing happens if the fork is confirmed
+        already, is dead, or is not known here any more.
         """
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
@@ -379,7 +380,8 @@ class Forks:
     def on_fork_confirm(self, message: ForkConfirm) -> list[Instruction]:
         """Mark a fork held here as counted by its owner, or as dead; tell its parent that it need not wait any more.
 
-        Nothing happens if the fork is not pending, or not held here any more.
+        A fork that was released here meanwhile is then deleted at its owner. Nothing happens if the fork is not
+        pending, or not known here any more.
         """
         user = self._users.get(message.fork)
         if user is None or user.standing is not ForkStanding.PENDING:

@@ -303,7 +303,7 @@ class References:
         self._perform_locked(self.forks.on_user_delete, message, sender)
 
     def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
-        """Note that the owner counts a fork which was made here for another agent.
+        """Note that the owner counts a fork which was made here for another agent, or that this fork is dead.
 
         The fork here from which it was made need not wait for it any more.
         """
@@ -320,7 +320,7 @@ class References:
         """Mark a fork as confirmed or dead, and run the calls that waited for it.
 
         The calls run in jobs, also if the fork is dead; in their functions, using the reference raises WorkerLost.
-        Nothing happens if the fork is not held here or was confirmed before.
+        A fork that is not known here, or was confirmed before, stays as it is.
         """
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)

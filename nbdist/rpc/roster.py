@@ -164,7 +164,7 @@ class Roster:
                 if record.name == me.name or record.id == me.id:
                     raise NotUnique(
                         f"RPC worker name or id is not unique: {record.name!r} (id {record.id}) is in the world, and "
-                        f"{me.name!r} (id {me.id}) wants to join it. Choose another name"
+                        f"{me.name!r} (id {me.id}) wants to join it. Choose another name and rank"
                     )
             document.dynamic = [self._sealed(record) for record in [*present, me]]
             if self._write(text, document):

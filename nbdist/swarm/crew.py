@@ -512,7 +512,8 @@ class Crew:
     def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a server and wait for its result: `send`, then `answer`.
 
-        The errors are those of `answer`: `Gone` if the server is lost or does not answer, or the method's own.
+        The errors are those of `answer`: `Gone` if the server is lost or does not answer, its subclass
+        `Forgotten` if it lacks the block, the session or its input, or the method's own.
         """
         return self.answer(member, self.send(member, method, *args, **kwargs))
 

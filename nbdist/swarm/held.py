@@ -56,7 +56,7 @@ class StepCall:
     patience: float
     """Seconds that the client allows for a step; half of it may pass in waiting for cache memory."""
     points: float
-    """What the client spends on it, for its priority."""
+    """The points that the client spends on the call, which decide its priority."""
     answer: Future[StepReply] | None
 
     def settle(self, reply: StepReply | None, error: BaseException | None) -> None:
@@ -91,9 +91,9 @@ class ServerSession:
         self.given: dict[int, dict[int, torch.Tensor]] = {}
         """Hidden states that have arrived, by number of the step and by their first token in it."""
         self.busy = False
-        """Whether a thread is computing steps of the session."""
+        """True while a thread is computing steps of the session."""
         self.exported = False
-        """Whether the session has moved to another server."""
+        """True once the session has moved to another server."""
         self.ended = ""
         """Why the session is over; empty while it is not."""
         self.used = time.monotonic()

@@ -40,7 +40,7 @@ class History:
     """The steps of one span, oldest first, and the output of each."""
 
     forgets: bool = True
-    """Whether a cropped cache is as if the cropped tokens had never been in it: not with sliding windows."""
+    """True if a cropped cache is as if the cropped tokens had never been in it: not with sliding windows."""
     steps: list[Step] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0

@@ -30,7 +30,7 @@ from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 __all__ = ["Merged", "Unmergeable", "is_near", "merge"]
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""How far two results may differ, relative to the largest value, and count as equal but for rounding."""
+"""The difference of two results, relative to the largest value, up to which they are equal but for rounding."""
 
 
 class Unmergeable(Exception):

@@ -50,13 +50,13 @@ class _Notes(threading.local):
     """The notes of one call of a model, for each thread: several threads may call the same model."""
 
     calls: list[LayerCall] = []  # noqa: RUF012 - never changed, only replaced
-    """How each layer was called so far."""
+    """The call of each layer so far."""
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """The arguments of the layer before."""
     cache: Any = None
     """The cache among those arguments."""
     only = False
-    """Whether layers only note their arguments: nothing is sent to servers, and the cache stays as it is."""
+    """True if layers only note their arguments: nothing is sent to servers, and the cache stays as it is."""
     expected = 0
     """Tokens that the next session will have in the end; 0 if unknown."""
 
@@ -70,7 +70,7 @@ class Passage:
         self.recover: Recover = recover
         self.notes = _Notes()
         self.in_tuple: bool | None = None
-        """Whether layers of this model return a tuple; None until `_probe` has asked a server."""
+        """True if layers of this model return a tuple; None until `_probe` has asked a server."""
 
     def take(self, hidden: torch.Tensor, calls: list[LayerCall], cache: Any) -> torch.Tensor:
         """Take hidden states through all blocks: as a step of the cache's session, or without a session.

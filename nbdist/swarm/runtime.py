@@ -55,7 +55,7 @@ class Runtime:
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._kept = False
-        """Whether `keep` was called since the last call of ``look``."""
+        """True if `keep` was called since the last call of ``look``."""
         self.busy = 0.0
         """Seconds spent on computing so far."""
 

@@ -64,7 +64,7 @@ class Options:
     largest: int | None = None
     """Tokens of all sequences that one request may have; None for no limit. A larger one fails with `TooLarge`."""
     stack: bool = False
-    """Whether requests without caches of several clients may be computed as one: faster, and equal within rounding."""
+    """True if requests without caches of several clients may be computed as one: faster, and equal within rounding."""
     session_timeout: float = 3600.0
     """Seconds without a call after which a server drops a session."""
     prioritize: Callable[[str, int, float], float] = prioritize

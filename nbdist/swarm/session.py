@@ -75,7 +75,7 @@ class _Part:
     member: Member
     history: History
     used: bool = False
-    """Whether the server may have computed something for the session, so that its caches are not empty."""
+    """True if the server may have computed something for the session, so that its caches are not empty."""
     linked: _Part | None = field(default=None, repr=False)
     """The part to which the server has been told to push its output."""
 

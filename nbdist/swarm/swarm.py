@@ -229,7 +229,8 @@ class Swarm:
     def info(self) -> dict[str, Info]:
         """Ask each server for its state; return the answers by worker, without the servers that do not answer.
 
-        It has no effect on the swarm, except that a server that does not answer may be banned for a while.
+        It has no effect on the swarm, except that a server that is lost is noted as gone, and one that does not answer
+        may be banned for a while.
         """
         with self.crew.working():
             found = {}

@@ -57,7 +57,7 @@ class Mapped(Protocol):
     def kill(self, name: str) -> None:
         """Kill a worker's process.
 
-        Returns at once. Raises UsageError if the worker does not serve, or the swarm is closed.
+        Returns at once. Raises UsageError if the worker does not serve or is this process, or the swarm is closed.
         """
         ...
 

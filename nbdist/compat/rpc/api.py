@@ -116,7 +116,8 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 def _wait_all() -> Iterator[None]:
     """Wait, at the end of the block, for all calls that the thread has made in it with `rpc_async`.
 
-    Raises the first error among them. Blocks of one thread do not nest: the inner one forgets the outer one's calls.
+    Raises the first error among them. Blocks of one thread do not nest: an inner one forgets the outer one's
+    calls, and the outer one then ends with AttributeError.
     """
     _thread_local_var.future_list = []
     try:
@@ -175,9 +176,9 @@ def _get_current_rpc_agent() -> RpcAgent:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Accept an agent of nbdist, which runs already; refuse any other.
+    """Do nothing if this process has a running agent of nbdist; else refuse the given agent.
 
-    The error for any other is a UsageError.
+    The refusal is a UsageError. An agent that is given while another runs is ignored.
     """
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
@@ -212,7 +213,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def _delete_users() -> None:
     """Release all references to other workers' values, by the function of this module that a program may replace.
 
-    `shutdown` calls this, so that a program can keep the references.
+    A graceful `shutdown` of a fixed world calls this, so a program that replaces that function can keep the references.
     """
     _delete_all_user_and_unforked_owner_rrefs(_PRACTICALLY_NO_WAIT)
 
@@ -230,7 +231,7 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Return the objects that all workers, or all ``worker_names``, have given, by name. All of them must call this.
 
-    Raises torch's RpcTimeout if some of them do not come in time.
+    Raises RpcTimeout if some of them do not come in time, and WorkerLost if one of them is lost.
     """
     try:
         return gathering.all_gather(obj, worker_names, timeout)
