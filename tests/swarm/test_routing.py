@@ -100,5 +100,5 @@ def test_who_has_room_for_it():
     has = {"a": [0, 1], "b": [2]}
     assert assign(has, 0, 6, sizes, {"a": None, "b": 20}) == [Span("a", 3, 6)]
     assert assign(has, 0, 6, sizes, {"a": 30, "b": 30}) == [Span("b", 3, 5), Span("a", 5, 6)]
-    with pytest.raises(NoRoute, match="room for block 5"):
+    with pytest.raises(NoRoute, match="weights of block 5"):
         assign(has, 0, 6, sizes, {"a": 25, "b": 30})
