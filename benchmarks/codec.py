@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from nbdist.channel import framing
-from nbdist.wire import codec, names
+from nbdist.wire import codec
 from nbdist.wire.messages import Call, Envelope, Mode, Reply, decode_envelope, encode_envelope
+from nbdist.wire.pickling import names
 
 _CALLS = 20_000
 _ROUNDS = 11

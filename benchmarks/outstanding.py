@@ -1,7 +1,8 @@
 """Measures what 100,000 calls without an answer cost: memory on either side, and who of several threads gets on.
 
 The callee answers none of them until it is told to. Meanwhile a second thread of the caller and the main thread, which
-reads its answers itself (`nbdist.rpc.guest`), make calls one after the other for some seconds. Then all are answered.
+reads its answers itself (`nbdist.rpc.calls.waiting_reader`), make calls one after the other for some seconds. Then all
+are answered.
 """
 
 from __future__ import annotations

@@ -6,15 +6,14 @@ one instead. `tests/test_layers.py` checks every import against the tables below
 ====== ============================ ====================================================================
 layer  modules                      contents
 ====== ============================ ====================================================================
-0      errors ids trace pictures    errors, ids, events that views and tests can see; drawings as images
+0      errors ids trace             errors, ids, events that views and tests can see
        durations registry           checks of times that users give; functions that higher layers set
        signals holds                no Ctrl-C in the middle of an update; which objects were collected
        finalisers                   calls that a user's ``__del__`` or signal handler makes
        torch_private                the private names of torch that nbdist uses, in one table
 1      wire                         messages, their encoding, the protocol between two agents: all pure
 2      channel                      moves frames: in-process, unix sockets, ZeroMQ, faulty; wakes readers
-                                    (gate, spinning); memory that agents of one host share (blocks, arena,
-                                    leases)
+                                    (gate, spinning); memory that agents of one host share
 3      rpc                          agents, calls, remote references, membership
 4      autograd optim nn            backward passes over workers; optimizers, modules and pipelines on
        swarm                        workers; language models served by workers that may die
@@ -25,14 +24,17 @@ layer  modules                      contents
        __main__
 ====== ============================ ====================================================================
 
-The path of a call: `rpc.api` → `rpc.caller` → `rpc.sender` (encodes with `wire.codec`, waits in `rpc.calls`) →
-`rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other agent's `read` →
-`rpc.executor` → `rpc.answers`, and back to `rpc.outcomes`. ``docs/a_call.md`` follows it step by step. Besides:
+The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, waits in
+`rpc.calls.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other
+agent's `read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to `rpc.calls.outcomes`. ``docs/a_call.md``
+follows it step by step. Besides:
 
 - `rpc.exchange` decides what a call or a reference waits for, and what happens next; it draws the states.
-- `rpc.guest` lets the waiting thread read its answer itself, where this is faster.
-- `rpc.sharing` passes large tensors to an agent of the same host through shared memory.
+- `rpc.calls.waiting_reader` lets the waiting thread read its answer itself, where this is faster.
+- `rpc.shared_tensors` passes large tensors to an agent of the same host through shared memory.
 - `rpc.recording` asks `autograd.recorder` to record a call for a backward pass.
+
+A package with many modules has rooms, which are packages of their own; the ``__init__`` of each lists what is in it.
 """
 
 from __future__ import annotations
@@ -102,7 +104,6 @@ LAYERS: dict[str, int] = {
     "finalisers": 0,
     "holds": 0,
     "ids": 0,
-    "pictures": 0,
     "registry": 0,
     "signals": 0,
     "torch_private": 0,
@@ -132,7 +133,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "IPython": ("cluster", "magics", "compat.ipyparallel"),
     "anywidget": ("views.widgets",),
     "ipywidgets": ("views.widgets",),
-    "ray": ("cluster.launchers",),
+    "ray": ("cluster.processes.launchers",),
     "transformers": ("swarm.adapter",),
     "safetensors": ("swarm.adapter",),
 }
@@ -166,7 +167,23 @@ def _make_recorder(agent: Any) -> Any:
     return Recorder(agent)
 
 
+def _describe(value: Any) -> str:
+    """Return a value as lines of text, by the layer that draws."""
+    from nbdist.views.drawing.values import text_of
+
+    return text_of(value)
+
+
+def _draw(value: Any) -> dict[str, str]:
+    """Return the pictures of a value by MIME type, by the layer that draws."""
+    from nbdist.views.drawing.values import pictures_of
+
+    return pictures_of(value)
+
+
 registry.make_recorder = _make_recorder
+registry.describe = _describe
+registry.draw = _draw
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

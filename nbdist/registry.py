@@ -1,7 +1,8 @@
 """Functions through which a lower layer gets objects of a higher layer, without importing it.
 
 `nbdist` itself, above all layers, sets them; each imports its layer when it is first called. So a worker takes part in
-calls that are recorded for a backward pass, although its program never imported `nbdist.autograd`.
+calls that are recorded for a backward pass, although its program never imported `nbdist.autograd`; and a trace that is
+printed in a plain script draws itself, although the drawing is in `nbdist.views`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["make_recorder"]
+__all__ = ["describe", "draw", "make_recorder"]
 
 make_recorder: Callable[[Any], Any]
 """Returns the recorder of an agent, a `nbdist.rpc.recording.CallRecorder`, which the agent calls for each call."""
+
+describe: Callable[[Any], str]
+"""Returns a value as lines of text. For a `Trace` or a `Plan` of `nbdist.autograd`, whose repr this is."""
+
+draw: Callable[[Any], dict[str, str]]
+"""Returns a value's pictures by MIME type. For a `Trace`, a `Plan`, or a `nbdist.nn.timeline.PipelineTimeline`."""

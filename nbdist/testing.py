@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
-from nbdist.channel.arena import open_arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.faulty import Faults, FaultyChannel
 from nbdist.channel.inprocess import InProcessChannel, Network
 from nbdist.channel.liveness import started_at
 from nbdist.channel.local import LocalChannel
 from nbdist.channel.security import Secret
+from nbdist.channel.shared_memory.arena import open_arena
 from nbdist.channel.zeromq import ZmqChannel, host_identity
 from nbdist.errors import UsageError
 from nbdist.ids import new_incarnation

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.ordering import ordered
+from nbdist.autograd.passes.ordering import ordered
 
 # --- test_killing ---------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class Notebook:
         where = f"open({str(self._stacks)!r}, 'w')"
         self.run(
             f"__import__('faulthandler').register({int(signal.SIGUSR1)}, file={where}, all_threads=True)\n"
-            "__import__('nbdist.cluster.arrange', fromlist=['_']).FOLD_AFTER = 5",
+            "__import__('nbdist.cluster.output.arranger', fromlist=['_']).FOLD_AFTER = 5",
             silent=True,
         )
 

@@ -10,7 +10,8 @@ from itertools import count
 import cloudpickle.cloudpickle as cloudpickle
 
 from nbdist import MissingDefinition
-from nbdist.wire import codec, definitions
+from nbdist.wire import codec
+from nbdist.wire.pickling import definitions
 
 _numbers = count()
 

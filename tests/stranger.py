@@ -26,8 +26,8 @@ import torch.distributed as dist
 from nbdist.channel.liveness import started_at
 from nbdist.channel.security import Secret
 from nbdist.ids import new_incarnation
-from nbdist.rpc import rendezvous
-from nbdist.rpc.roster import _KEY, _Document
+from nbdist.rpc.world import rendezvous
+from nbdist.rpc.world.roster import _KEY, _Document
 from nbdist.wire.messages import VERSION, Record
 
 NOBODY = 65534

@@ -7,7 +7,7 @@ word           meaning
 ============== =================================================================================================
 context        the record of one iteration, on each worker that it touches (`contexts.Context`)
 maker          the worker that made a context, and the only one that ends it
-edge           the two ends of a message with tensors: `edges.Sent` on the sender, `edges.Received` on the
+edge           the two ends of a message with tensors: `Sent` on the sender, `Received` on the
                receiver; the number ``message`` names both. A *graph edge* is torch's: a node of a graph, and
                the number of one of its outputs
 slot, gate     one tensor of a `Sent`, and the node in front of its history, where its gradient enters
@@ -16,16 +16,16 @@ roots          the tensors on which `backward` is called
 pass           one backward computation from its roots, on all workers that it reaches; a `PassId` names it.
                A *local pass* is torch's own ``backward()``, in one process
 root           of a pass: the worker on which it began
-run            what one worker keeps of one pass: its part, its threads, what it must report (`run.Run`)
-part           what one worker computes of one pass (`part.Part`)
+run            what one worker keeps of one pass: its part, its threads, what it must report (`passes.state.Run`)
+part           what one worker computes of one pass (`passes.worker_part.Part`)
 entry          the roots, or the gradient of one slot: gradients that a part has still to give to torch's engine
-step           one call of torch's engine (`part._Step`). A step of a pipeline is something else (`nbdist.nn`)
+step           one call of torch's engine (`_Step`). A step of a pipeline is something else (`nbdist.nn`)
 segment        what a part runs without waiting for other workers, one step or several (`Part.run`)
-region         the nodes that can be reached from given graph edges on one worker (`graph.Region`)
+region         the nodes that can be reached from given graph edges on one worker (`graph.walk.Region`)
 pending        of a gate: its gradient has not come, and will or may come
 held back      of a node: it lies behind a pending gate, so it cannot run yet. Other nodes are *free*
 kept           of a gradient: computed for a held-back node by a node that has run, and stored until that node
-               can run (`part.Crossing`)
+               can run (`worker_part.Crossing`)
 barrier        a pending gate, made a root of lowest priority, at which torch's engine stops
 SMART, FAST    the two modes: marking finds out which gates will get a gradient; or all gates must get one
 mark           a message which says that tensors sent earlier will get gradients
@@ -34,11 +34,11 @@ settled        of a token: the receiver has done all that follows from the messa
 report         a message to the root: the tokens that a worker has settled, and those that it has sent
 ledger         the root's account of all tokens; it tells when marking, or the whole pass, is over
 given up       of a pass: ended by an error, a lost worker or the user; its gradients are dropped
-claim          the leaves that one step has to itself, with their ``.grad`` set aside (`leaves.Claim`)
-reduce         average the gradients of a DistributedDataParallel module over its processes (`ddp`)
-turn           the right of one pass to reduce, while others wait (`turns`)
-watch          the user's view of a context's passes, and the control over them (`watching.Watch`)
-observer       the object that reports to a watch, on each worker of a pass (`observer.Observer`)
+claim          the leaves that one step has to itself, with their ``.grad`` set aside (`passes.leaves.Claim`)
+reduce         average the gradients of a DistributedDataParallel module over its processes (`passes.ddp`)
+turn           the right of one pass to reduce, while others wait (`passes.ddp_turns`)
+watch          the user's view of a context's passes, and the control over them (`watching.watcher.Watch`)
+observer       the object that reports to a watch, on each worker of a pass (`watching.observer.Observer`)
 halt           a stop before one node, until the watch lets the node run
 ============== =================================================================================================
 
@@ -52,27 +52,22 @@ tensor([3., 3.])
 
 The modules:
 
-- The forward pass. The agent calls `recorder` for every message in a context; it makes the `edges` of messages with
-  tensors, and `contexts` stores them.
-- The backward pass. `graph` walks over torch's graphs; `part` decides what a worker can run and has torch's engine run
-  it (`engine`, `ddp`, `ordering`); `leaves` keeps the gradients out of ``.grad``; `passes` exchanges `messages` with
-  other workers and keeps a `run` for each pass; `ledger` is the bookkeeping of the root, and `turns` the queue of
-  passes that reduce.
-- Looking at the record. `inspection` collects what a context has recorded, with the names that `parameters` finds;
-  `drawing` draws it as boxes, which `folding` forms and `layout` places; `kept` counts the memory that it uses.
-- Watching a pass. `watching` is the watch, `seen` its data; `observing` connects it with the `observer` on each worker;
-  `inherited` finds out whether a NaN came from the forward pass.
-- Watching the forward pass. `origins` notes the line of code of every operation; `nans` looks for the first NaN.
+- Users call `api`. The agent calls `recorder` for every message in a context, and `contexts` stores what it records.
+- `graph`, a room: the record of a forward pass. It has the edges between workers, walks over torch's graphs, and
+  collects both as the data of `trace` and `plan`, which `nbdist.views` draws.
+- `passes`, a room: the backward pass. It decides what each worker can run, has torch's engine run it, exchanges
+  `messages` with other workers, and keeps the gradients.
+- `watching`, a room: the watch that users have of a pass, and the search for NaNs.
 """
 
 from __future__ import annotations
 
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open, watch
-from nbdist.autograd.inherited import Carried, Inherited
-from nbdist.autograd.inspection import Plan, Trace, plan, trace
-from nbdist.autograd.passes import UnusedOutputs
-from nbdist.autograd.seen import Event, Pass
-from nbdist.autograd.watching import Watch
+from nbdist.autograd.graph.inspection import Plan, Trace, plan, trace
+from nbdist.autograd.passes.driver import UnusedOutputs
+from nbdist.autograd.watching.inherited_nans import Carried, Inherited
+from nbdist.autograd.watching.records import Event, Pass
+from nbdist.autograd.watching.watcher import Watch
 
 __all__ = [
     "Carried",

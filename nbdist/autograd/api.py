@@ -10,13 +10,13 @@ from typing import Any, Literal, cast
 import torch
 
 from nbdist.autograd.contexts import Context
+from nbdist.autograd.passes.state import Run
 from nbdist.autograd.recorder import Recorder
-from nbdist.autograd.run import Run
-from nbdist.autograd.watching import Watch
+from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import Interrupted, UsageError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Future
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 
 __all__ = [
     "ContextId",

@@ -30,17 +30,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from nbdist.autograd.edges import Node, Received, Sent
-from nbdist.autograd.graph import walk
-from nbdist.autograd.leaves import GradientStore
+from nbdist.autograd.graph.edges import Node, Received, Sent
+from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.messages import PassId, Watching
+from nbdist.autograd.passes.leaves import GradientStore
 from nbdist.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbdist.autograd.inspection import Plan
-    from nbdist.autograd.observer import Observer
-    from nbdist.autograd.run import Run
-    from nbdist.autograd.watching import Watch
+    from nbdist.autograd.graph.inspection import Plan
+    from nbdist.autograd.passes.state import Run
+    from nbdist.autograd.watching.observer import Observer
+    from nbdist.autograd.watching.watcher import Watch
 
 __all__ = ["Context", "Contexts"]
 

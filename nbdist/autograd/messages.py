@@ -32,9 +32,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from nbdist.autograd.inherited import Inherited
+from nbdist.autograd.watching.inherited_nans import Inherited
 from nbdist.errors import ProtocolError
-from nbdist.rpc.peeking import Histogram
+from nbdist.rpc.references.peeking import Histogram
 from nbdist.wire import quick
 from nbdist.wire.messages import Payload
 from nbdist.wire.tensors import Space, is_packable, pack_alone

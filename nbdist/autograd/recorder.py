@@ -30,22 +30,23 @@ from typing import Any, get_args
 import torch
 
 import nbdist
-from nbdist.autograd import edges, messages
+from nbdist.autograd import messages
 from nbdist.autograd.contexts import Context, Contexts
-from nbdist.autograd.edges import Received
-from nbdist.autograd.nans import Check
-from nbdist.autograd.origins import noted
-from nbdist.autograd.part import PassRoots
-from nbdist.autograd.passes import Passes
-from nbdist.autograd.run import Run
+from nbdist.autograd.graph import edges
+from nbdist.autograd.graph.edges import Received
+from nbdist.autograd.graph.origins import noted
+from nbdist.autograd.passes.driver import Passes
+from nbdist.autograd.passes.state import Run
+from nbdist.autograd.passes.worker_part import PassRoots
+from nbdist.autograd.watching.forward_nans import Check
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.calls.failures import describe
 from nbdist.rpc.dispatch import Job
-from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Future, Surroundings, set_carrier
-from nbdist.rpc.membership import Membership
 from nbdist.rpc.recording import Attach
+from nbdist.rpc.world.members import Membership
 from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
 from nbdist.wire.messages import Cast, Payload, Record, Recording

@@ -8,7 +8,8 @@ sent by a member (G6). It may lose, double and reorder messages: `nbdist.wire.pe
 second copies.
 
 Two kinds of threads wait in `receive`. The *readers* are threads of the agent's pool. The *guest* is a thread that
-waits for the answer of its own call, and reads that answer itself (`nbdist.rpc.guest`); there is one at a time::
+waits for the answer of its own call, and reads that answer itself (`nbdist.rpc.calls.waiting_reader`); there is one at
+a time::
 
     caller                      channel
     expect() ─────────────────> messages wake no reader

@@ -22,7 +22,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 
-from nbdist.channel import memory
+from nbdist.channel.shared_memory import mapping
 from nbdist.errors import ProtocolError
 
 __all__ = ["Cutter", "Large", "head"]
@@ -126,7 +126,7 @@ class Cutter:
 
     def _begin_large(self, data: bytes, start: int, length: int) -> None:
         """Allocate memory for the message of ``length`` bytes that begins at ``start``, and copy in what has come."""
-        if length >= _COMPARED_WITH_MEMORY and length > (left := memory.available()):
+        if length >= _COMPARED_WITH_MEMORY and length > (left := mapping.available()):
             raise MemoryError(f"a message of {length} bytes does not fit: the machine has {left} bytes of memory left")
         large = memoryview(_unfilled(None, length))
         self._filled = len(data) - start

@@ -26,29 +26,31 @@ import torch
 from nbdist import durations
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import refusals_in_words
-from nbdist.cluster import labels, process_memory
-from nbdist.cluster.cells import Cell
 from nbdist.cluster.executor import Lanes, WorkerExecutor
+from nbdist.cluster.inspection import process_memory
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
-from nbdist.cluster.jupyter_wire import pack
-from nbdist.cluster.kernels import KernelThread, Message
-from nbdist.cluster.lifecycle import Lifecycle
-from nbdist.cluster.outlet import make_arranger
-from nbdist.cluster.routing import Router
-from nbdist.cluster.sinks import Sink, current_sink
+from nbdist.cluster.kernels import labels
+from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.kernels.jupyter_wire import pack
+from nbdist.cluster.kernels.routing import Router
+from nbdist.cluster.output.outlet import make_arranger
+from nbdist.cluster.output.sinks import Sink, current_sink
+from nbdist.cluster.processes.lifecycle import Lifecycle
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
-from nbdist.cluster.worker_output import METADATA, fence, take_last_value
+from nbdist.cluster.worker.output import METADATA, fence, take_last_value
 from nbdist.cluster.workers import Worker, lost_error
 from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError
-from nbdist.rpc import api, failures
+from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.calls import failures
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 from nbdist.torch_private import warn_of_untested
-from nbdist.wire import culprit
+from nbdist.wire.pickling import culprit
 
 __all__ = ["Cluster"]
 
@@ -622,7 +624,7 @@ class Cluster:
             EncodeError: A value cannot be sent; the text says which part of which variable.
             WorkerLost: One of these workers is dead.
         """
-        from nbdist.cluster.worker_values import receive
+        from nbdist.cluster.worker.values import receive
 
         for name in variables:
             if not name.isidentifier():
@@ -641,7 +643,7 @@ class Cluster:
                 ) from error
         for future in sent:
             future.wait()
-        code = f"__import__('nbdist.cluster.worker_values', fromlist=['_']).place({token!r})"
+        code = f"__import__('nbdist.cluster.worker.values', fromlist=['_']).place({token!r})"
         self.execute(code, [worker.rank for worker in workers], quiet=True)
 
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import nbdist.errors
-from nbdist.cluster.arrange import say_names
+from nbdist.cluster.output.arranger import say_names
 from nbdist.errors import NbdistError
 
 __all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error"]

@@ -2,7 +2,7 @@
 
 There is one rule: a worker that is free takes the oldest task that it may run. ::
 
-    submit ── Task ──> Lanes ──> one thread for each worker that has tasks ── call ──> `worker_tasks.run`
+    submit ── Task ──> Lanes ──> one thread for each worker that has tasks ── call ──> `worker.tasks.run`
     caller <── Task.settle ─────────────────────────┘ <── value, started, completed ──┘
 
 Each worker runs one task at a time, in a thread beside its cells.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.cluster.worker_tasks import now, run
+from nbdist.cluster.worker.tasks import now, run
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 

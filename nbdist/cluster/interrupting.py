@@ -29,16 +29,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster import collectives, where
-from nbdist.cluster.labels import is_cell
-from nbdist.cluster.worker_output import call_off
+from nbdist.cluster.inspection import where
+from nbdist.cluster.kernels.labels import is_cell
+from nbdist.cluster.worker import collectives
+from nbdist.cluster.worker.output import call_off
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import active_agent
-from nbdist.rpc.stopping import BREAK_OFF_AFTER, NAME_AFTER
+from nbdist.rpc.calls.stopping import BREAK_OFF_AFTER, NAME_AFTER
 
 if TYPE_CHECKING:
-    from nbdist.cluster.cells import Cell, CellPart
     from nbdist.cluster.cluster import Cluster
+    from nbdist.cluster.kernels.cells import Cell, CellPart
     from nbdist.cluster.workers import Worker
     from nbdist.rpc.futures import Future
 

@@ -18,7 +18,7 @@ import torch
 
 from nbdist import durations
 from nbdist.errors import UsageError
-from nbdist.rpc.membership import WorkerInfo
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["Spec"]
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbdist.cluster.arrange import say_names
-from nbdist.cluster.in_place import InPlace
+from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.users_code import is_users
 
 if TYPE_CHECKING:
-    from nbdist.cluster.cells import Cell, CellPart
     from nbdist.cluster.cluster import Cluster
+    from nbdist.cluster.kernels.cells import Cell, CellPart
 
 __all__ = ["Lookout", "Position", "Stands", "say_where"]
 

@@ -24,23 +24,23 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster import labels
-from nbdist.cluster.kernels import Kernel, KernelThread, Message
-from nbdist.cluster.print_log import PrintLog
-from nbdist.cluster.processes import describe_exit
-from nbdist.cluster.tail import Tail
+from nbdist.cluster.kernels import labels
+from nbdist.cluster.kernels.connection import Kernel, KernelThread, Message
+from nbdist.cluster.output.print_log import PrintLog
+from nbdist.cluster.output.tail import Tail
+from nbdist.cluster.processes.worker_processes import describe_exit
 from nbdist.errors import NbdistError, WorkerLost
 
 if TYPE_CHECKING:
-    from nbdist.cluster.cells import Cell
+    from nbdist.cluster.kernels.cells import Cell
 
 __all__ = ["CALL_EXTENSION", "STEPS", "StartError", "Worker"]
 
 STEPS = ("process", "kernel", "rpc", "process group")
 """The steps of a worker that starts, in their order; after the last one it is ready."""
 
-CALL_EXTENSION = "__import__('nbdist.cluster.worker', fromlist=['_']).{}"
-"""Code that calls a function of `nbdist.cluster.worker` and leaves no name in the user's namespace."""
+CALL_EXTENSION = "__import__('nbdist.cluster.worker.kernel', fromlist=['_']).{}"
+"""Code that calls a function of `nbdist.cluster.worker.kernel` and leaves no name in the user's namespace."""
 
 _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
@@ -147,7 +147,7 @@ class Worker:
         self.names = []
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:
-        """Call a function of `nbdist.cluster.worker`, such as ``"join()"``, in the worker's main thread.
+        """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread.
 
         The request is sent at once, and runs after the cells that were sent before it. The returned coroutine waits
         for the end of the function; it raises StartError if the function fails, WorkerLost if the worker dies.

@@ -17,8 +17,8 @@ from nbdist.compat.faults import faults
 from nbdist.compat.options import FaultyTensorPipeRpcBackendOptions
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
-from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["FaultyTensorPipeAgent", "RpcAgent", "TensorPipeAgent", "agent_of_torch"]
 

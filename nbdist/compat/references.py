@@ -19,9 +19,9 @@ from nbdist.errors import RRefError, UsageError
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT
-from nbdist.rpc.rref import Proxy, RRef
+from nbdist.rpc.references.rref import Proxy, RRef
 from nbdist.wire.messages import ChildAccept, Fork
-from nbdist.wire.registered import register_reducer
+from nbdist.wire.pickling.registered import register_reducer
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -65,7 +65,7 @@ Method = Callable[..., Any]
 def _stand_in(method: Method, way: str) -> Method:
     """Return a replacement of ``RRef.rpc_sync`` or the like that raises torch's errors.
 
-    Its calls are made by the method ``way`` of `nbdist.rpc.caller.Caller`.
+    Its calls are made by the method ``way`` of `nbdist.rpc.calls.caller.Caller`.
     """
 
     @functools.wraps(method)

@@ -24,12 +24,13 @@ import threading
 import types
 from typing import Any
 
-from nbdist.autograd import edges, recorder
+from nbdist.autograd import recorder
+from nbdist.autograd.graph import edges
 from nbdist.compat import autograd, echo, optimizer, references, rpc, words
 from nbdist.errors import UsageError
-from nbdist.rpc import failures
+from nbdist.rpc.calls import failures
 from nbdist.torch_private import torch_rpc
-from nbdist.wire.registered import register_reducer
+from nbdist.wire.pickling.registered import register_reducer
 
 __all__ = ["install", "installed"]
 

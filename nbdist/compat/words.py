@@ -35,8 +35,8 @@ from nbdist.errors import (
 )
 from nbdist.ids import GlobalId
 from nbdist.rpc import api
-from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = [
     "NO_AGENT",
@@ -154,7 +154,7 @@ def refuse_file(file: io.TextIOWrapper) -> NoReturn:
 def of_lacking(error: BaseException, worker: str) -> BaseException:
     """Return torch's error for a call of a function or class that ``worker`` lacks; any other error as it is.
 
-    nbdist's error becomes the cause. `nbdist.rpc.failures` calls this for each error that a call brings back.
+    nbdist's error becomes the cause. `nbdist.rpc.calls.failures` calls this for each error that a call brings back.
     """
     if not isinstance(error, DecodeError) or not error.lacks:
         return error

@@ -16,16 +16,16 @@ def load(shell: InteractiveShell) -> None:
 
     ``notebooks/00_tour.ipynb`` shows it. Undo it with `unload`.
     """
-    from nbdist.cluster.launchers.local import prepare
+    from nbdist.cluster.processes.launchers.local import prepare
 
     prepare()  # first, because it starts a process that imports torch while this one does, too
     from nbdist import __version__, trace
-    from nbdist.views.line import line_in_place
+    from nbdist.views.workers.line import line_in_place
 
     tell = line_in_place()
     if "torch" not in sys.modules:
         tell("nbdist imports torch ...")
-    from nbdist.cluster.shell_channel import answer_through_stream
+    from nbdist.cluster.kernels.shell_channel import answer_through_stream
     from nbdist.magics.commands import DistMagics
     from nbdist.magics.session import NotebookSession
     from nbdist.views import displays

@@ -16,16 +16,16 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, 
 from IPython.display import display
 
 from nbdist import autograd, rpc
-from nbdist.cluster import labels
-from nbdist.cluster.arrange import say_names
-from nbdist.cluster.cells import Cell
-from nbdist.cluster.comparing import differences
-from nbdist.cluster.freeing import free
-from nbdist.cluster.holdings import collect as collect_holdings
-from nbdist.cluster.page_lines import Page, lines_above, moved_down
-from nbdist.cluster.print_log import read_logs
-from nbdist.cluster.sinks import current_sink
-from nbdist.cluster.status import collect
+from nbdist.cluster.inspection.comparing import differences
+from nbdist.cluster.inspection.freeing import free
+from nbdist.cluster.inspection.holdings import collect as collect_holdings
+from nbdist.cluster.inspection.status import collect
+from nbdist.cluster.kernels import labels
+from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.page_lines import Page, lines_above, moved_down
+from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.print_log import read_logs
+from nbdist.cluster.output.sinks import current_sink
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
 from nbdist.magics.lines import (
@@ -42,16 +42,16 @@ from nbdist.magics.lines import (
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.clusters import Cluster
-from nbdist.views.difference import DiffTable
-from nbdist.views.memory import FreedTable, MemoryTable
-from nbdist.views.panel import Panel
-from nbdist.views.printed import LineRange
-from nbdist.views.printed import save as save_printed
-from nbdist.views.printed import say as say_printed
-from nbdist.views.progress import StartProgress
-from nbdist.views.status import StatusTable
-from nbdist.views.timeline import Timeline
-from nbdist.views.watching import Watcher
+from nbdist.views.passes.watching import Watcher
+from nbdist.views.timeline.timeline import Timeline
+from nbdist.views.workers.difference import DiffTable
+from nbdist.views.workers.memory import FreedTable, MemoryTable
+from nbdist.views.workers.panel import Panel
+from nbdist.views.workers.printed import LineRange
+from nbdist.views.workers.printed import save as save_printed
+from nbdist.views.workers.printed import say as say_printed
+from nbdist.views.workers.progress import StartProgress
+from nbdist.views.workers.status import StatusTable
 
 __all__ = ["DistMagics"]
 

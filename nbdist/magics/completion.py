@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.kernels import asking
 from nbdist.magics.lines import CELL_OPTIONS, LINE_OPTIONS
 from nbdist.magics.place import FIRST_LINE, RemoteCode, find_remote_code
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdist.cluster.arrange import say_names
-from nbdist.cluster.cells import Cell
+from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.output.arranger import say_names
 
 __all__ = ["Reruns"]
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster import labels
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.launchers.local import discard
-from nbdist.cluster.page_lines import Page, follow_page
+from nbdist.cluster.kernels import labels
+from nbdist.cluster.kernels.page_lines import Page, follow_page
+from nbdist.cluster.processes.launchers.local import discard
 from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter
 from nbdist.magics.inspection import RemoteInspector
 from nbdist.magics.reruns import Reruns
-from nbdist.views.memory_rows import Look
+from nbdist.views.workers.memory_rows import Look
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -16,8 +16,7 @@ module           contents
 `batches`        splits a batch into micro-batches, joins their outputs
 `losses`         computes a micro-batch's share of the loss, adds the shares
 `watched`        shows a training step to the watcher of its context, as if it were a backward pass
-`reports`        `PipelineTimeline`: when each operation of a step ran
-`charts`         draws timelines as SVG; also for the timelines of `nbdist.views`
+`timeline`       `PipelineTimeline`: when each operation of a step ran
 `reference`      `Reference`: the same arithmetic in one process
 ================ ==========================================================================================
 """

@@ -31,17 +31,17 @@ from nbdist.nn.cutting import Maker, check_sharing, parts_of
 from nbdist.nn.losses import Reduction, total
 from nbdist.nn.placement import place_of
 from nbdist.nn.randomness import random_state, restore_random_state
-from nbdist.nn.reports import PipelineTimeline
 from nbdist.nn.schedules import SCHEDULES, OpTimes, Table, forward_only
 from nbdist.nn.station import Done, Order, Station, abandon_step, build_stages, call_station, run_share
+from nbdist.nn.timeline import PipelineTimeline
 from nbdist.nn.watched import WatchedStep
 from nbdist.optim.local import ask_all
 from nbdist.optim.saving import differing
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.clocks import offset
 from nbdist.rpc.futures import Future, Latch
-from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.world.clocks import offset
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["Pipeline"]
 

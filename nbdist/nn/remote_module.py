@@ -17,7 +17,7 @@ from nbdist.nn.placement import place_of
 from nbdist.optim.local import on_cpu
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 
 __all__ = ["RemoteModule"]
 

@@ -16,7 +16,7 @@ In every state, `abandon_step` withdraws the gradients that this worker has adde
 micro-batch, which ends at the stage's input (`nbdist.nn.entry`), until the gradient of its output arrives; then the
 stage runs backward and sends the gradient of its input on. So the order of all sums is the schedule's.
 `Pipeline.forward` cannot know what the user will do with its output, so its calls are recorded like any others in a
-context, and `nbdist.autograd.ordering` fixes the order of the sums.
+context, and `nbdist.autograd.passes.ordering` fixes the order of the sums.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from torch.nn.parameter import is_lazy
 
 from nbdist import trace
 from nbdist.autograd.api import recorder
-from nbdist.autograd.leaves import GradientStore, lent
 from nbdist.autograd.messages import Head
-from nbdist.autograd.ordering import ordered
+from nbdist.autograd.passes.leaves import GradientStore, lent
+from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.nn.batches import Values, as_tuple
 from nbdist.nn.entry import enter
@@ -53,7 +53,7 @@ from nbdist.optim.parameters import name_parameter
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Latch
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
 
 __all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]

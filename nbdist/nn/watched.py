@@ -8,7 +8,8 @@
 
 A node waits for the operation whose output it needs; if that runs on another worker, for its message. The workers
 report their operations to the watcher, and halt before a node if the watcher says so, by the messages that a pass uses
-(`nbdist.autograd.observing`). A step that nobody watches does none of this, and neither does `Pipeline.forward`.
+(`nbdist.autograd.watching.connection`). A step that nobody watches does none of this, and neither does
+`Pipeline.forward`.
 
 The pipeline's owner has a `WatchedStep`, each worker of the pipeline a `WatchedShare`.
 """
@@ -23,10 +24,10 @@ from typing import Any
 import torch
 
 from nbdist.autograd.api import recorder
-from nbdist.autograd.inspection import Edge, NodeInfo, Plan, Trace
+from nbdist.autograd.graph.inspection import Edge, NodeInfo, Plan, Trace
+from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.autograd.messages import Head
-from nbdist.autograd.observer import Observer, Stopped, are_finite
-from nbdist.autograd.origins import NodeOrigin
+from nbdist.autograd.watching.observer import Observer, Stopped, are_finite
 from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import Op, Table, what_it_needs
 

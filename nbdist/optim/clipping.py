@@ -11,7 +11,7 @@ import torch
 from nbdist.autograd.api import recorder
 from nbdist.errors import UsageError
 from nbdist.optim.local import ask_all, by_owner
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 
 __all__ = ["clip_grad_norm_"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbdist.optim.local import ask_all, call_local
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 
 __all__ = ["Distributed"]
 

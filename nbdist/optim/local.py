@@ -11,12 +11,12 @@ import torch
 
 from nbdist import trace
 from nbdist.autograd.api import recorder
-from nbdist.autograd.leaves import lent
+from nbdist.autograd.passes.leaves import lent
 from nbdist.errors import NbdistError, UsageError
 from nbdist.optim.parameters import name_of
 from nbdist.rpc import api
-from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["LocalOptimizer", "StepFailed", "ask_all", "by_owner", "on_cpu", "refuse_closure"]
 

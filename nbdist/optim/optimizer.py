@@ -11,8 +11,8 @@ from nbdist.optim.distributed import Distributed
 from nbdist.optim.local import LocalOptimizer, ask_all, new_local_optimizer, refuse_closure
 from nbdist.optim.parameters import Key, keys_of, read_groups
 from nbdist.optim.saving import gather, scatter
-from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["DistributedOptimizer"]
 

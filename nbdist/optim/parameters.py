@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 
 __all__ = ["Group", "Key", "keys_of", "name_of", "name_parameter", "read_groups"]
 

@@ -9,7 +9,7 @@ from nbdist.optim.distributed import Distributed
 from nbdist.optim.local import LocalOptimizer, ask_all
 from nbdist.optim.optimizer import DistributedOptimizer
 from nbdist.optim.saving import agreed, refuse_old_form
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 
 __all__ = ["DistributedLRScheduler"]
 

@@ -19,11 +19,11 @@ from nbdist.rpc.api import (
     rpc_sync,
     shutdown,
 )
-from nbdist.rpc.collecting import wait_all
+from nbdist.rpc.calls.collecting import wait_all
 from nbdist.rpc.futures import Future
-from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = [
     "BackendType",

@@ -37,34 +37,34 @@ from pathlib import Path
 from typing import Any
 
 from nbdist import registry, trace
-from nbdist.channel.arena import Arena
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
+from nbdist.channel.shared_memory.arena import Arena
 from nbdist.errors import NbdistError
 from nbdist.finalisers import this_thread
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.answers import Answers
-from nbdist.rpc.caller import Caller, To
-from nbdist.rpc.calls import Pending
+from nbdist.rpc.calls.answers import Answers
+from nbdist.rpc.calls.caller import Caller, To
+from nbdist.rpc.calls.executor import Executor
+from nbdist.rpc.calls.outcomes import Outcomes
+from nbdist.rpc.calls.pending import Pending
+from nbdist.rpc.calls.repeats import Repeats
+from nbdist.rpc.calls.sender import Sender
+from nbdist.rpc.calls.stopping import Stopping
+from nbdist.rpc.calls.waiting_reader import Guest
 from nbdist.rpc.dispatch import Job, Pool
-from nbdist.rpc.ending import Ending
 from nbdist.rpc.exchange import Exchange
-from nbdist.rpc.executor import Executor
 from nbdist.rpc.futures import Future, Latch, Promise
-from nbdist.rpc.guest import Guest
-from nbdist.rpc.handshake import Handshake
 from nbdist.rpc.here import Active, here
 from nbdist.rpc.links import Links
-from nbdist.rpc.membership import Membership
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.outcomes import Outcomes
 from nbdist.rpc.recording import CallRecorder
-from nbdist.rpc.references import References
-from nbdist.rpc.repeats import Repeats
-from nbdist.rpc.rref import Home, RRef
-from nbdist.rpc.sender import Sender
-from nbdist.rpc.sharing import Sharing
-from nbdist.rpc.stopping import Stopping
+from nbdist.rpc.references.rref import Home, RRef
+from nbdist.rpc.references.table import References
+from nbdist.rpc.shared_tensors import Sharing
+from nbdist.rpc.world.handshake import Handshake
+from nbdist.rpc.world.members import Membership
+from nbdist.rpc.world.shutdown import Ending
 from nbdist.wire.messages import (
     NOT_A_MESSAGE,
     AskShutdown,

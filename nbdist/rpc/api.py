@@ -21,16 +21,16 @@ from nbdist import durations
 from nbdist.channel.contract import Channel
 from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
-from nbdist.rpc import rref as rref_module
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.calls.keyboard_interrupts import InterruptWatch
 from nbdist.rpc.futures import Future, set_interrupt_hook
 from nbdist.rpc.here import here
 from nbdist.rpc.hosted import take_on
-from nbdist.rpc.interrupts import InterruptWatch
-from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
-from nbdist.rpc.rref import Home, RRef
-from nbdist.rpc.world import start_agent
+from nbdist.rpc.references import rref as rref_module
+from nbdist.rpc.references.rref import Home, RRef
+from nbdist.rpc.world.members import WorkerInfo
+from nbdist.rpc.world.start import start_agent
 from nbdist.torch_private import warn_of_untested
 
 __all__ = [
@@ -157,8 +157,8 @@ def initialize(
 ) -> Agent:
     """Start the agent of this process, and return it when it is a member of its world.
 
-    `init_rpc` and the cluster call this; the arguments are those of `nbdist.rpc.world.start_agent`. ``hosted`` is the
-    run directory of a cluster to which the agent belongs. The user's `init_rpc` and `shutdown` leave such an agent
+    `init_rpc` and the cluster call this; the arguments are those of `nbdist.rpc.world.start.start_agent`. ``hosted`` is
+    the run directory of a cluster to which the agent belongs. The user's `init_rpc` and `shutdown` leave such an agent
     running, and Ctrl-C in a wait also stops the work on the other workers.
 
     Raises UsageError if this process has a running agent already.

@@ -1,6 +1,6 @@
 """Decides what happens next to the calls and references of one agent. Pure: an event goes in, what to do comes out.
 
-The life of a call. Events are in brackets, the stages of `nbdist.rpc.arrivals.ArrivalStage` in capitals::
+The life of a call. Events are in brackets, the stages of `nbdist.rpc.calls.arrivals.ArrivalStage` in capitals::
 
     caller                                       callee
     ------                                       ------
@@ -21,12 +21,12 @@ the callee is lost) end a call without an answer. The events on the right are me
 ends the waiting calls of a lost agent; calls that wait for a value which that agent was to create stop waiting, and
 fail.
 
-`nbdist.rpc.forks.Forks` counts references; its head draws their life. References and calls meet here in three places: a
-call brings forks that must be confirmed, a call works on a value (its target) that must exist, and a call makes a value
-(its result).
+`nbdist.rpc.references.forks.Forks` counts references; its head draws their life. References and calls meet here in
+three places: a call brings forks that must be confirmed, a call works on a value (its target) that must exist, and a
+call makes a value (its result).
 
-The state has three files: `calls` for the calls that this agent has made, `arrivals` for the calls that have come,
-`forks` for references.
+The state has three files: `calls.pending` for the calls that this agent has made, `calls.arrivals` for the calls that
+have come, `references.forks` for references.
 
 Threads: whoever calls a method here holds `Exchange.lock`, and releases it before it runs, encodes or sends anything.
 It is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks. Some
@@ -44,9 +44,9 @@ from collections.abc import Sequence
 
 from nbdist.finalisers import guard
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.arrivals import Arrival, ArrivalStage
-from nbdist.rpc.calls import PendingCalls
-from nbdist.rpc.forks import Forks, ForkStanding, Instruction
+from nbdist.rpc.calls.arrivals import Arrival, ArrivalStage
+from nbdist.rpc.calls.pending import PendingCalls
+from nbdist.rpc.references.forks import Forks, ForkStanding, Instruction
 from nbdist.wire.messages import Fork
 
 __all__ = ["Exchange"]

@@ -12,7 +12,7 @@ class      who waits                                               where it is u
 sleeps in C++, where neither Ctrl-C nor a time limit ends it. Ours sleeps on a Python lock, and tells the pool of the
 thread that it blocks, so that the pool can start another one (`nbdist.rpc.dispatch`).
 
-`nbdist.rpc.collecting` waits for a list of such futures.
+`nbdist.rpc.calls.collecting` waits for a list of such futures.
 
 The objects that keep an error alive::
 

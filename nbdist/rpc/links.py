@@ -21,9 +21,9 @@ from nbdist import trace
 from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
 from nbdist.finalisers import this_thread
-from nbdist.rpc.calls import Pending, PendingCalls
-from nbdist.rpc.membership import Membership
-from nbdist.rpc.sharing import Sharing
+from nbdist.rpc.calls.pending import Pending, PendingCalls
+from nbdist.rpc.shared_tensors import Sharing
+from nbdist.rpc.world.members import Membership
 from nbdist.signals import Deferral
 from nbdist.wire.messages import (
     Call,

@@ -22,7 +22,7 @@ Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Replied(Protocol):
-    """The methods of an autograd recorder that `nbdist.rpc.outcomes` calls when an answer comes.
+    """The methods of an autograd recorder that `nbdist.rpc.calls.outcomes` calls when an answer comes.
 
     A recorder notes which tensors that require grad go to or come from another worker, so that a backward pass can
     follow.
@@ -43,7 +43,7 @@ class Replied(Protocol):
 
 
 class Served(Replied, Protocol):
-    """The methods of an autograd recorder that `nbdist.rpc.executor` and `nbdist.rpc.answers` call to serve a call."""
+    """The methods of an autograd recorder that `rpc.calls.executor` and `rpc.calls.answers` call to serve a call."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
@@ -59,7 +59,7 @@ class Served(Replied, Protocol):
 
 
 class Calling(Protocol):
-    """The methods of an autograd recorder that `nbdist.rpc.sender` calls when a call is sent."""
+    """The methods of an autograd recorder that `nbdist.rpc.calls.sender` calls when a call is sent."""
 
     def current(self) -> Any:
         """Return the autograd context of the calling thread; None outside of any.

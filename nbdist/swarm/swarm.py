@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 from nbdist import durations, trace
 from nbdist.errors import UsageError
 from nbdist.rpc import api
-from nbdist.swarm import adapter, routing
-from nbdist.swarm.crew import Crew, Gone
-from nbdist.swarm.journal import Journal
-from nbdist.swarm.names import folder_of
-from nbdist.swarm.routing import Span, named
-from nbdist.swarm.server import Info, Options
-from nbdist.swarm.session import Recover, Session, check_recover
+from nbdist.swarm import adapter
+from nbdist.swarm.client import routing
+from nbdist.swarm.client.journal import Journal
+from nbdist.swarm.client.routing import Span, named
+from nbdist.swarm.client.servers import Crew, Gone
+from nbdist.swarm.client.session import Recover, Session, check_recover
+from nbdist.swarm.named_models import folder_of
+from nbdist.swarm.server.server import Info, Options
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 
 if TYPE_CHECKING:
-    from nbdist.swarm.sequential import RemoteSequential
+    from nbdist.swarm.client.sequential import RemoteSequential
 
 __all__ = ["Swarm", "serve"]
 
@@ -511,15 +512,15 @@ class Swarm:
     def sequential(self) -> RemoteSequential:
         """Return the blocks as one module, from hidden states to hidden states; slices of it are some of the blocks.
 
-        `nbdist.swarm.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed.
+        `nbdist.swarm.client.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed.
         """
         self.crew.check_open()
-        from nbdist.swarm.sequential import RemoteSequential
+        from nbdist.swarm.client.sequential import RemoteSequential
 
         return RemoteSequential(self)
 
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:
-        from nbdist.swarm.model import remote_model
+        from nbdist.swarm.client.model import remote_model
 
         self.crew.check_open()
         return remote_model(self, kind, recover=self._way_to_recover(recover), num_labels=num_labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbdist.cluster.cluster import Cluster
-from nbdist.views.timeline import Timeline
+from nbdist.views.timeline.timeline import Timeline
 
 __all__ = ["Cluster"]
 

@@ -19,17 +19,18 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from nbdist.autograd.watching import Watch
+from nbdist.autograd.watching.watcher import Watch
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.sinks import PlainSink, Sink, current_sink
-from nbdist.rpc.rref import RRef
-from nbdist.views import cards, report
+from nbdist.cluster.output.sinks import PlainSink, Sink, current_sink
+from nbdist.rpc.references.rref import RRef
+from nbdist.views import cards
 from nbdist.views.map import Mapped, snapshot_of
 from nbdist.views.map import as_html as map_as_html
-from nbdist.views.panel import Panel
+from nbdist.views.passes import report
+from nbdist.views.passes.watching import Watcher
 from nbdist.views.references import FINAL_STANDINGS, are_references, bundle, bundle_of_many, facts_of
 from nbdist.views.shown import Bundle
-from nbdist.views.watching import Watcher
+from nbdist.views.workers.panel import Panel
 
 __all__ = ["register", "unregister"]
 

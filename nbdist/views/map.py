@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple, Protocol
 
-from nbdist.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 from nbdist.views import tables
 from nbdist.views.amounts import size
+from nbdist.views.drawing.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 
 __all__ = ["Mapped", "MapPart", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
 

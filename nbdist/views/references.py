@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from typing import Any
 
-from nbdist.rpc.describing import error_line
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.describing import error_line
+from nbdist.rpc.references.rref import RRef
 from nbdist.views import cards
 from nbdist.views.cards import Facts, Rows
 from nbdist.views.shown import Bundle

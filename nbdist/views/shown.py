@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from nbdist.cluster.sinks import Sink
+from nbdist.cluster.output.sinks import Sink
 
 __all__ = ["Bundle", "Shown"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from html import escape
 
-from nbdist.pictures import themed
+from nbdist.views.drawing.pictures import themed
 
 __all__ = ["Html", "as_html", "as_lines"]
 

@@ -15,8 +15,8 @@ from nbdist.errors import DecodeError, NbdistError
 from nbdist.wire import quick, usual
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Payload
+from nbdist.wire.pickling.unpickler import Unpickler
 from nbdist.wire.tensors import unpack_tensors
-from nbdist.wire.unpickler import Unpickler
 
 __all__ = ["NOT_DECODED", "decode", "decode_early", "decodes_quickly"]
 

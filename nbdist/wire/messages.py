@@ -59,8 +59,11 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 8
-"""Raised with every change of the bytes between agents. Agents of different versions refuse each other."""
+VERSION = 9
+"""Raised with every change of the bytes between agents, which include the names of modules and functions of nbdist.
+
+Agents of different versions refuse each other.
+"""
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
@@ -356,7 +359,7 @@ class Reply(Carrier, frozen=True, tag=9):
     id: int
     """The caller's number for the call."""
     ok: bool
-    """False if the value is an error's description (`nbdist.rpc.failures.Failure`), or if definitions are missing."""
+    """False if the value describes an error (`nbdist.rpc.calls.failures.Failure`), or if definitions are missing."""
     payload: Payload
     state: State | None = None
     """The description of the value, if it stays with the callee."""

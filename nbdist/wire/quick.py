@@ -22,7 +22,7 @@ from nbdist.errors import DecodeError, EncodeError
 from nbdist.wire.encoded import Encoded
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Fork, Hole, Payload
-from nbdist.wire.registered import Forker, reference_types
+from nbdist.wire.pickling.registered import Forker, reference_types
 from nbdist.wire.tensors import Buffer, Space, TensorPacker, is_packable, pack_alone, unpack_alone, unpack_tensors
 
 __all__ = [

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from nbdist.wire import definitions, quick
+from nbdist.wire import quick
 from nbdist.wire.encoded import NO_TENSORS
 from nbdist.wire.messages import Hole, Payload
+from nbdist.wire.pickling import definitions
 from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import Buffer, Space, pack_alone
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nbdist.autograd.measuring import is_finite, measure
+from nbdist.autograd.watching.measuring import is_finite, measure
 
 
 def test_norm_of_all_and_distribution_of_the_finite_ones():

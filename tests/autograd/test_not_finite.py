@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd import nans
-from nbdist.autograd.nans import holds_nan
+from nbdist.autograd.watching import forward_nans
+from nbdist.autograd.watching.forward_nans import holds_nan
 from nbdist.errors import ForwardNaN, UsageError
 from nbdist.nn import Pipeline
 from nbdist.torch_private import function_modes
-from nbdist.views import report
-from nbdist.views.remarks import remarks
-from nbdist.views.watching import Watcher
+from nbdist.views.passes import report
+from nbdist.views.passes.remarks import remarks
+from nbdist.views.passes.watching import Watcher
 
 NAN, INF = float("nan"), float("inf")
 
@@ -682,6 +682,6 @@ def test_nothing_else_can_be_checked(world, given):
 
 def test_which_functions_work_in_place():
     for name in ("add_", "__iadd__", "__ior__", "_foreach_add_", "zero_"):
-        assert nans._is_in_place(name), name
+        assert forward_nans._is_in_place(name), name
     for name in ("add", "__invert__", "__index__", "__init__", "_foreach_add", "__add__"):
-        assert not nans._is_in_place(name), name
+        assert not forward_nans._is_in_place(name), name

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from nbdist.autograd.contexts import NodeNumbers
-from nbdist.autograd.leaves import Claim, GradientStore
 from nbdist.autograd.messages import Control, Watching
-from nbdist.autograd.observer import Observer, Stopped
+from nbdist.autograd.passes.leaves import Claim, GradientStore
+from nbdist.autograd.watching.observer import Observer, Stopped
 
 
 def until(condition):

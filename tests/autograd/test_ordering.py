@@ -8,7 +8,7 @@ from autograd_functions import times_leaf
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.ordering import GateQueues, ordered
+from nbdist.autograd.passes.ordering import GateQueues, ordered
 
 LARGE = 1e8
 GRADIENTS = {2: LARGE, 1: -LARGE, 0: 1.0}

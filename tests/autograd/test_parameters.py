@@ -8,8 +8,8 @@ import torch
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd import parameters
-from nbdist.autograd.parameters import ParameterName, names_of
+from nbdist.autograd.graph import parameters
+from nbdist.autograd.graph.parameters import ParameterName, names_of
 from nbdist.testing import World
 
 

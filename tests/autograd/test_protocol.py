@@ -11,13 +11,14 @@ from functools import partial
 import pytest
 import torch
 
-from nbdist.autograd import edges, messages
+from nbdist.autograd import messages
 from nbdist.autograd.contexts import Contexts
-from nbdist.autograd.ledger import Ledger
+from nbdist.autograd.graph import edges
 from nbdist.autograd.messages import Missing, PassId, Report, Token
-from nbdist.autograd.part import Part, PassRoots
-from nbdist.autograd.passes import Passes
-from nbdist.autograd.turns import Turns
+from nbdist.autograd.passes.ddp_turns import Turns
+from nbdist.autograd.passes.driver import Passes
+from nbdist.autograd.passes.ledger import Ledger
+from nbdist.autograd.passes.worker_part import Part, PassRoots
 from nbdist.rpc.futures import Future
 
 WORKERS = 3

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd import ddp, leaves, part, passes
+from nbdist.autograd.passes import ddp, driver, leaves, worker_part
 from nbdist.testing import Faults, World
 
 PATIENCE = 5
@@ -30,7 +30,7 @@ def threads(monkeypatch):
     """So many may run a pass on a worker."""
 
     def limit(most):
-        monkeypatch.setattr(passes, "_most_threads", lambda: most)
+        monkeypatch.setattr(driver, "_most_threads", lambda: most)
         monkeypatch.setattr(ddp, "living", {})  # with such modules a pass has one thread, and other tests have some
 
     return limit
@@ -157,15 +157,15 @@ def disorderly():
 @given(program=programs)
 def test_any_program_with_many_threads(disorderly, program):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_most_threads", lambda: 4)
-        run, moments = part.run_backward, random.Random(0)
+        patch.setattr(driver, "_most_threads", lambda: 4)
+        run, moments = worker_part.run_backward, random.Random(0)
 
         def slowly(*args, **options):
             time.sleep(moments.random() * 0.002)
             run(*args, **options)
             time.sleep(moments.random() * 0.002)
 
-        patch.setattr(part, "run_backward", slowly)
+        patch.setattr(worker_part, "run_backward", slowly)
         assert_same(program, disorderly)
 
 

@@ -8,10 +8,10 @@ import torch
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.drawing import as_svg
-from nbdist.autograd.inspection import Trace
-from nbdist.autograd.origins import NodeOrigin, origin_of
+from nbdist.autograd.graph.inspection import Trace
+from nbdist.autograd.graph.origins import NodeOrigin, origin_of
 from nbdist.testing import World
+from nbdist.views.drawing.graph import as_svg
 
 
 @pytest.fixture

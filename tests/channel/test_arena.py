@@ -10,15 +10,15 @@ import time
 import pytest
 import torch
 
-from nbdist.channel import arena as arenas
-from nbdist.channel import leases, memory
-from nbdist.channel.arena import Arena, ArenaSpace, open_arena
-from nbdist.channel.leases import Leases
-from nbdist.channel.memory import MemoryFailure
+from nbdist.channel.shared_memory import arena as arenas
+from nbdist.channel.shared_memory import leases, mapping
+from nbdist.channel.shared_memory.arena import Arena, ArenaSpace, open_arena
+from nbdist.channel.shared_memory.leases import Leases
+from nbdist.channel.shared_memory.mapping import MemoryFailure
 from nbdist.wire import codec
 from nbdist.wire.messages import Place, Record
 
-pytestmark = pytest.mark.skipif(not memory.is_available(), reason="this system has no memfd")
+pytestmark = pytest.mark.skipif(not mapping.is_available(), reason="this system has no memfd")
 
 OWNER, READER = 0xA12E4A, 0xB
 M = 1 << 20
@@ -164,7 +164,7 @@ def test_the_wrong_file_is_not_opened(arena):
     mine = Leases()
     (place,) = send(arena, torch.ones(M)).payload.places
     name = arenas.file_name(OWNER, place.segment)
-    memory.open_of(os.getpid(), place.file, name, place.size)
+    mapping.open_of(os.getpid(), place.file, name, place.size)
     for pid, file, called, size in (
         (os.getpid(), arena.probe, name, place.size),
         (os.getpid(), place.file, "nbdist-b-1", place.size),
@@ -174,7 +174,7 @@ def test_the_wrong_file_is_not_opened(arena):
         (1 << 22, place.file, name, place.size),
     ):
         with pytest.raises(MemoryFailure):
-            memory.open_of(pid, file, called, size)
+            mapping.open_of(pid, file, called, size)
     for wrong in (Place(1, place.file, place.size, place.size, 1), Place(1, place.file, place.size, -1, 10)):
         assert [bytes(part) for part in mine.begin(record(arena), [wrong], 0.0)] == [b""]
     stranger = Record("worker1", 1, 0xC, [], "host", os.getpid(), 0, None, arena=arena.probe)
@@ -235,7 +235,7 @@ def test_a_forked_process_keeps_what_it_reads(arena):
 
 SENDER = """
 import os, sys, time, torch
-from nbdist.channel.arena import Arena, ArenaSpace
+from nbdist.channel.shared_memory.arena import Arena, ArenaSpace
 arena = Arena(0xA12E4A, 1 << 30, 1)
 (slot,) = [ArenaSpace(arena, 0xB).put((x := torch.full((1 << 20,), 7.0)).data_ptr(), 4 << 20)]
 print(arena.probe, *[getattr(slot.place, field) for field in slot.place.__struct_fields__], flush=True)

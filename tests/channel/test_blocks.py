@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nbdist.channel.blocks import Blocks, Close, Empty, Open, size_class
+from nbdist.channel.shared_memory.blocks import Blocks, Close, Empty, Open, size_class
 
 K, M = 1 << 10, 1 << 20
 ALICE, BOB = 1, 2

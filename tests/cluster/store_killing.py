@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from nbdist.cluster.group_store import GroupStore
+from nbdist.cluster.processes.group_store import GroupStore
 
 BLOCK = 1 << 16
 """Bytes of a value: many pages, so that a kill falls into the middle of a write now and then."""

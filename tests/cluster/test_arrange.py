@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.cluster import screen
-from nbdist.cluster.arrange import FOLD_AFTER, Published, Straight, say_names
-from nbdist.cluster.grouped import Grouped
-from nbdist.cluster.lines import Lines
-from nbdist.cluster.live import Live
+from nbdist.cluster.output import one_place
+from nbdist.cluster.output.arranger import FOLD_AFTER, Published, Straight, say_names
+from nbdist.cluster.output.line_cutting import Lines
+from nbdist.cluster.output.live_order import Live
+from nbdist.cluster.output.log_order import Grouped
 
 TWO = ["worker0", "worker1"]
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
@@ -582,7 +582,7 @@ def test_a_display_is_shown_again_as_it_was_updated():
 
 
 def test_what_is_remembered_for_that_has_a_limit(monkeypatch):
-    monkeypatch.setattr(screen, "_CHARACTERS_KEPT", 10_000)
+    monkeypatch.setattr(one_place, "_CHARACTERS_KEPT", 10_000)
     arranger = live()
     for number in range(100):
         arranger.feed("worker0", picture("x" * 1000, f"{number:032}"), number)

@@ -11,11 +11,11 @@ import hostile
 import pytest
 import torch
 
-from nbdist.cluster import variables
-from nbdist.cluster.census import Census, Walk
-from nbdist.cluster.process_memory import Regions, measure, own_bytes, parse_smaps, resident_bytes
-from nbdist.cluster.roots import NamedValue
-from nbdist.rpc.describing import describe_value
+from nbdist.cluster.inspection import variables
+from nbdist.cluster.inspection.census import Census, Walk
+from nbdist.cluster.inspection.process_memory import Regions, measure, own_bytes, parse_smaps, resident_bytes
+from nbdist.cluster.inspection.roots import NamedValue
+from nbdist.rpc.references.describing import describe_value
 
 KB = 1000
 
@@ -302,7 +302,7 @@ def test_what_was_never_written_to_is_in_no_memory():
 
 def test_bytes_of_other_devices_are_counted_apart(monkeypatch):
     place = ("cuda:0", 0x7F00)
-    monkeypatch.setattr("nbdist.cluster.census.storage_of", lambda tensor: (place, 5000))
+    monkeypatch.setattr("nbdist.cluster.inspection.census.storage_of", lambda tensor: (place, 5000))
     census = Census()
     walk = walked([torch.ones(3), torch.ones(4)], census)
     assert (walk.gpu, walk.nbytes < KB) == (5000, True)

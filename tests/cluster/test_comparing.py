@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nbdist import rpc
-from nbdist.cluster.comparing import _print, compare, differences, flatten
+from nbdist.cluster.inspection.comparing import _print, compare, differences, flatten
 from nbdist.testing import World
-from nbdist.views.difference import DiffTable
+from nbdist.views.workers.difference import DiffTable
 
 Pair = namedtuple("Pair", "a b")
 VALUES = {}

@@ -9,13 +9,13 @@ import pytest
 from frontend import Notebook
 
 import nbdist
-from nbdist.cluster import print_log
-from nbdist.cluster.arrange import Published
-from nbdist.cluster.cutting import OutputCutter
-from nbdist.cluster.print_log import PrintLog
+from nbdist.cluster.output import print_log
+from nbdist.cluster.output.arranger import Published
+from nbdist.cluster.output.print_log import PrintLog
+from nbdist.cluster.output.shortening import OutputCutter
 from nbdist.errors import UsageError
 from nbdist.magics.lines import parse_log
-from nbdist.views.printed import LineRange, say
+from nbdist.views.workers.printed import LineRange, say
 
 
 def out(text, stream="stdout"):

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import nbdist
-from nbdist.cluster import group_store
-from nbdist.cluster.group_store import GroupStore
+from nbdist.cluster.processes import group_store
+from nbdist.cluster.processes.group_store import GroupStore
 
 HERE = Path(__file__).parent
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbdist.cluster import gloo_waits
-from nbdist.cluster.gloo_waits import CutTransfers
+from nbdist.cluster.worker import gloo_waits
+from nbdist.cluster.worker.gloo_waits import CutTransfers
 
 
 @pytest.fixture

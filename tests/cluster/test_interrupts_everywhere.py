@@ -37,7 +37,7 @@ def by_interrupt(cluster):
 
 def by_panel(cluster):
     widgets = pytest.importorskip("nbdist.views.widgets.panel")
-    from nbdist.views.panel import Panel
+    from nbdist.views.workers.panel import Panel
 
     widgets.PanelView(Panel(cluster)).press({"press": "interrupt", "worker": "worker0"})
 

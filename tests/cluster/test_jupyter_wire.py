@@ -5,7 +5,7 @@ import datetime
 import pytest
 from jupyter_client.session import Session
 
-from nbdist.cluster.jupyter_wire import decode, encode, new_header, pack, unpack
+from nbdist.cluster.kernels.jupyter_wire import decode, encode, new_header, pack, unpack
 from nbdist.errors import ProtocolError
 
 KEY = b"a key of this test"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import workers
 
-from nbdist.cluster.processes import Processes, describe_exit
+from nbdist.cluster.processes.worker_processes import Processes, describe_exit
 from nbdist.errors import UsageError, WorkerLost
 
 
@@ -264,7 +264,7 @@ def test_a_worker_that_cannot_be_made_harms_no_other(owned, monkeypatch):
 
 
 def test_a_zygote_that_cannot_start_says_why(monkeypatch):
-    monkeypatch.setattr("nbdist.cluster.processes._BOOT", "raise SystemExit('no way')")
+    monkeypatch.setattr("nbdist.cluster.processes.worker_processes._BOOT", "raise SystemExit('no way')")
     found = Owned(True)
     with pytest.raises(WorkerLost, match=r"has ended, so no worker can live.*: no way"):
         found.processes.ready(30)
@@ -274,7 +274,7 @@ def test_a_zygote_that_cannot_start_says_why(monkeypatch):
 OWNER = """
 import json, os, sys, time
 from pathlib import Path
-from nbdist.cluster.processes import Processes
+from nbdist.cluster.processes.worker_processes import Processes
 folder, entry, fork = sys.argv[1:]
 processes = Processes(Path(folder), lambda *_: None, preload=["slow_to_import" if entry == "none" else "fractions"],
                       fork=fork == "fork")

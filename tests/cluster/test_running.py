@@ -179,7 +179,7 @@ def test_an_error_of_a_call_says_where_it_arose(two):
     assert cell.error["ename"] == "RuntimeError"
     assert f"In[{number}] on worker1, line 2, in multiply" in cell.traceback
     assert "a.matmul(b)" in cell.traceback
-    assert "rpc/caller.py" not in cell.traceback
+    assert "rpc/calls/caller.py" not in cell.traceback
 
 
 def test_a_syntax_error_is_found_before_anything_is_sent(two):

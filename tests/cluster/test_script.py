@@ -12,10 +12,10 @@ import nbdist
 SCRIPT = """
 import torch
 import nbdist
-import nbdist.cluster.arrange
+import nbdist.cluster.output.arranger
 from nbdist import rpc
 
-nbdist.cluster.arrange.FOLD_AFTER = 5  # however slow the machine is
+nbdist.cluster.output.arranger.FOLD_AFTER = 5  # however slow the machine is
 
 def double(x):
     print("doubling")

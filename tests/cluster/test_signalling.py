@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbdist.cluster import interrupting
-from nbdist.cluster.cells import CellPart
+from nbdist.cluster.kernels.cells import CellPart
 
 
 @pytest.mark.parametrize("says_so", [0.0, 0.1, None])

@@ -1,6 +1,6 @@
 """The last lines of what a worker has written."""
 
-from nbdist.cluster.tail import Tail
+from nbdist.cluster.output.tail import Tail
 
 
 def test_lines_in_pieces_and_an_open_one():

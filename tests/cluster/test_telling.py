@@ -9,7 +9,7 @@ from frontend import Notebook
 
 import nbdist
 from nbdist.cluster.errors import WorkerError
-from nbdist.cluster.notices import say_failed
+from nbdist.cluster.kernels.notices import say_failed
 from nbdist.cluster.standing import Position, Stands
 
 

@@ -76,7 +76,7 @@ ROWS = {
     lacking = types.ModuleType("lacking")
     exec("def run(): pass", vars(lacking))
     sys.modules["lacking"] = lacking
-    from nbdist.wire import names
+    from nbdist.wire.pickling import names
     resolve = names.resolve
     def elsewhere(name):
         del sys.modules["lacking"]
@@ -150,7 +150,7 @@ def _heard(lines, code):
 def test_a_function_that_the_callees_module_lacks(lines):
     code = """
     import colorsys
-    from nbdist.wire import names
+    from nbdist.wire.pickling import names
     resolve = names.resolve
     def elsewhere(name):
         kept = vars(colorsys).pop("extra", None)

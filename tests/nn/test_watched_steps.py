@@ -8,15 +8,15 @@ import torch
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.drawing import as_svg
 from nbdist.errors import WorkerLost
 from nbdist.nn import Pipeline
 from nbdist.nn.schedules import SCHEDULES, simulate
 from nbdist.nn.watched import plan_of_step
 from nbdist.testing import World
-from nbdist.views import report
-from nbdist.views.backward import Backward
-from nbdist.views.watching import Watcher
+from nbdist.views.drawing.graph import as_svg
+from nbdist.views.passes import report
+from nbdist.views.passes.backward import Backward
+from nbdist.views.passes.watching import Watcher
 
 CASES = [("gpipe", 2, 2), ("1f1b", 2, 2), ("interleaved", 2, 4), ("gpipe", 1, 2), ("1f1b", 1, 1)]
 

@@ -15,12 +15,12 @@ import workers
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.channel import memory
-from nbdist.rpc import sharing
+from nbdist.channel.shared_memory import mapping
+from nbdist.rpc import shared_tensors
 from nbdist.rpc.api import current_agent
 from nbdist.testing import Faults, World
 
-pytestmark = pytest.mark.skipif(not memory.is_available(), reason="this system has no memfd")
+pytestmark = pytest.mark.skipif(not mapping.is_available(), reason="this system has no memfd")
 
 ALL = rpc.RpcBackendOptions(arena_threshold=1)
 NONE = rpc.RpcBackendOptions(arena_bytes=0)
@@ -186,7 +186,7 @@ def test_the_bound_is_kept_and_the_rest_goes_in_frames():
 
 
 def test_free_memory_is_let_go(monkeypatch):
-    monkeypatch.setattr(sharing, "_TRIM_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(shared_tensors, "_TRIM_EVERY_SECONDS", 0.1)
     with World(2, options=ALL) as world, world[0].activate():
         rpc.rpc_sync("worker1", workers.identity, args=([torch.ones(n) for n in (1, 100_000, 5 * M)],))
         workers.eventually(lambda: nothing_out(*world) and not any(arena(agent, "bytes") for agent in world))

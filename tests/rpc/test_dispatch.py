@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from nbdist.rpc.collecting import wait_all
+from nbdist.rpc.calls.collecting import wait_all
 from nbdist.rpc.dispatch import Pool
 from nbdist.rpc.futures import Future, blocking_wait
 

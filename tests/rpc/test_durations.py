@@ -16,8 +16,8 @@ import workers
 
 import nbdist
 from nbdist import durations, rpc
-from nbdist.cluster.cells import Cell
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.spec import Spec
 from nbdist.compat import gathering
 from nbdist.compat.references import _get_type, release_users

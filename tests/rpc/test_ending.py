@@ -11,8 +11,8 @@ import workers
 
 import nbdist
 from nbdist import rpc
-from nbdist.rpc import ending
-from nbdist.rpc.ending import CLOSING, DRAINING, RELEASING, REMIND_AFTER, RUNNING, Reminder, Survey
+from nbdist.rpc.world import shutdown as ending
+from nbdist.rpc.world.shutdown import CLOSING, DRAINING, RELEASING, REMIND_AFTER, RUNNING, Reminder, Survey
 from nbdist.testing import Faults, World
 from nbdist.wire.messages import ShutdownState
 

@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.arrivals import Arrival, ArrivalStage
-from nbdist.rpc.calls import Pending
+from nbdist.rpc.calls.arrivals import Arrival, ArrivalStage
+from nbdist.rpc.calls.pending import Pending
 from nbdist.rpc.exchange import Exchange
-from nbdist.rpc.forks import Drop
 from nbdist.rpc.futures import Promise
+from nbdist.rpc.references.forks import Drop
 from nbdist.wire.messages import Call, Fork, ForkConfirm, Mode, Payload, UserDelete
 
 ME, CALLER, OTHER = 100, 101, 102

@@ -13,12 +13,12 @@ import workers
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.channel.arena import Arena
 from nbdist.channel.outbox import LocalLink
+from nbdist.channel.shared_memory.arena import Arena
 from nbdist.errors import UsageError
-from nbdist.rpc.forks import Forks
 from nbdist.rpc.here import here
-from nbdist.rpc.sharing import Sharing
+from nbdist.rpc.references.forks import Forks
+from nbdist.rpc.shared_tensors import Sharing
 from nbdist.testing import World
 from nbdist.wire.peer import Peer
 

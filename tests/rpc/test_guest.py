@@ -295,7 +295,7 @@ def test_who_calls_a_guest_that_is_leaving_calls_nobody(pair, monkeypatch):
             time.sleep(0.1)
         return real()
 
-    monkeypatch.setattr("nbdist.rpc.guest.threading.get_ident", get_ident)
+    monkeypatch.setattr("nbdist.rpc.calls.waiting_reader.threading.get_ident", get_ident)
     threading.Timer(0.1, settler.start).start()
     assert outcome.wait(guest.read) == 1
     settler.join()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nbdist.rpc.interrupts import InterruptWatch
+from nbdist.rpc.calls.keyboard_interrupts import InterruptWatch
 
 
 @pytest.fixture(autouse=True)

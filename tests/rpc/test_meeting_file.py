@@ -17,13 +17,13 @@ from nbdist import rpc
 from nbdist.channel.liveness import started_at
 from nbdist.channel.security import Secret
 from nbdist.ids import new_incarnation
-from nbdist.rpc.meeting_file import MeetingFile
-from nbdist.rpc.roster import Roster
+from nbdist.rpc.world.meeting_file import MeetingFile
+from nbdist.rpc.world.roster import Roster
 from nbdist.wire.messages import Record
 
 WRITES = """
 import sys, itertools
-from nbdist.rpc.meeting_file import MeetingFile
+from nbdist.rpc.world.meeting_file import MeetingFile
 file = MeetingFile(sys.argv[1])
 for number in itertools.count():
     text = file.compare_set("", "", "").decode()

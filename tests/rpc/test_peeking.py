@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from nbdist.rpc.peeking import Histogram, look
+from nbdist.rpc.references.peeking import Histogram, look
 
 
 def numbers(tensor):

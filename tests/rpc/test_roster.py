@@ -15,7 +15,7 @@ from nbdist import NotUnique, RendezvousError, SecurityError, VersionMismatch
 from nbdist.channel.liveness import started_at
 from nbdist.channel.security import Secret
 from nbdist.rpc.futures import Future
-from nbdist.rpc.roster import Roster
+from nbdist.rpc.world.roster import Roster
 from nbdist.wire.messages import VERSION, Record
 
 SOON = 20.0

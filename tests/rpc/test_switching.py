@@ -6,7 +6,7 @@ import pytest
 
 from nbdist import rpc
 from nbdist.errors import UsageError
-from nbdist.rpc import switching
+from nbdist.rpc import thread_switching
 from nbdist.rpc.api import finish, initialize
 
 
@@ -19,20 +19,20 @@ def as_before():
 
 
 def test_the_shortest_holds_until_all_have_ended():
-    first, second = switching.shorten(0.001), switching.shorten(0.0005)
-    same, longer = switching.shorten(0.0005), switching.shorten(0.1)
+    first, second = thread_switching.shorten(0.001), thread_switching.shorten(0.0005)
+    same, longer = thread_switching.shorten(0.0005), thread_switching.shorten(0.1)
     for end in (longer, first, second):
         assert sys.getswitchinterval() == pytest.approx(0.0005)
         end()
     assert sys.getswitchinterval() == pytest.approx(0.0005)
     same()
     assert sys.getswitchinterval() == pytest.approx(0.005)
-    switching.shorten(0)()
+    thread_switching.shorten(0)()
     assert sys.getswitchinterval() == pytest.approx(0.005)
 
 
 def test_what_the_user_sets_stays():
-    end = switching.shorten(0.001)
+    end = thread_switching.shorten(0.001)
     sys.setswitchinterval(0.002)
     end()
     assert sys.getswitchinterval() == pytest.approx(0.002)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nbdist.swarm.budget import Budget, CacheFull
+from nbdist.swarm.server.cache_budget import Budget, CacheFull
 
 
 def test_in_the_order_of_asking():

@@ -13,10 +13,11 @@ import torch
 import transformers
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
-from nbdist.swarm import CacheFull, NoRoute, adapter, neighbours, serve
-from nbdist.swarm.held import NoSession
-from nbdist.swarm.pools import TooLarge
-from nbdist.swarm.server import Options, Server
+from nbdist.swarm import CacheFull, NoRoute, adapter, serve
+from nbdist.swarm.server import neighbours
+from nbdist.swarm.server.queues import TooLarge
+from nbdist.swarm.server.server import Options, Server
+from nbdist.swarm.server.session_caches import NoSession
 from nbdist.swarm.stacking import StackInput, compare, parts, split, stack
 from nbdist.testing import World
 
@@ -117,7 +118,7 @@ def test_who_cannot_hand_over_is_not_the_fault_of_who_asks(world, monkeypatch, e
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("nbdist.swarm.server.Server.export", fail)
+    monkeypatch.setattr("nbdist.swarm.server.server.Server.export", fail)
     criteria = transformers.StoppingCriteriaList([At(4, lambda: swarm.leave("worker2"))])
     found = swarm_models.generate(remote, "greedy", stopping_criteria=criteria)
     assert torch.equal(found, swarm_models.generate(model, "greedy"))
@@ -171,7 +172,7 @@ def test_the_first_that_fails_ends_all_parts_of_a_batch(world, monkeypatch):
         time.sleep(0.05)
         raise ZeroDivisionError
 
-    monkeypatch.setattr("nbdist.swarm.server.Server.forward", fail)
+    monkeypatch.setattr("nbdist.swarm.server.server.Server.forward", fail)
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         remote(torch.zeros(200, 3, dtype=torch.long), use_cache=False)
@@ -266,7 +267,7 @@ def wait_until(condition):
 @torch.no_grad()
 def test_a_listener_that_fails_harms_nobody(world, monkeypatch):
     told = []  # pytest would keep what is logged, and with it the caches of whoever had news
-    monkeypatch.setattr("nbdist.swarm.journal._log.exception", lambda *_: told.append(str(sys.exception())))
+    monkeypatch.setattr("nbdist.swarm.client.journal._log.exception", lambda *_: told.append(str(sys.exception())))
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
     remote = swarm.causal_lm()
     swarm.listen(lambda: 1 / 0)
@@ -412,7 +413,7 @@ def test_who_dies_while_it_is_relieved_is_gone(world, monkeypatch):
 def test_a_session_that_comes_just_as_the_thread_would_end_is_looked_after(world, monkeypatch, tmp_path):
     model = swarm_models.make("llama")
     adapter.write_checkpoint(model, tmp_path)
-    monkeypatch.setattr("nbdist.swarm.runtime._IDLE_SECONDS", 0.3)
+    monkeypatch.setattr("nbdist.swarm.server.computing._IDLE_SECONDS", 0.3)
     server = Server(str(tmp_path), Options(session_timeout=0.2), "just")
     came = []
 

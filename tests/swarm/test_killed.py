@@ -20,10 +20,10 @@ import transformers
 import nbdist
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc import api
-from nbdist.swarm import adapter, names, serve
-from nbdist.swarm.crew import Crew, Gone
-from nbdist.swarm.routing import NoRoute
-from nbdist.swarm.server import Options, Server
+from nbdist.swarm import adapter, named_models, serve
+from nbdist.swarm.client.routing import NoRoute
+from nbdist.swarm.client.servers import Crew, Gone
+from nbdist.swarm.server.server import Options, Server
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +304,7 @@ def test_one_that_hangs_is_not_waited_for_as_long_as_room_is(three):
 
 
 def test_one_that_hangs_before_it_serves_is_not_waited_for_as_long_as_one_that_loads(three, monkeypatch):
-    monkeypatch.setattr("nbdist.swarm.crew._NEW_WORKER_SECONDS", 0.5)
+    monkeypatch.setattr("nbdist.swarm.client.servers._NEW_WORKER_SECONDS", 0.5)
     swarm = serve(swarm_models.make("llama"), workers=[0, 1], step_timeout=0.5)
     pid = three.workers[2].pid
     try:
@@ -438,7 +438,7 @@ def test_the_weights_go_with_a_program_that_is_killed(tmp_path):
 @pytest.mark.parametrize("alive", [True, False])
 def test_an_unfinished_copy_of_a_named_model_goes_with_its_maker(tmp_path, monkeypatch, alive):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(names._MAKERS, "smollm2", lambda folder: (folder / "config.json").write_text("{}"))
+    monkeypatch.setitem(named_models._MAKERS, "smollm2", lambda folder: (folder / "config.json").write_text("{}"))
     unfinished = tmp_path / "nbdist" / "smollm2-before"
     unfinished.mkdir(parents=True)
     (unfinished / "model.safetensors").write_bytes(b"half")
@@ -446,6 +446,6 @@ def test_an_unfinished_copy_of_a_named_model_goes_with_its_maker(tmp_path, monke
     lock = os.open(unfinished, os.O_RDONLY)
     if alive:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    assert (names.folder_of("smollm2") / "config.json").exists()
+    assert (named_models.folder_of("smollm2") / "config.json").exists()
     os.close(lock)
     assert sorted(path.name for path in (tmp_path / "nbdist").iterdir()) == ["smollm2"] + ["smollm2-before"] * alive

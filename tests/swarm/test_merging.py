@@ -5,8 +5,8 @@ import swarm_models
 import torch
 
 from nbdist.swarm import adapter
+from nbdist.swarm.client.merging import Unmergeable, is_near, merge, split
 from nbdist.swarm.history import History, Operation, Step
-from nbdist.swarm.merging import Unmergeable, is_near, merge, split
 
 
 class Noting(torch.nn.Module):

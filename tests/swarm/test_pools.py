@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.swarm.pools import Pools, QueuedRequest, TooLarge, prioritize
+from nbdist.swarm.server.queues import Pools, QueuedRequest, TooLarge, prioritize
 
 
 def request(kind="forward", size=1, priority=0.0, together=None):

@@ -11,7 +11,7 @@ import transformers
 import nbdist
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, serve
-from nbdist.swarm.routing import NoRoute
+from nbdist.swarm.client.routing import NoRoute
 from nbdist.testing import World
 
 
@@ -65,7 +65,7 @@ def test_what_comes_out_different_at_once_is_done_step_by_step(world, monkeypatc
     swarm = serve(model, workers=[1, 2])
     remote = swarm.causal_lm(recover="fast")
     expected = swarm_models.generate(model, "greedy")
-    monkeypatch.setattr("nbdist.swarm.merging.is_near", lambda *_: False)
+    monkeypatch.setattr("nbdist.swarm.client.merging.is_near", lambda *_: False)
     steps = {4: lambda: forget(swarm, "worker2")}
     assert torch.equal(swarm_models.generate(remote, "greedy", stopping_criteria=each(steps)), expected)
     assert "its result was different); replaying step by step" in "\n".join(swarm.log)
@@ -76,8 +76,8 @@ def test_what_comes_out_different_at_once_is_done_step_by_step(world, monkeypatc
 def test_what_is_not_pushed_is_brought(world, monkeypatch):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=[1, 2, 3])
-    monkeypatch.setattr("nbdist.swarm.neighbours.hand_on", lambda *_: None)
-    monkeypatch.setattr("nbdist.swarm.session._PUSH_SECONDS", 0.01)
+    monkeypatch.setattr("nbdist.swarm.server.neighbours.hand_on", lambda *_: None)
+    monkeypatch.setattr("nbdist.swarm.client.session._PUSH_SECONDS", 0.01)
     found = swarm_models.generate(swarm.causal_lm(), "greedy")
     assert torch.equal(found, swarm_models.generate(model, "greedy"))
     assert set(swarm.states.values()) == {"online"}
@@ -145,7 +145,7 @@ def test_who_comes_is_waited_for(world):
 
 def test_who_cannot_come_is_not_waited_for(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1])
-    monkeypatch.setattr("nbdist.swarm.server.Server.load", lambda *_: 1 / 0)
+    monkeypatch.setattr("nbdist.swarm.server.server.Server.load", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swarm.join(2)
     assert swarm.states == {"worker1": "online", "worker2": "gone"}

@@ -9,7 +9,7 @@ import torch
 
 from nbdist.errors import UsageError
 from nbdist.swarm import NoRoute, adapter, serve
-from nbdist.swarm.crew import Crew, Gone
+from nbdist.swarm.client.servers import Crew, Gone
 from nbdist.testing import World
 
 
@@ -109,7 +109,7 @@ def test_a_step_that_is_interrupted_before_it_is_sent_changes_nothing(both, monk
         remote(ids[:, :6], past_key_values=cache)
         with monkeypatch.context() as patch:
             # as Ctrl-C does while the session moves to another server, and a step waits for that
-            patch.setattr("nbdist.swarm.session.Session.step", interrupted)
+            patch.setattr("nbdist.swarm.client.session.Session.step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 remote(ids[:, 6:], past_key_values=cache)
         assert cache.get_seq_length() == 6

@@ -9,13 +9,14 @@ import torch
 
 from nbdist.errors import UsageError
 from nbdist.rpc import api
-from nbdist.swarm import adapter, neighbours, serve
-from nbdist.swarm.budget import CacheFull
-from nbdist.swarm.held import NoSession
+from nbdist.swarm import adapter, serve
 from nbdist.swarm.history import Step
-from nbdist.swarm.neighbours import Address
-from nbdist.swarm.pools import TooLarge
-from nbdist.swarm.server import Options, Server
+from nbdist.swarm.server import neighbours
+from nbdist.swarm.server.cache_budget import CacheFull
+from nbdist.swarm.server.neighbours import Address
+from nbdist.swarm.server.queues import TooLarge
+from nbdist.swarm.server.server import Options, Server
+from nbdist.swarm.server.session_caches import NoSession
 from nbdist.testing import World
 
 

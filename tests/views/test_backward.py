@@ -15,11 +15,11 @@ import torch
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc, trace
-from nbdist.autograd.drawing import as_svg
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.testing import World
-from nbdist.views import report
-from nbdist.views.watching import Watcher
+from nbdist.views.drawing.graph import as_svg
+from nbdist.views.passes import report
+from nbdist.views.passes.watching import Watcher
 
 weight = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
 
@@ -317,7 +317,7 @@ def test_passes_of_several_workers_at_a_time_are_held_and_let_go_one_after_the_o
 
 
 def test_where_the_watcher_does_not_answer_training_goes_on(world, monkeypatch):
-    from nbdist.views import scouts
+    from nbdist.views.passes import scouts
 
     monkeypatch.setattr(scouts, "_ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(Watcher, "look_at", lambda *_: time.sleep(1))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nbdist.rpc.peeking import look
+from nbdist.rpc.references.peeking import look
 from nbdist.views import cards
 from nbdist.views.cards import Facts, Rows
 from nbdist.wire.messages import State

@@ -1,13 +1,13 @@
 """Rows of memory: the parts of a process, growth since the last look, few rows instead of many; on plain data."""
 
-from nbdist.cluster.census import Amount
-from nbdist.cluster.holdings import Holding, Holdings, WorkerMemory
-from nbdist.cluster.pins import Pin
-from nbdist.cluster.process_memory import Usage
-from nbdist.cluster.variables import Variable
+from nbdist.cluster.inspection.census import Amount
+from nbdist.cluster.inspection.holdings import Holding, Holdings, WorkerMemory
+from nbdist.cluster.inspection.pins import Pin
+from nbdist.cluster.inspection.process_memory import Usage
+from nbdist.cluster.inspection.variables import Variable
 from nbdist.ids import GlobalId
-from nbdist.views.memory import MemoryTable
-from nbdist.views.memory_rows import Look, compare, fold, rows_of, split
+from nbdist.views.workers.memory import MemoryTable
+from nbdist.views.workers.memory_rows import Look, compare, fold, rows_of, split
 from nbdist.wire.messages import State
 
 MB = 1_000_000

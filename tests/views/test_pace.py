@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nbdist.views.pace import Pace
+from nbdist.views.passes.pace import Pace
 
 
 def train(pace, seconds, step, cost, noise=0.0, began=0.0):

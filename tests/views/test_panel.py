@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import nbdist
-from nbdist.cluster import status
-from nbdist.cluster.status import collect
-from nbdist.views.panel import Panel, blamed
-from nbdist.views.status import StatusTable
+from nbdist.cluster.inspection import status
+from nbdist.cluster.inspection.status import collect
+from nbdist.views.workers.panel import Panel, blamed
+from nbdist.views.workers.status import StatusTable
 
 
 @pytest.fixture(scope="module")

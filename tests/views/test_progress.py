@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nbdist.cluster.sinks import PlainSink
+from nbdist.cluster.output.sinks import PlainSink
 from nbdist.cluster.workers import STEPS
-from nbdist.views.progress import StartProgress, draw
+from nbdist.views.workers.progress import StartProgress, draw
 
 NAMES = ["worker0", "worker1"]
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from nbdist.autograd.inspection import Edge, NodeInfo, Trace, planned
-from nbdist.autograd.seen import Event
-from nbdist.views import remarks, report
-from nbdist.views.backward import Backward
+from nbdist.autograd.graph.inspection import Edge, NodeInfo, Trace, planned
+from nbdist.autograd.watching.records import Event
+from nbdist.views.passes import remarks, report
+from nbdist.views.passes.backward import Backward
 
 
 def operation(number, name, *inputs, kind="operation"):

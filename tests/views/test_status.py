@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from nbdist.cluster.status import WorkerStatus
-from nbdist.views.status import StatusTable
+from nbdist.cluster.inspection.status import WorkerStatus
+from nbdist.views.workers.status import StatusTable
 
 HEAD = ["worker", "rank", "pid", "device", "state", "runs", "memory", "calls"]
 IDLE = WorkerStatus("worker0", 0, 4711, "cpu", "idle", "", 47_000_000, 0)

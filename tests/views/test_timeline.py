@@ -15,12 +15,12 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc, trace
 from nbdist.errors import UsageError
 from nbdist.nn import Pipeline, RemoteModule
-from nbdist.nn.charts import KINDS
 from nbdist.optim import DistributedOptimizer
 from nbdist.testing import World
-from nbdist.views import recording
-from nbdist.views.recording import Noted
-from nbdist.views.timeline import Timeline, stack
+from nbdist.views.drawing.gantt import KINDS
+from nbdist.views.timeline import recording
+from nbdist.views.timeline.recording import Noted
+from nbdist.views.timeline.timeline import Timeline, stack
 
 
 def one(start, end, name="f"):

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from nbdist.nn import remote_module, station
-from nbdist.nn.charts import KINDS
 from nbdist.optim import local
-from nbdist.rpc import clocks
-from nbdist.swarm import neighbours
+from nbdist.rpc.world import clocks
+from nbdist.swarm.server import neighbours
 from nbdist.testing import World
-from nbdist.views import recording
-from nbdist.views.wording import name_call
-from nbdist.wire.names import display_name
+from nbdist.views.drawing.gantt import KINDS
+from nbdist.views.timeline import recording
+from nbdist.views.timeline.wording import name_call
+from nbdist.wire.pickling.names import display_name
 
 
 class Balloon:
@@ -70,7 +70,7 @@ def test_what_only_looks_is_not_shown():
 
 
 def test_no_kind_and_no_words_are_names_of_functions():
-    from nbdist.views import wording
+    from nbdist.views.timeline import wording
 
     told = [words for words in [*wording._WORDS.values(), *wording._OF_SERVER.values()] if isinstance(words, str)]
     told += [text for kind in KINDS.values() for text in kind[1:]]
@@ -80,7 +80,7 @@ def test_no_kind_and_no_words_are_names_of_functions():
 def test_the_functions_that_have_words_exist():
     import importlib
 
-    from nbdist.views import wording
+    from nbdist.views.timeline import wording
 
     with World(1):
         for place in wording._WORDS:
@@ -89,7 +89,7 @@ def test_the_functions_that_have_words_exist():
 
 
 def test_a_task_of_an_executor_has_the_name_of_its_function():
-    from nbdist.cluster import worker_tasks
+    from nbdist.cluster.worker import tasks as worker_tasks
     from nbdist.compat.ipyparallel import tasks
 
     for function, args, told in [

@@ -18,8 +18,9 @@ from mains import Main, run, send
 
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError, RpcTimeout
 from nbdist.ids import GlobalId
-from nbdist.wire import codec, names, quick, registered
+from nbdist.wire import codec, quick
 from nbdist.wire.messages import Fork, Payload
+from nbdist.wire.pickling import names, registered
 from nbdist.wire.tensors import OWN_FRAME_BYTES
 
 

@@ -8,7 +8,7 @@ import torch
 from nbdist import rpc
 from nbdist.errors import EncodeError
 from nbdist.testing import World
-from nbdist.wire import culprit
+from nbdist.wire.pickling import culprit
 
 lk = threading.Lock()
 

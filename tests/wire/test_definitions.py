@@ -11,7 +11,8 @@ import torch
 from mains import CHANGES, FUNCTIONS, Main, run, send
 
 from nbdist import EncodeError, MissingDefinition
-from nbdist.wire import codec, definitions
+from nbdist.wire import codec
+from nbdist.wire.pickling import definitions
 
 # --- scripts that every rank runs -----------------------------------------------------------------
 
@@ -607,7 +608,7 @@ def test_a_class_that_refers_to_itself_has_a_digest():
 
 DIGESTS = """
     import sys
-    from nbdist.wire import definitions
+    from nbdist.wire.pickling import definitions
 
     def sets(x):
         return x in {"a", "b", "c", "d"}, {"x", ("y", frozenset({"p", "q", "r"}))}

@@ -16,9 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError
-from nbdist.channel import memory
-from nbdist.channel.arena import Arena, ArenaSpace
-from nbdist.channel.leases import Leases
+from nbdist.channel.shared_memory import mapping
+from nbdist.channel.shared_memory.arena import Arena, ArenaSpace
+from nbdist.channel.shared_memory.leases import Leases
 from nbdist.wire import codec
 from nbdist.wire.messages import Payload, Record, TensorMeta
 from nbdist.wire.tensors import OWN_FRAME_BYTES, unpack_tensors
@@ -47,7 +47,7 @@ WAY = _Way()
 @pytest.fixture(scope="module", params=["frames", "arena"], autouse=True)
 def _way(request):
     if request.param == "arena":
-        if not memory.is_available():
+        if not mapping.is_available():
             pytest.skip("this system has no memfd")
         WAY.arena = Arena(ME.incarnation, 1 << 30, 1)
     yield

@@ -11,10 +11,10 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from nbdist.cluster.executor import Task
-from nbdist.cluster.sinks import current_sink
-from nbdist.cluster.worker_tasks import now
+from nbdist.cluster.output.sinks import current_sink
+from nbdist.cluster.worker.tasks import now
 from nbdist.compat.ipyparallel.closed import Closed
-from nbdist.views.progress import LiveText, bar
+from nbdist.views.workers.progress import LiveText, bar
 
 __all__ = ["AsyncResult", "wait_for"]
 

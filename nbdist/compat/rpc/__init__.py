@@ -34,8 +34,8 @@ from nbdist.compat.rpc.server_process_global_profiler import _server_process_glo
 from nbdist.errors import UsageError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.hosted import take_on
-from nbdist.rpc.membership import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, time_limit
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = [
     "BackendType",

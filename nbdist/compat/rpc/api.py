@@ -21,10 +21,10 @@ from nbdist.compat.rpc.functions import async_execution
 from nbdist.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, beside
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api as rpc
-from nbdist.rpc.executor import ASYNC_MARK
+from nbdist.rpc.calls.executor import ASYNC_MARK
 from nbdist.rpc.futures import Future
-from nbdist.rpc.membership import WorkerInfo
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nbdist.compat.references import Serialized, in_a_message
-from nbdist.rpc.rref import RRef
-from nbdist.wire.registered import register_reducer
+from nbdist.rpc.references.rref import RRef
+from nbdist.wire.pickling.registered import register_reducer
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from nbdist.rpc.rref import Proxy as RRefProxy
+from nbdist.rpc.references.rref import Proxy as RRefProxy
 
 __all__ = ["RRefProxy"]

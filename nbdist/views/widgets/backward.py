@@ -7,9 +7,9 @@ from typing import Any
 
 import traitlets
 
-from nbdist.autograd.seen import Key
+from nbdist.autograd.watching.records import Key
 from nbdist.errors import UsageError
-from nbdist.views.watching import Watcher
+from nbdist.views.passes.watching import Watcher
 from nbdist.views.widgets.view import View, identity, script, style
 
 __all__ = ["BackwardView"]

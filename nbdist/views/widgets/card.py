@@ -16,9 +16,9 @@ import ipywidgets
 import traitlets
 from ipywidgets.widgets.widget_string import HTMLStyle
 
-from nbdist.pictures import themed
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 from nbdist.views import cards, references
+from nbdist.views.drawing.pictures import themed
 from nbdist.views.shown import Bundle
 from nbdist.views.widgets.live import LiveViews
 from nbdist.views.widgets.view import View, identity, script, style

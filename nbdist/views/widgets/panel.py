@@ -8,8 +8,8 @@ import weakref
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.views.panel import Panel
 from nbdist.views.widgets.view import View, identity, script, style
+from nbdist.views.workers.panel import Panel
 
 __all__ = ["PanelView"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import ipywidgets
 import traitlets
 
-from nbdist.rpc.rref import RRef
+from nbdist.rpc.references.rref import RRef
 from nbdist.views import cards, references
 from nbdist.views.cards import Facts, Rows
 from nbdist.views.shown import Bundle

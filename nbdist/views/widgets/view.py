@@ -29,7 +29,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from nbdist.cluster.sinks import Sink
+from nbdist.cluster.output.sinks import Sink
 from nbdist.views.shown import Bundle, Shown
 
 __all__ = ["View", "identity", "script", "style"]

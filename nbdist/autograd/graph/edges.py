@@ -1,0 +1,227 @@
+"""The two ends of an edge: the nodes in torch's graphs for the tensors of a message from one worker to another.
+
+One message with two tensors; the arrows show the way of the gradients::
+
+    sender (Sent)                                       receiver (Received)
+    history of x <--- gate (Slot 0) <---+            +--- receive node <--- what was computed from x
+                                        |<- message -|
+    history of y <--- gate (Slot 1) <---+            +--- receive node <--- what was computed from y
+
+A *gate* is the node in front of the history of a tensor that was sent. The tensor's gradient enters right behind it, at
+`EdgeSlot.edge`; the gate itself runs only as a barrier, or where the gradient that has come is None. When a *receive
+node* runs, it hands its gradient to the part of the pass, which sends it to the worker that the tensor came from,
+together with those of the other tensors of the message.
+
+Both kinds of nodes need to know the part for which they run (`current_part`). It belongs to the thread that calls
+torch's engine, and the engine hands it on to its threads for other devices.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Function
+
+from nbdist.autograd.watching.measuring import is_finite
+from nbdist.errors import UsageError
+from nbdist.torch_private import (
+    direct_apply,
+    innermost_transform,
+    keep_in_thread,
+    set_grad_enabled,
+    take_from_thread,
+    thread_has,
+    thread_value,
+    unwrap_if_dead,
+)
+
+if TYPE_CHECKING:
+    from nbdist.autograd.passes.worker_part import Part
+
+__all__ = ["RECEIVE", "HeldBack", "Node", "Received", "Sent", "EdgeSlot", "current_part", "receive", "swap_part"]
+
+Node = Any
+"""A node of torch's graph. Nodes made in C++ have no class that could be named here."""
+
+_PART = "nbdist.autograd.passes.worker_part"
+
+
+def current_part() -> Part | None:
+    """Return the part for which the calling thread runs nodes; None if it runs none, or those of a local pass."""
+    return thread_value(_PART) if thread_has(_PART) else None
+
+
+def swap_part(part: Part | None) -> Part | None:
+    """Set the part for which the calling thread runs nodes, or None; return the one before, to be put back later.
+
+    The part is kept in torch's thread-local storage, which the engine hands on to its threads for other devices. None
+    removes the entry instead of storing None: a thread that ends with an entry there waits for the GIL for ever.
+    """
+    outer: Part | None = None
+    if thread_has(_PART):
+        outer = thread_value(_PART)
+        take_from_thread(_PART)
+    if part is not None:
+        keep_in_thread(_PART, part)
+    return outer
+
+
+class HeldBack(Exception):
+    """Raised by a barrier to end a contested call of torch's engine: no other node can run now."""
+
+
+class EdgeSlot:
+    """One tensor that was sent: its gate, and the graph edge at which its gradient enters this worker's graph.
+
+    ``gate`` is the gate's output, ``node`` its node, and ``edge`` the graph edge behind it.
+    """
+
+    __slots__ = ("__weakref__", "edge", "gate", "index", "message", "node")
+
+    def __init__(self, message: int, index: int, tensor: torch.Tensor) -> None:
+        self.message = message
+        self.index = index
+        make = _make_gate if innermost_transform() is None else _Gate.apply  # which raises torch's error
+        self.gate: torch.Tensor = make(self, unwrap_if_dead(tensor))
+        self.node: Node = self.gate.grad_fn
+        self.edge: tuple[Node, int] = self.node.next_functions[0]
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.index} of message {self.message}>"
+
+
+class Sent:
+    """The sending end of an edge: the slots of a message's tensors, the receiver, and the function called."""
+
+    def __init__(self, message: int, peer: int, tensors: Sequence[torch.Tensor], function: str) -> None:
+        self.message = message
+        self.peer = peer
+        self.function = function
+        self.slots: list[EdgeSlot] = []
+        for index, tensor in enumerate(tensors):
+            self.slots.append(EdgeSlot(message, index, tensor))
+
+
+class Received:
+    """The receiving end of an edge: the receive nodes of a message's tensors, the sender, and the function called."""
+
+    looked_at = False
+    """True if the tensors were searched for NaN and Inf when they came, as in a context that is watched."""
+    spoilt: frozenset[int] = frozenset()
+    """The indices of the tensors that held a NaN or Inf when they came, if `looked_at`."""
+
+    def __init__(self, message: int, peer: int, function: str) -> None:
+        self.message = message
+        self.peer = peer
+        self.function = function
+        self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        """The shape, dtype and device of each tensor of the message, in the order in which they were sent."""
+        self.node_references: list[weakref.ref[Node]] = []
+        """Weak references to the receive nodes: each node refers to this object, and a cycle would never be freed."""
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The receive nodes that are still alive."""
+        return [node for reference in self.node_references if (node := reference()) is not None]
+
+    def look(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note which of the tensors that have come hold a NaN or Inf; waits for a GPU that they are on.
+
+        A view later shows from which message a NaN came. Errors are swallowed: a view must not fail the user's call.
+        """
+        with suppress(Exception):  # a kind of tensor that cannot be searched
+            self.spoilt = frozenset(index for index, tensor in enumerate(tensors) if not is_finite(tensor))
+            self.looked_at = True
+
+
+def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
+    """Make a gate for a tensor: the forward of `_Gate`. Its output only serves as a root for torch's engine."""
+    ctx.slot = weakref.ref(slot)  # weak, because the slot refers to this node
+    return torch.empty((), device="cpu")
+
+
+def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+    """Run a gate: the backward of `_Gate`. Its part decides whether it stops the engine or enters the gradient None.
+
+    torch's engine calls it, in the thread that runs a step of a part.
+    """
+    part = current_part()
+    assert part is not None  # only the steps of a part have a gate's output as a root
+    return None, part.enter(ctx.slot())
+
+
+def _arrive(
+    ctx: Any, anchor: torch.Tensor, end: Received, first: int, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Make the receive node of some tensors of a message, from tensor ``first`` on: the forward of `_Receive`.
+
+    torch calls it through `_Receive.apply`; the tensors returned are what the user's function gets.
+    """
+    ctx.set_materialize_grads(False)
+    ctx.end = end
+    ctx.first = first
+    return tuple(tensors)
+
+
+def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
+    """Run a receive node: the backward of `_Receive`. Hands the gradients to the part; a local pass gets UsageError."""
+    part: Part | None = thread_value(_PART) if thread_has(_PART) else None
+    if part is None:
+        raise UsageError(
+            f"this pass has come to a tensor that was received from another worker ({ctx.end.function}), and a "
+            f"local backward() or autograd.grad() cannot go on there: write "
+            f"`dist_autograd.backward(context_id, [loss])` inside of the `with dist_autograd.context() as context_id:`"
+        )
+    part.cross(ctx.end, ctx.first, gradients)
+    return None, None, None, None
+
+
+# These are the names of torch's own nodes, without the suffix Backward that torch adds: programs that search a graph
+# for them find ours.
+_Gate: Any = type(
+    "torch::distributed::autograd::SendRpc",
+    (Function,),
+    {"forward": staticmethod(_enter), "backward": staticmethod(_let_in), "__module__": __name__},
+)
+_Receive: Any = type(
+    "torch::distributed::autograd::RecvRpc",
+    (Function,),
+    {"forward": staticmethod(_arrive), "backward": staticmethod(_send_back), "__module__": __name__},
+)
+
+_make_gate, _make_received = direct_apply(_Gate), direct_apply(_Receive)
+
+RECEIVE: type = _Receive._backward_cls
+"""The class of receive nodes."""
+
+one_node_a_message = False
+"""True to make one receive node for all tensors of a message, as torch does: `nbdist.compat` sets it."""
+
+_anchor = torch.zeros((), device="cpu", requires_grad=True)
+"""The input of every receive node: torch makes a node only for a Function with an input that requires grad."""
+
+
+def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of a message with receive nodes as their history; their gradients go back through ``end``.
+
+    Each tensor has a node of its own, because a node calls the hooks of all its outputs, even if only one was used.
+    """
+    made: list[torch.Tensor] = []
+    size = len(tensors) if one_node_a_message else 1
+    apply = _make_received if innermost_transform() is None else _Receive.apply
+    before = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    try:
+        for first in range(0, len(tensors), size):
+            new = apply(_anchor, end, first, tensors[first : first + size])
+            end.node_references.append(weakref.ref(new[0].grad_fn))
+            made += new
+    finally:
+        set_grad_enabled(before)
+    for tensor in made:
+        end.like.append((tensor.shape, tensor.dtype, tensor.device))
+    return made

@@ -1,0 +1,57 @@
+"""Measures the memory that a context uses on this worker: tensors saved for backward passes, and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nbdist.autograd.contexts import Context
+from nbdist.autograd.graph.saved import saved_by
+from nbdist.autograd.graph.walk import ACCUMULATE
+from nbdist.torch_private import no_torch_function
+
+__all__ = ["Place", "kept_by", "storage_of"]
+
+Place = tuple[str, int]
+"""The place of a buffer in memory: its device and its address."""
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[Place, int] | None:
+    """Return the place and the size in bytes of a tensor's memory; None for a tensor without an address.
+
+    Call it inside of `no_torch_function`, so that no code of a tensor subclass is called.
+    """
+    try:
+        storage = torch.Tensor.untyped_storage(tensor)
+        address, nbytes, device = storage.data_ptr(), storage.nbytes(), storage.device
+    except Exception:  # sparse and lazy tensors, and subclasses without memory of their own
+        return None
+    if not address:  # an empty tensor, or one without memory
+        return None
+    return ("cpu" if device.type == "cpu" else str(device), address), nbytes
+
+
+def kept_by(context: Context) -> dict[Place, int]:
+    """Return the buffers that would be freed with the context, in bytes by place; leaves are not counted.
+
+    A buffer that several tensors share counts once. While `Context.runs` holds a pass, only gradients are counted:
+    torch's engine may be freeing the saved tensors. On workers other than its root, a pass stays in `Context.runs` for
+    a while after its end.
+    """
+    found: dict[Place, int] = {}
+    leaves: set[Place] = set()
+    with no_torch_function():
+        for node in context.nodes() if not context.runs else ():
+            kind: Any = type(node)
+            if kind is ACCUMULATE:
+                at = storage_of(node.variable)
+                leaves.update([at[0]] if at is not None else [])
+                continue
+            for saved in saved_by(node):  # not unpacked, which might compute a tensor anew
+                at = storage_of(saved.tensor) if saved.tensor is not None else None
+                found.update([at] if at is not None else [])
+        for gradient in context.stored():
+            at = storage_of(gradient)
+            found.update([at] if at is not None else [])
+    return {place: nbytes for place, nbytes in found.items() if place not in leaves}

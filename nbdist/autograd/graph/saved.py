@@ -1,0 +1,58 @@
+"""Reads what the nodes of torch's graph have saved of the forward pass, without calling any hook for saved tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from nbdist.autograd.graph.edges import Node
+
+__all__ = ["Saved", "saved_by"]
+
+_RAW = "_raw_saved_"
+"""The beginning of the names under which torch's nodes keep saved values as they were packed."""
+
+_names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+"""The names of the attributes with saved values, for each class of nodes. Every user's Function has its own class."""
+
+
+class Saved(NamedTuple):
+    """One value that a node has saved for its backward."""
+
+    name: str
+    """torch's name for it, such as ``self``, ``other`` or ``result``; ``tensors`` in a user's Function."""
+    tensor: torch.Tensor | None
+    """The tensor; None if hooks have packed it into something else."""
+    data: Any
+    """The tensor, or what hooks have packed it into."""
+    packed: bool
+    """True if hooks for saved tensors have packed it: to unpack it would call the user's code, or a checkpoint's."""
+
+
+def saved_by(node: Node) -> list[Saved]:
+    """Return what a node has saved and no pass has freed yet.
+
+    Values of a kind that cannot be read are skipped; packed values are returned as they are, and not unpacked.
+    """
+    names = _names.get(type(node))
+    if names is None:
+        names = _names[type(node)] = tuple(name for name in dir(type(node)) if name.startswith(_RAW))
+    found = []
+    for name in names:
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # a pass has freed it
+            continue
+        for each in raw if issubclass(type(raw), tuple | list) else (raw,):
+            if type(each).__name__ != "SavedTensor":  # some nodes have other values under such a name
+                continue
+            with contextlib.suppress(RuntimeError, AttributeError):  # there is none, or a pass has freed it
+                data = each.data
+                tensor = data if issubclass(type(data), torch.Tensor) else None
+                packed = getattr(each, "unpack_hook", None) is not None or (tensor is None and data is not None)
+                if tensor is not None or packed:
+                    found.append(Saved(name.removeprefix(_RAW), tensor, data, packed))
+    return found

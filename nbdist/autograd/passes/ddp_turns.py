@@ -1,0 +1,147 @@
+"""Lets only one pass at a time average gradients over workers in DistributedDataParallel (DDP) modules.
+
+The workers of a DDP module have to begin their collectives in the same order. But the messages of two passes may reach
+them in different orders; then averages would be made of gradients of different passes. So a SMART pass in which several
+workers reduce needs its *turn*. The one of these workers with the lowest incarnation, the leader, gives it to one pass
+after another::
+
+    worker that reduces              root of the pass                 leader
+      |---- Report (waits, reduces) ---->|
+      |                                  |  the marking is over
+      |                                  |---- Turn ------------------->|  Turns.ask: queue the pass
+      |                                  |                              |  it is first in the queue
+      |<--- Marked ----------------------|<--- Granted -----------------|
+      | reduces                          |
+                                         |  the pass is over
+                                         |---- Turn(over) ------------->|  Turns.end: the next pass has its turn
+
+`Turns` is pure: passes go in, the pass whose turn it is comes out. `TurnTaking` sends the messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from nbdist.autograd import messages
+from nbdist.autograd.messages import PassId
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from nbdist.autograd.passes.ledger import Ledger
+    from nbdist.autograd.passes.state import Run
+
+    class _Transport(Protocol):
+        """The methods of an agent's recorder that `TurnTaking` calls."""
+
+        def tell(self, to: int, message: messages.Message) -> None:
+            """Send a message; do nothing if the worker is gone."""
+
+        def is_there(self, worker: int) -> bool:
+            """Return whether this agent is still connected to a worker."""
+
+
+__all__ = ["TurnTaking", "Turns"]
+
+
+class Turns:
+    """The queue of passes that have asked a leader for their turn; the first one has it."""
+
+    def __init__(self) -> None:
+        self._queue: list[PassId] = []
+
+    def ask(self, id: PassId) -> PassId | None:
+        """Queue a pass; return it if it has its turn at once, else None.
+
+        Only passes that average gradients ask. ``id`` then keeps its turn until `end` or `lose`.
+        """
+        self._queue.append(id)
+        return id if len(self._queue) == 1 else None
+
+    def end(self, id: PassId) -> PassId | None:
+        """Remove a pass that needs no turn any more; return the pass that gets the turn by that, or None.
+
+        A pass that is not in the queue changes nothing.
+        """
+        first = self._queue[:1]
+        self._queue = [other for other in self._queue if other != id]
+        return self._queue[0] if self._queue and self._queue[:1] != first else None
+
+    def lose(self, root: int) -> PassId | None:
+        """Remove the passes that began on a lost worker; return the pass that gets the turn by that, or None."""
+        first = self._queue[:1]
+        self._queue = [other for other in self._queue if other.root != root]
+        return self._queue[0] if self._queue and self._queue[:1] != first else None
+
+
+class TurnTaking:
+    """Asks for turns as the root of passes, and gives turns as the leader for others; one object on each worker."""
+
+    def __init__(self, transport: _Transport) -> None:
+        self._transport = transport
+        self._turns = Turns()
+        self._lock = threading.Lock()
+
+    # -- as the root of a pass ----------------------------------------------------------------
+
+    def wait(self, run: Run, ledger: Ledger, workers: set[int]) -> set[int]:
+        """Return those of ``workers`` that may go on at once, now that the marking is over.
+
+        If several workers reduce, these must wait for the pass's turn: the first call asks the leader for it, and
+        `granted` returns the workers that have waited.
+        """
+        if len(ledger.reducing) < 2:
+            return workers
+        with run.lock:
+            if run.its_turn:
+                return workers
+            run.waiting_for_turn |= workers & ledger.reducing
+            ask = bool(run.waiting_for_turn) and run.leader is None
+            if ask:
+                run.leader = min(ledger.reducing)
+        if ask and run.leader is not None:
+            self._transport.tell(run.leader, messages.Turn(run.head.id, False))
+        return workers - ledger.reducing
+
+    def granted(self, run: Run) -> set[int]:
+        """Note that a pass has its turn; return the workers that have waited for it.
+
+        The root calls this when the leader's message arrives. The caller lets the workers go on.
+        """
+        with run.lock:
+            run.its_turn = True
+            waiting, run.waiting_for_turn = run.waiting_for_turn, set()
+        return waiting
+
+    def end(self, run: Run) -> None:
+        """Give back the turn of a pass that began here, or withdraw its request; harmless if it never asked."""
+        with run.lock:
+            leader, run.leader = run.leader, None
+        if leader is not None:
+            self._transport.tell(leader, messages.Turn(run.head.id, True))
+
+    # -- as the leader ------------------------------------------------------------------------
+
+    def on_turn(self, message: messages.Turn) -> None:
+        """Queue a pass that asks for its turn, or end the turn of one that is over; called in the reading thread.
+
+        On the leader.
+        """
+        with self._lock:
+            self._grant(self._turns.end(message.id) if message.over else self._turns.ask(message.id))
+
+    def on_lost(self, worker: int) -> None:
+        """Drop the passes that began on a lost worker, and give their turn to the next pass.
+
+        Called on every worker; without such passes it changes nothing.
+        """
+        with self._lock:
+            self._grant(self._turns.lose(worker))
+
+    def _grant(self, turn: PassId | None) -> None:
+        """Tell the root of a pass that it has its turn; passes whose root is gone are skipped. Needs the lock."""
+        while turn is not None and not self._transport.is_there(turn.root):
+            turn = self._turns.end(turn)
+        if turn is not None:
+            self._transport.tell(turn.root, messages.Granted(turn))

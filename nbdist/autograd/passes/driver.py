@@ -1,0 +1,681 @@
+"""Runs backward passes over workers, in SMART and FAST mode.
+
+The messages of a SMART pass that began on the root and needs a tensor of worker1::
+
+    root                                     worker1
+    begin, wait
+      |------------ Mark ---------------------->|  on_mark: the tensor's gate is EXPECTED; marks to other workers
+      |<----------- Report: mark settled -------|
+      |------------ Gradients ----------------->|  on_gradients: the part runs; gradients to other workers
+      |<----------- Report: gradients settled --|
+    the ledger has no open token: the pass is over
+
+Marks go ahead only where gradients must wait for others; what can run at once is not marked, and the gradients are the
+first message. A worker whose gradients may be held back by gates without a mark reports that it ``waits``. When the
+root's ledger says that no mark can come any more, the root sends `Marked` to the workers that wait. In FAST mode all
+gates of the context take part, and there are no marks.
+
+The ledger (`nbdist.autograd.passes.ledger`) accounts for every mark and gradient message, so the root knows when no
+worker has anything left to do. Then the pass is over; in FAST mode it fails if gates still wait for gradients, and the
+error names them.
+
+An error on any worker goes to the root (`Failed`), which gives the pass up on all workers (`Cancel`). The loss of a
+worker that takes part does the same, and so does Ctrl-C. The gradients of a pass that was given up are dropped.
+
+The locks of autograd, and the order in which a thread may take them:
+
+======================= ==========================================================================================
+while it holds          a thread may take
+======================= ==========================================================================================
+`Context.lock`          `NodeNumbers._lock`, `GradientStore._lock`, `Observer._sending`, `Observer._changed`,
+                        `Watch._changed`
+`Run.lock`              `Part._lock`
+`Observer._halting`     `leaves._lock`, `Observer._sending`, `Observer._changed`, `Watch._changed`. The thread that
+                        halts a pass holds it until the halt is over
+`Watch._changed`        `Recorder._freezing`
+any other               no other lock of autograd: `Part._lock`, `leaves._lock`, `TurnTaking._lock`, ...
+======================= ==========================================================================================
+
+No message is sent while `Run.lock`, `Part._lock` or `leaves._lock` is held: to send one may take long. No thread waits
+for claimed leaves while it holds a lock of the table. The handlers ``on_...`` run in threads of the agent's pool, but
+`on_report` runs in the thread that reads messages, and `on_lost` in the thread that notices the loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from nbdist import trace
+from nbdist.autograd import messages
+from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.graph.edges import Received
+from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
+from nbdist.autograd.passes import ddp
+from nbdist.autograd.passes.ddp_turns import TurnTaking
+from nbdist.autograd.passes.ledger import Ledger
+from nbdist.autograd.passes.state import Outgoing, Run
+from nbdist.autograd.passes.worker_part import Marks, Part, PassRoots
+from nbdist.autograd.watching.connection import Observing
+from nbdist.errors import NbdistError, UsageError, WorkerLost
+from nbdist.rpc.calls.failures import Failure, describe, rebuild
+from nbdist.rpc.futures import Future, Latch
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from nbdist.autograd.watching import connection
+
+    class _Transport(connection._Transport, Protocol):
+        """The methods of an agent's recorder that passes call."""
+
+        def post(self, to: int, message: messages.Message, body: Any = None) -> None:
+            """Send a message; raise WorkerLost if the worker is gone."""
+
+        def submit(self, job: Any) -> None:
+            """Run a job on another thread."""
+
+        def noting(self, context: Context) -> AbstractContextManager[None]:
+            """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks."""
+
+
+__all__ = ["Passes", "UnusedOutputs"]
+
+_log = logging.getLogger("nbdist.autograd")
+
+
+class UnusedOutputs(UsageError):
+    """Raised by a FAST pass if a tensor that was sent in its context does not contribute to the roots.
+
+    The message names the worker and the function of each such tensor. With ``mode="smart"`` the pass succeeds.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     unused = rpc.rpc_sync("worker1", torch.add, args=(w, 1))
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+        ...     try:
+        ...         dist_autograd.backward(context_id, [loss], mode="fast")
+        ...     except UnusedOutputs as error:
+        ...         print(error)
+        this backward pass ran in FAST mode, ... These got no gradient:
+          what worker0 sent to worker1 (add)
+          what worker1 sent to worker0 (add)
+        Use mode="smart".
+    """
+
+
+class Passes:
+    """All passes that touch one worker: begins them, acts on their messages and ends them."""
+
+    def __init__(self, transport: _Transport, contexts: Contexts) -> None:
+        self.observing = Observing(transport, contexts)
+        self._transport = transport
+        self._me = transport.me
+        self._contexts = contexts
+        self._numbers = itertools.count(1)
+        """The numbers of passes that begin on this worker."""
+        self._tokens = itertools.count(1)
+        """The numbers of tokens that this worker sends."""
+        self._runs: dict[PassId, Run] = {}
+        """The passes under way here. Read without a lock: the usual message finds its run in one look."""
+        self.turns = TurnTaking(transport)
+
+    # -- at the root --------------------------------------------------------------------------
+
+    def begin(
+        self,
+        context: Context,
+        roots: PassRoots,
+        outcome: Future[None] | None = None,
+        *,
+        smart: bool = True,
+        retain_graph: bool = False,
+        accumulate: bool = False,
+    ) -> Run:
+        """Return the run of a new pass, of which this worker is the root; nothing runs before `go`.
+
+        ``outcome`` is settled at the end of the pass. Without it, one thread has to call `wait` to learn of the end.
+        A token stands for the roots, as if they had arrived in a message: the pass cannot seem to be over before `go`.
+        """
+        me = self._transport.me
+        watch = context.watch if context.watch is not None and not context.watch.closed else None
+        if watch is not None:
+            watch.prepare("smart" if smart else "fast", roots.edges)
+        elif context.before_pass is not None:
+            context.before_pass("smart" if smart else "fast", roots.edges)
+        id = self.new_id()
+        with context.lock:
+            earlier = [other.number for other in context.runs if other.root == me] if context.runs else []
+        since = min(earlier, default=id.number)
+        context.roots.update(dict.fromkeys(roots.edges))
+        watching = watch.watching if watch is not None else context.watching
+        head = Head(id, context.id, smart, retain_graph, accumulate, since, watching)
+        if watch is not None:
+            watch.begin(id, "smart" if smart else "fast")
+        run = self._begin(head, context, Ledger(me), outcome if outcome is not None else Latch())
+        begun = Token(me, 0, False)
+        run.sent.append((begun, me))
+        run.arrived.append(begun)
+        run.part.begin(roots)
+        return run
+
+    def new_id(self) -> PassId:
+        """Return a new id for a pass, or for a pipeline's step, that begins on this worker."""
+        return PassId(self._transport.me, next(self._numbers))
+
+    def go(self, run: Run) -> None:
+        """Run on this thread what can run at once of a pass that has begun here.
+
+        An error in the pass settles its outcome, and is not raised. KeyboardInterrupt and the like are raised, and give
+        the pass up.
+        """
+        try:
+            self._advance(run)
+        except BaseException:
+            self.give_up(run)
+            raise
+
+    def wait(self, run: Run, read: Callable[[Latch], None] | None = None) -> None:
+        """Wait for the end of a pass that began here, and commit it; ``read`` is for `Latch.wait`.
+
+        If the pass has failed, or if Ctrl-C ends the wait, the pass is given up on all workers and the error is raised.
+        """
+        outcome = run.outcome
+        assert outcome is not None  # it began here
+        try:
+            outcome.wait(read) if isinstance(outcome, Latch) else outcome.wait()
+        except BaseException:
+            self.give_up(run)
+            raise
+        finally:
+            del outcome  # it refers to the error, whose traceback refers to this frame
+        self.commit(run)
+
+    def commit(self, run: Run) -> None:
+        """End a pass on this worker, and add its gradients to the context's; the root also tells the pass's watch.
+
+        The root calls this at the end of the pass; other workers do when a later pass of the same root tells them.
+        """
+        self._runs.pop(run.head.id, None)
+        run.outcome = None
+        run.context.commit(run)
+        self.turns.end(run)
+        self.observing.end(run)
+
+    def _begin(
+        self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | Latch | None = None
+    ) -> Run:
+        """Make the run of a pass on this worker; called with `Context.lock` held, except on the root."""
+        run = Run(head, context)
+        run.ledger, run.outcome = ledger, outcome
+        sends = list(context.sends.values())
+        run.observer = self.observing.observer(head, context) if head.watching is not None else None
+        # In a pass that is watched or averages gradients a thread may block, and others would block with it.
+        run.most_threads = 1 if run.observer is not None or ddp.living else _most_threads()
+        # A weak reference, since the run refers to the part: a cycle would live until the next garbage collection.
+        known = weakref.ref(run)
+        run.part = Part(sends, head, partial(self._send_back, known), partial(self._send_marks, known), run.observer)
+        context.runs[head.id] = self._runs[head.id] = run
+        if run.observer is not None:
+            self.observing.begun(run)
+        return run
+
+    def _find(self, head: Head) -> Run | None:
+        """Return the run of the pass that a message belongs to, new if this worker has none.
+
+        Returns None if the context has ended or the pass was given up. The message's head also tells which passes of
+        the same root are over: they are committed here.
+        """
+        context = self._contexts.find(head.context)
+        if context is None:
+            return None
+        with context.lock:
+            run = context.runs.get(head.id)
+            if run is not None or head.id in context.given_up:
+                return run
+            run = self._begin(head, context)
+            root = head.id.root
+            over = [run for id, run in context.runs.items() if id.root == root and id.number < head.since]
+        for earlier in over:
+            self.commit(earlier)
+        return run
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def on_mark(self, message: messages.Mark) -> None:
+        """Expect gradients for tensors that were sent from here, and mark what they depend on.
+
+        A mark of a pass that was given up, or of a context that has ended here, is ignored.
+        """
+        run = self._runs.get(message.head.id) or self._find(message.head)
+        if run is None:
+            return
+        if run.observer is not None:
+            for sent, _ in message.sends:
+                run.observer.note("marked", message=sent)
+        with run.lock:
+            out = [
+                mark for sent, outputs in message.sends for mark in self._announce(run, run.part.mark(sent, outputs))
+            ]
+            run.settled.append(message.token)
+        self._post_marks(run, out)
+        self._report(run)
+
+    def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Enter gradients for tensors that were sent from here, and run what can run.
+
+        Gradients of a pass that was given up are dropped.
+        """
+        run = self._runs.get(message.head.id) or self._find(message.head)
+        if run is None:
+            return
+        if message.report is not None:
+            self._enter(run, message.token.sender, message.report)
+        if run.observer is not None:
+            run.observer.note("arrived", message=message.message)
+        with run.lock:
+            run.part.arrive(message.message, message.outputs, gradients)
+            run.arrived.append(message.token)
+        self._advance(run)
+
+    def on_marked(self, message: messages.Marked) -> None:
+        """End the marking on this worker, and run what has waited for that.
+
+        A pass that has ended here is skipped.
+        """
+        run = self._runs.get(message.id)
+        if run is not None:
+            run.part.end_marking()
+            self._advance(run)
+
+    def on_granted(self, message: messages.Granted, sender: int) -> None:
+        """On the root: the pass has its turn, so let the workers go on that wait to average gradients."""
+        run = self._runs.get(message.id)
+        if run is None or run.ended:  # the message that ends the turn may have overtaken the one that asked for it
+            self._transport.tell(sender, messages.Turn(message.id, True))
+        else:
+            self._let_go_on(run, self.turns.granted(run))
+
+    def on_report(self, message: Report, sender: int) -> None:
+        """On the root: enter a worker's report in the ledger.
+
+        A report of a pass that is over is ignored.
+        """
+        run = self._runs.get(message.id)
+        if run is not None:
+            self._enter(run, sender, message)
+
+    def on_failed(self, message: messages.Failed, failure: Failure) -> None:
+        """On the root: end the pass with an error of another worker.
+
+        The caller of the pass gets the first error only.
+        """
+        run = self._runs.get(message.id)
+        if run is not None:
+            self._settle(run, rebuild(failure))
+
+    def on_cancel(self, message: messages.Cancel) -> None:
+        """Give up a pass on this worker, and on those that this one has sent something of it.
+
+        A pass whose first message comes later than this one does not begin here.
+        """
+        context = self._contexts.find(message.context)
+        if context is None:
+            return
+        with context.lock:
+            known = message.id in context.given_up
+            context.given_up.add(message.id)
+            run = context.runs.pop(message.id, None)
+        if run is not None and not known:
+            self._end(run, tell=set())
+
+    def on_lost(self, worker: int, name: str, why: str) -> None:
+        """Give up the passes that began on a lost worker, and fail the passes that need it; ``why`` is for the error.
+
+        A pass that does not need the worker goes on.
+        """
+        self.turns.on_lost(worker)
+        for context in self._contexts.all():
+            for run in list(context.runs.values()):
+                if run.head.id.root == worker:
+                    self.on_cancel(messages.Cancel(run.head.id, context.id))
+                elif worker in self._needed(run):
+                    error = WorkerLost(f"{name} {why}; the backward pass of context {context.id} needed it")
+                    self._transport.submit(partial(self._fail, run, error))
+
+    def release(self, context: Context) -> None:
+        """End all passes of a context that has ended; those that began here fail.
+
+        Called on each worker of the context. No Cancel is sent.
+        """
+        for run in list(context.runs.values()):
+            if not run.ended:
+                self._settle(
+                    run,
+                    UsageError(
+                        f"the context {context.id} ended during its backward pass: wait for the pass before its end"
+                    ),
+                )
+            self._drop(run)  # without Cancel messages: all workers are told that the context has ended
+        context.runs.clear()
+
+    # -- running ------------------------------------------------------------------------------
+
+    def _advance(self, run: Run) -> None:
+        """Run on this thread what can run of a pass, and report to the root if this is its last thread.
+
+        If enough threads run the pass, this only sets `Run.again`: one of them looks again for something to run. The
+        last thread settles the tokens of what has arrived; those of a part that waits for the end of the marking stay
+        open, and are reported as marked.
+
+        Errors of the pass go to its root. KeyboardInterrupt and the like are raised as well.
+        """
+        with run.lock:
+            if run.threads >= run.most_threads:
+                run.again = True
+                return
+            run.threads += 1
+            run.entries += 1
+        while True:
+            with run.lock:
+                run.again = False
+                run.taken += run.arrived
+                run.arrived = []
+                alone, entries = run.threads == 1, run.entries
+            start = time.monotonic()
+            try:
+                if run.context.check:
+                    # A checkpoint computes a forward pass anew here, which is checked for NaN as the first one was.
+                    with self._transport.noting(run.context):
+                        waits = run.part.run(partial(self._before_step, run))
+                else:
+                    waits = run.part.run(partial(self._before_step, run))
+            except BaseException as error:
+                run.part.stop()
+                self._fail(run, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+            if trace.listeners:
+                trace.emit("segment.ran", agent=self._transport.name, start=start, context=run.context.id)
+            with run.lock:
+                if run.again:
+                    continue
+                if run.threads > 1:
+                    run.threads -= 1
+                    last = False
+                elif not alone or run.entries > entries:
+                    continue  # other threads have run steps since: ``waits`` is out of date
+                else:
+                    taken, run.taken = run.taken, []
+                    if waits:  # these run when the marking is over, and are settled only then
+                        run.arrived = taken + run.arrived
+                        run.marked += taken
+                    else:
+                        run.settled += taken
+                    run.threads = 0
+                    last = True
+            break
+        if not last:
+            self._empty_outbox(run)  # the other threads may take long to report
+            return
+        if run.observer is not None:
+            run.observer.waits_for({slot.message for slot in run.part.missing()})
+        self._report(run)
+
+    def _may_keep(self, run: Run) -> bool:
+        """Return whether gradients for the root may wait in the outbox for the report, to travel in one message.
+
+        They may if the report comes soon: one thread runs the pass, and cannot block before it reports.
+        """
+        return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
+
+    def _before_step(self, run: Run) -> None:
+        """Send what waits in the outbox, and have another thread run what is left, because this one will be busy."""
+        if run.outbox is not None:  # no lock: the thread that fills the outbox also empties it
+            self._empty_outbox(run)
+        if run.part.ready and run.threads < run.most_threads:
+            self._transport.submit(partial(self._advance, run))
+
+    def _empty_outbox(self, run: Run) -> None:
+        """Send the gradients that wait for the next report.
+
+        Does nothing if no gradients wait.
+        """
+        with run.lock:
+            out, run.outbox = run.outbox, None
+        if out is not None:
+            self._post(run, run.head.id.root, *out)
+
+    def _send_back(
+        self,
+        known: weakref.ref[Run],
+        end: Received,
+        outputs: Sequence[int],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Send gradients to the worker that sent the tensors; those for the root may wait in the outbox."""
+        run = known()
+        assert run is not None  # the thread that runs the part refers to the run
+        with run.lock:
+            token = Token(self._me, next(self._tokens), False)
+            run.sent.append((token, end.peer))
+            out: Outgoing | None = messages.Gradients(run.head, token, end.message, list(outputs)), list(gradients)
+            if end.peer == run.head.id.root != self._me and self._may_keep(run):
+                out, run.outbox = run.outbox, out
+        if run.observer is not None:
+            run.observer.note("sent", message=end.message)
+        if out is not None:
+            self._post(run, end.peer, *out)
+
+    def _send_marks(self, known: weakref.ref[Run], marks: Marks) -> None:
+        """Send the marks that a part has found necessary."""
+        run = known()
+        assert run is not None
+        with run.lock:
+            out = self._announce(run, marks)
+        self._post_marks(run, out)
+
+    def _announce(self, run: Run, marks: Marks) -> list[tuple[int, messages.Mark]]:
+        """Return one Mark for each worker, and note their tokens; called with `Run.lock` held.
+
+        They are sent when the lock has been released. The report that settles their cause names the tokens, too.
+        """
+        by_peer: dict[int, list[tuple[int, list[int]]]] = {}
+        for end, outputs in marks.items():
+            by_peer.setdefault(end.peer, []).append((end.message, outputs))
+        return [(peer, messages.Mark(run.head, self._mark_token(run, peer), sends)) for peer, sends in by_peer.items()]
+
+    def _mark_token(self, run: Run, to: int) -> Token:
+        """Make the token of a mark, and note it for the next report."""
+        token = Token(self._me, next(self._tokens), True)
+        run.sent.append((token, to))
+        return token
+
+    def _post_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
+        """Send marks that `_announce` has made; called without a lock.
+
+        Raises WorkerLost if a receiver is gone.
+        """
+        for peer, message in out:
+            self._post(run, peer, message)
+
+    def _post(self, run: Run, to: int, message: messages.Message, body: Any = None) -> None:
+        """Send a message of a pass, unless the pass has ended; raises WorkerLost.
+
+        It also notes the receiver, which has to be told if the pass is given up.
+        """
+        run.told.add(to)
+        if not run.ended:
+            self._transport.post(to, message, body)
+
+    def _report(self, run: Run) -> None:
+        """Tell the root what has been settled and sent here since the last report, if there is anything to tell.
+
+        Nothing is sent once the pass has ended, or if there is nothing new. A root that is gone is ignored here.
+        """
+        waits = run.part.unsure
+        missing: list[Missing] = []
+        if not run.head.smart:
+            sends = run.context.sends
+            for number in {slot.message for slot in run.part.missing()}:
+                missing.append(Missing(number, sends[number].function, sends[number].peer))
+        observed = 0
+        if run.observer is not None:
+            run.observer.flush()
+            observed = run.observer.sent
+        with run.lock:
+            if run.ended or not (run.settled or run.marked or run.sent or waits):
+                return
+            run.reports += 1
+            report = Report(
+                run.head.id, run.reports, run.settled, run.marked, run.sent, waits, missing, run.part.reduces, observed
+            )
+            run.settled, run.marked, run.sent = [], [], []
+            outbox, run.outbox = run.outbox, None
+        root = run.head.id.root
+        if root == self._me:
+            self._enter(run, root, report)
+        else:
+            try:
+                if outbox is None:
+                    self._transport.post(root, report)
+                else:
+                    message, gradients = outbox
+                    self._post(run, root, msgspec.structs.replace(message, report=report), gradients)
+            except NbdistError:  # `on_lost` gives the pass up on this worker
+                _log.debug("the worker that began the pass %s is gone: it gets no report", run.head.id)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _enter(self, run: Run, sender: int, report: Report) -> None:
+        """Enter a report in the root's ledger; end the pass, or the marking, if the ledger says so."""
+        ledger = run.ledger
+        assert ledger is not None  # reports go to the root only
+        with run.lock:
+            if run.ended:
+                return
+            ledger.take(sender, report)
+            over = ledger.over
+            waiting = set[int]()
+            if ledger.waiting and ledger.marked:
+                waiting, ledger.waiting = ledger.waiting, set()
+        if over:
+            owed = ledger.owed()
+            self._settle(run, self._unused(owed) if owed else None)
+        elif waiting:
+            self._let_go_on(run, self.turns.wait(run, ledger, waiting))
+
+    def _let_go_on(self, run: Run, workers: set[int]) -> None:
+        """Tell workers that the marking is over, and that their DistributedDataParallel modules may reduce.
+
+        A worker that cannot be reached fails the pass.
+        """
+        for worker in workers:
+            if worker == self._me:
+                self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))
+            else:
+                try:
+                    self._transport.post(worker, messages.Marked(run.head.id))
+                except NbdistError as error:
+                    self._fail(run, error)
+
+    def _unused(self, owed: Sequence[tuple[int, Missing]]) -> UnusedOutputs:
+        """Return the error of a FAST pass that names the gates which got no gradient."""
+        name = self._transport.name_of
+        lines = [f"  what {name(worker)} sent to {name(missing.peer)} ({missing.function})" for worker, missing in owed]
+        return UnusedOutputs(
+            "this backward pass ran in FAST mode, which needs every tensor that was sent in the context to "
+            "contribute to the roots. These got no gradient:\n" + "\n".join(lines) + '\nUse mode="smart".'
+        )
+
+    def _settle(self, run: Run, error: BaseException | None) -> None:
+        """On the root, settle the outcome of a pass, with an error or without; a settled outcome stays.
+
+        The thread that waits for the outcome then commits the pass or gives it up. A later error may only replace the
+        one that a watch shows.
+        """
+        outcome = run.outcome
+        if outcome is None:
+            return
+        if error is None:
+            with run.lock:
+                if run.ended:
+                    return
+                run.ended = True
+        run.error = error
+        outcome.try_settle(None, error)
+
+    def _fail(self, run: Run, error: BaseException) -> None:
+        """End a pass with an error of this worker: on the root settle its outcome, elsewhere tell the root.
+
+        Does nothing if the pass has ended. Only the first error counts.
+        """
+        if run.ended:
+            return
+        outcome = run.outcome
+        if outcome is not None:
+            run.error = run.error or error
+            outcome.try_settle(None, error)
+            run.part.stop()
+            if run.observer is not None:
+                run.observer.stop()  # the thread that waits for the outcome may be halted in a node of the pass
+            return
+        failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
+        self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
+
+    def give_up(self, run: Run) -> None:
+        """End a pass that began here without its gradients, on all workers that take part, and tell its watch."""
+        context = run.context
+        with context.lock:
+            context.given_up.add(run.head.id)
+            context.runs.pop(run.head.id, None)
+        workers = run.ledger.workers if run.ledger is not None else set[int]()
+        error = run.error
+        self._end(run, tell=workers)
+        self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
+
+    def _drop(self, run: Run) -> None:
+        """End a pass on this worker: run no more steps, let nobody halt in it, give its turn back.
+
+        Harmless on a second call.
+        """
+        with run.lock:
+            run.ended = True
+        self._runs.pop(run.head.id, None)
+        run.outcome = None
+        run.part.stop()
+        self.turns.end(run)
+        if run.observer is not None:
+            run.observer.stop()
+
+    def _end(self, run: Run, tell: set[int]) -> None:
+        """Drop a pass here, and cancel it on the workers that this one has sent something, and on those of ``tell``."""
+        self._drop(run)
+        for worker in (run.told | tell) - {self._transport.me}:
+            self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
+
+    def _needed(self, run: Run) -> set[int]:
+        """Return the workers without which a pass cannot end, by incarnation, as far as this worker knows."""
+        needed = run.told | run.part.peers()
+        needed.update(run.context.sends[slot.message].peer for slot in run.part.missing())
+        if run.ledger is not None:
+            needed |= run.ledger.workers
+        return needed
+
+
+def _most_threads() -> int:
+    """Return how many threads may run one pass, so that all of torch's threads together have a core each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // torch.get_num_threads())

@@ -1,0 +1,418 @@
+"""Keeps the gradients of a pass out of ``.grad``, although torch's engine puts them there.
+
+The engine runs the nodes that accumulate into leaves, so that everything attached to a leaf runs as in a local pass:
+hooks on the tensor, on the node and after accumulation, also those of other libraries' C++. One call of the engine::
+
+    claim        .grad of every leaf that the call can reach is set aside and becomes None
+    engine       accumulates into .grad
+    release      what is in .grad goes to the pass's `GradientStore`; what was set aside comes back
+
+So calls of two passes must not reach the same leaf at the same time. Steps of one pass may: they claim as one group,
+and when the last of them is over, ``.grad`` holds their sum. A call claims all of its leaves at once, and holds none
+while it waits for others, so no two calls can wait for each other. A claim lasts while the engine computes, never while
+the pass waits for another worker, and longer only where the user has paused the pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+
+from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.passes import ddp
+from nbdist.errors import UsageError
+from nbdist.rpc.futures import blocking_wait
+from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
+
+__all__ = ["Claim", "GradientStore", "current_claim", "halted", "halted_leaves", "lent"]
+
+_lock = threading.Lock()
+"""Held while claims change. Taken directly and not by the Condition, whose ``with`` is a slower Python function."""
+_condition = threading.Condition(_lock)
+_waiting: list[_Holder] = []
+"""The holders that wait for leaves which other holders have claimed."""
+_claimed: dict[int, _Use] = {}
+"""The claimed leaves by id, in this process: agents that share it share its leaves."""
+_halted: set[_Holder] = set()
+"""The holders whose engine calls are halted by a watch."""
+
+
+class GradientStore:
+    """The gradients of leaves on this worker, added up over the steps of a pass or the passes of a context.
+
+    Leaves are found by id, because hashing a tensor is slow.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add a gradient to a leaf's sum. The tensor is stored as it is, so nobody may change it afterwards."""
+        with self._lock:
+            known = self._sums.get(id(leaf))
+            if known is not None:
+                with torch.no_grad():
+                    gradient = known[1] + gradient
+            self._sums[id(leaf)] = (leaf, gradient)
+
+    def update(self, other: GradientStore) -> None:
+        """Add all sums of another object to these.
+
+        The other object is not changed; updating twice adds its sums twice.
+        """
+        with self._lock:
+            if not self._sums:
+                self._sums.update(other._sums)
+                return
+        for leaf, gradient in list(other._sums.values()):  # a copy: a pass may be adding to them
+            self.add(leaf, gradient)
+
+    def of(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of a leaf, or None if there is none.
+
+        The caller must not change it: it may be a gradient that others use.
+        """
+        known = self._sums.get(id(leaf))
+        return known[1] if known is not None else None
+
+    def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiply the gradients of some leaves by a factor; leaves without a gradient are skipped.
+
+        The products are new tensors. Not locked: call it only while no pass adds gradients.
+        """
+        for leaf in leaves:
+            known = self._sums.get(id(leaf))
+            if known is not None:
+                self._sums[id(leaf)] = (leaf, known[1] * factor)
+
+    def items(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each leaf with its gradient."""
+        return list(self._sums.values())
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+
+class _Use(msgspec.Struct, eq=False):
+    """A claimed leaf, with its holders: several only if they are of one ``group``, the part of a pass."""
+
+    key: int
+    group: object | None
+    holders: list[_Holder]
+    known: weakref.ref[torch.Tensor] | None = None
+    """A weak reference to the leaf, if it was adopted: it may die while it is claimed."""
+    leaf: torch.Tensor | None = None
+    """The leaf, if its ``.grad`` is set aside."""
+    before: torch.Tensor | None = None
+    """The ``.grad`` that was set aside."""
+
+
+def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
+    """Return the use of a leaf, or None; called with the lock held.
+
+    Drops the use of an adopted leaf that has died and left its id to this one.
+    """
+    use = _claimed.get(key)
+    if use is not None and use.known is not None and use.known() is not leaf:
+        del _claimed[key]
+        return None
+    return use
+
+
+class _Holder:
+    """The holder of some claims: one engine call, or one block that lends gradients. Used by one thread."""
+
+    def __init__(self, group: object | None = None) -> None:
+        self.held: set[int] = set()
+        self._group = group
+        self._left: list[_Use] = []
+        self._thread = threading.get_ident()
+
+    def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
+        """Claim leaves, by id, all at once; wait until no other group has one of them.
+
+        With ``aside``, set their ``.grad`` aside; a leaf that this group has claimed already is left as it is.
+        Raises UsageError if this thread itself holds one of the leaves, since it would wait for ever.
+        """
+        self.held |= wanted.keys()  # first: `leave` then finds these leaves even after Ctrl-C
+        with _lock:
+            if _claimed.keys().isdisjoint(wanted.keys()) or not self._taken(wanted):
+                self._take(wanted, aside)
+                return
+        with blocking_wait(), _lock:
+            _waiting.append(self)
+            try:
+                self._await(wanted)
+            finally:
+                _waiting.remove(self)
+            self._take(wanted, aside)
+
+    def _await(self, wanted: Mapping[int, torch.Tensor]) -> None:
+        """Wait until no other group has one of these leaves; called with the lock held, which is free meanwhile.
+
+        Raises UsageError if this thread itself has a leaf in another group, because it would wait for ever.
+        """
+        while taken := self._taken(wanted):
+            if any(holder._thread == self._thread for use in taken for holder in use.holders):
+                raise UsageError(
+                    "a hook or a Function's backward began another backward pass, or an optimizer's step, on leaves "
+                    "that the first pass is computing gradients for: do that after backward() has returned"
+                )
+            _condition.wait()
+
+    def _taken(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
+        """Return the uses of these leaves for which this holder must wait; called with the lock held.
+
+        They have holders of another group, or none: then their ``.grad`` is just being put back.
+        """
+        found = (_use_of(key, wanted[key]) for key in wanted.keys() & _claimed.keys())
+        return [
+            use
+            for use in found
+            if use is not None and (self._group is None or use.group is not self._group or not use.holders)
+        ]
+
+    def _take(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
+        """Claim leaves that are free or claimed by the same group; called with the lock held.
+
+        With ``aside``, also sets the leaf's ``.grad`` to None and keeps it for `give_back`. The caller has made sure
+        with `_await` that no other group has the leaves.
+        """
+        for key, leaf in wanted.items():
+            use = _use_of(key, leaf) if key in _claimed else None
+            if use is not None:
+                use.holders.append(self)
+                continue
+            use = _claimed[key] = _Use(key, self._group, [self])
+            if aside:
+                use.leaf, use.before = leaf, leaf.grad
+                leaf.grad = None
+
+    def leave(self) -> list[_Use]:
+        """Stop using the leaves; return those without another holder, whose ``.grad`` must be put back now.
+
+        Nobody can claim those before `give_back`. A second call returns the same list.
+        """
+        with _lock:
+            for leaf in self.held:
+                use = _claimed.get(leaf)
+                if use is not None and self in use.holders:
+                    use.holders.remove(self)
+                    if not use.holders:
+                        self._left.append(use)
+            return self._left
+
+    def give_back(self) -> None:
+        """Let others claim the leaves, and wake the threads that wait. Harmless on a second call."""
+        self.leave()
+        with _lock:
+            while self._left:
+                use = self._left.pop()
+                if _claimed.get(use.key) is use:  # otherwise its leaf has died, and another leaf has its id
+                    del _claimed[use.key]
+            if _waiting:
+                _condition.notify_all()
+
+
+class Claim:
+    """Claims the leaves of one engine call and sets their ``.grad`` aside, for the time of a ``with`` block.
+
+    At the end of the block, what has been accumulated is added to ``into``. If that is None, ``.grad`` is not set aside
+    and the leaves accumulate there. Blocks of one ``group`` may claim the same leaves at the same time.
+    """
+
+    def __init__(self, nodes: Iterable[Node], into: GradientStore | None, group: object) -> None:
+        self._into = into
+        self._leaves: dict[int, torch.Tensor] = {}
+        for node in nodes:
+            leaf = node.variable
+            self._leaves[id(leaf)] = leaf
+        self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
+        """The leaves that `adopt` has claimed, each with the ``.grad`` that it had."""
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Leaves and gradients for `accumulate_late`."""
+        self._outer: Claim | None = None
+        self.holder = _Holder(group)
+
+    def __enter__(self) -> None:
+        self._outer = thread_value(_KEY) if thread_has(_KEY) else None
+        try:
+            if self._leaves:
+                self.holder.take(self._leaves, aside=self._into is not None)
+            keep_in_thread(_KEY, self)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if thread_has(_KEY):
+            take_from_thread(_KEY)
+        if self._outer is not None:
+            keep_in_thread(_KEY, self._outer)
+        if self.holder.held:
+            self.release()
+        if self._late and kind is None:
+            self.accumulate_late()
+
+    def adopt(self, nodes: Iterable[Node]) -> set[Node]:
+        """Claim the leaves that a node reaches by an engine call of its own; return those that another call holds.
+
+        This does not wait for them: the other call may come to wait for this one. The leaves are referred to weakly,
+        because most of them live no longer than the node's call, and nobody will ask for their gradients.
+        """
+        taken: set[Node] = set()
+        for node in nodes:
+            leaf = node.variable
+            with _lock:
+                use = _use_of(id(leaf), leaf)
+                if use is not None:
+                    if self.holder not in use.holders:
+                        taken.add(node)
+                    continue
+                self.holder.held.add(id(leaf))
+                _claimed[id(leaf)] = _Use(id(leaf), None, [self.holder], weakref.ref(leaf))
+            if self._into is not None:
+                self._adopted.append((weakref.ref(leaf), leaf.grad))
+                leaf.grad = None
+        return taken
+
+    def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
+        """Add a gradient that a node's own engine call has returned instead of accumulating it.
+
+        Only an adopted leaf gets it in ``.grad`` at once: no other call can hold that leaf. With ``elsewhere`` another
+        call holds the leaf, and a leaf of this claim may be shared with other steps: their gradient goes to the pass's
+        gradients, or, if ``.grad`` or a hook after accumulation needs it, to `accumulate_late`.
+        """
+        if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf
+            with torch.no_grad():
+                leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
+        elif self._into is not None and not leaf._post_accumulate_grad_hooks:
+            self._into.add(leaf, gradient.clone())
+        else:
+            self._late.append((leaf, gradient.clone()))
+
+    def release(self) -> None:
+        """Give up the claim: move what was accumulated to the pass's gradients, and put the former ``.grad`` back.
+
+        A leaf that other steps of the pass still hold is left to the last of them.
+        """
+        try:
+            aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
+            if self._adopted:
+                aside += [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
+            shared = ddp.in_buckets() if ddp.living else set[int]()
+            for leaf, before in aside:
+                new = leaf.grad
+                leaf.grad = before
+                if new is not None and self._into is not None:
+                    self._into.add(leaf, new.clone() if id(leaf) in shared else new)
+        finally:
+            self.holder.give_back()
+
+    def accumulate_late(self) -> None:
+        """Accumulate the gradients that could not be accumulated during the call; called after `release`.
+
+        Waits for each leaf; no other thread can wait for this one then.
+        """
+        for leaf, gradient in self._late:
+            holder = _Holder()
+            try:
+                holder.take({id(leaf): leaf})
+                _accumulate(leaf, gradient, self._into)
+            finally:
+                holder.give_back()
+
+
+def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore | None) -> None:
+    """Accumulate a gradient into a claimed leaf, as the leaf's node would; hooks on the gradient have run already.
+
+    With ``into``, the sum goes there and ``.grad`` stays what it was; an error of a hook is raised.
+    """
+    before = leaf.grad
+    hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
+    try:
+        leaf.grad = gradient if into is not None or before is None else before + gradient
+        for hook in list(hooks.values()):
+            hook(leaf)
+        if into is not None and leaf.grad is not None:
+            into.add(leaf, leaf.grad)
+    finally:
+        if into is not None:
+            leaf.grad = before
+
+
+_KEY = "nbdist.autograd.claim"
+"""The key of a thread's claim among the values of torch's threads, which the engine's threads for a GPU see, too."""
+
+
+def current_claim() -> Claim:
+    """Return the claim of the engine call in which the calling thread runs a node; there must be one."""
+    claim: Claim = thread_value(_KEY)
+    return claim
+
+
+@contextmanager
+def halted() -> Iterator[None]:
+    """Note for a block that the engine call of the calling thread is halted by a watch; see `halted_leaves`.
+
+    The engine refuses a local pass that reaches these leaves meanwhile.
+    """
+    holder = current_claim().holder
+    with _lock:
+        _halted.add(holder)
+    try:
+        yield
+    finally:
+        with _lock:
+            _halted.discard(holder)
+
+
+def halted_leaves() -> set[int]:
+    """Return the ids of the leaves that halted engine calls have claimed: their ``.grad`` may be set aside for long.
+
+    The engine refuses a local pass that reaches one of them.
+    """
+    if not _halted:  # the usual case; every local pass asks
+        return set()
+    with _lock:
+        return set[int]().union(*(holder.held for holder in _halted))
+
+
+class lent:
+    """Give leaves these gradients as their ``.grad`` for the time of a ``with`` block, as for an optimizer's step.
+
+    Waits until no backward pass and no other such block has one of the leaves. At the end, they get back the ``.grad``
+    that they had.
+    """
+
+    def __init__(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        self._gradients = list(gradients)
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._holder = _Holder()
+
+    def __enter__(self) -> None:
+        try:
+            wanted: dict[int, torch.Tensor] = {}
+            for leaf, _ in self._gradients:
+                wanted[id(leaf)] = leaf
+            self._holder.take(wanted)
+            for leaf, gradient in self._gradients:
+                self._before.append((leaf, leaf.grad))
+                leaf.grad = gradient
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            for leaf, old in self._before:
+                leaf.grad = old
+        finally:
+            self._holder.give_back()

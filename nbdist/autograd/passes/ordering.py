@@ -1,0 +1,91 @@
+"""Makes gradients enter a worker's graph in a fixed order, though they may arrive in any.
+
+If several tensors that were computed with the same parameters leave a worker, their gradients come back in any order,
+and each adds to the parameters' gradients. Floating-point sums depend on the order. So tensors that are *ordered* let
+their gradients in one after the other, the highest index first, as a local pass runs what was computed last first.
+
+A pipeline that is called in a context, rather than trained by its own schedule, orders the tensors that leave a worker;
+the index is the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from nbdist.autograd.graph.edges import EdgeSlot, Node
+
+__all__ = ["GateQueues", "ordered"]
+
+
+def _forward(ctx: Any, tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
+    ctx.group = group
+    ctx.index = index
+    return tensor.view_as(tensor)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return gradient, None, None
+
+
+_Ordered: Any = type(
+    "Ordered",
+    (Function,),
+    {"forward": staticmethod(_forward), "backward": staticmethod(_backward), "__module__": __name__},
+)
+_ORDERED: Any = _Ordered._backward_cls
+
+
+def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
+    """Return the tensor to send for ``tensor``: its gradient enters after those of higher indices in its group.
+
+    Call it before the tensors are sent. Pipelines use it, so that micro-batches always add their gradients in one
+    order, and sums are the same in each run.
+    """
+    found: torch.Tensor = _Ordered.apply(tensor, group, index)
+    return found
+
+
+class GateQueues:
+    """The queues of one worker's ordered gates: in each group, which gate may let its gradient in next.
+
+    The worker's `Part` calls the methods with its lock held.
+    """
+
+    def __init__(self, slots: Iterable[EdgeSlot]) -> None:
+        self.places: dict[EdgeSlot, tuple[object, int]] = {}
+        """The group and the index of each gate that is ordered; nearly always there are none."""
+        self._left: dict[object, dict[int, set[EdgeSlot]]] = {}
+        """By group and index, the gates that have not let their gradients in."""
+        for slot in slots:
+            node: Node = slot.edge[0]
+            if type(node) is _ORDERED:
+                self.places[slot] = place = node.group, node.index
+                self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
+
+    def has_turn(self, slot: EdgeSlot) -> bool:
+        """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered.
+
+        A gradient that arrives before its turn waits in the part.
+        """
+        place = self.places.get(slot)
+        if place is None:
+            return True
+        group = self._left[place[0]]
+        return slot not in group.get(place[1], ()) or place[1] == max(group)
+
+    def leave(self, slot: EdgeSlot) -> None:
+        """Take a gate out of its queue: its gradient has entered, or never will.
+
+        The next gate of the group then has its turn. Harmless on a second call, and for a gate that is not ordered.
+        """
+        place = self.places.get(slot)
+        if place is not None:
+            group = self._left[place[0]]
+            left = group.get(place[1], set())
+            left.discard(slot)
+            if not left:
+                group.pop(place[1], None)

@@ -1,0 +1,715 @@
+"""One worker's part of one pass: decides what can run now, and has torch's engine run it.
+
+torch's engine runs each node once, with its full gradient and all of its hooks, but it cannot wait for another worker.
+So it is called again as gradients arrive; each call is a *step*. A graph in the middle of a pass, with gradients that
+flow downwards::
+
+    gate 1: ARRIVED          gate 2: EXPECTED
+       |                        |
+       a  free                  b  held back by gate 2
+       |                        |
+       +------- kept ---------> c  held back by gate 2
+       |                        |
+    receive  free             leaf  held back by gate 2
+
+=========== ==============================================================================================
+gate        the node in front of the history of one sent tensor (a slot), where the tensor's gradient enters;
+            its `GateState` says whether the gradient has come. UNSURE and EXPECTED gates are *pending*
+held back   of a node: it lies behind a pending gate, so it cannot run yet (`Part._holders`)
+free        of a node: it lies behind no pending gate, so it can run now
+kept        of a gradient: a free node has computed it for a held-back one, here ``a`` for ``c``. It is
+            stored as a `Crossing` (`Part._kept`), and a later step enters it into that node
+=========== ==============================================================================================
+
+The states of a gate. In SMART mode gradients may arrive without a mark before them: what a worker can run at once, it
+does not mark first::
+
+    SMART:  UNSURE --- mark() ---> EXPECTED --- arrive() ---> ARRIVED
+              |                                                  ^
+              +-------------------- arrive() --------------------+
+              |
+              +--- end_marking() ---> UNUSED
+
+    FAST:   EXPECTED --- arrive() ---> ARRIVED
+
+There are two kinds of steps:
+
+plain
+    No graph edge leads from the nodes that run into held-back ones, except into leaves at which nothing but
+    accumulation happens: those may get their gradient in instalments. This is one ordinary call of torch's engine.
+contested
+    Other graph edges lead into held-back nodes, as from ``a`` to ``c``. The pending gates become *barriers*: more roots
+    of the call, with the lowest priority. The engine does not run ``c``, which still waits for a gradient from gate 2.
+    It comes to gate 2 when no other node is left to run, and the gate ends the call by raising `HeldBack`. Hooks on the
+    free nodes have kept the gradients for held-back nodes. A contested step runs alone, and only if a receive node is
+    free: otherwise no other worker waits for its results, and its entries wait for the next gradient.
+
+Steps that have no nodes in common but leaves at which nothing but accumulation happens, and no received message, may
+run at the same time, in several threads; so a message does not wait for others that came with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, HeldBack, Node, Received, Sent, swap_part
+from nbdist.autograd.graph.walk import ACCUMULATE, Region, walk
+from nbdist.autograd.messages import Head
+from nbdist.autograd.passes import ddp
+from nbdist.autograd.passes.engine import run_backward
+from nbdist.autograd.passes.leaves import Claim, GradientStore
+from nbdist.autograd.passes.ordering import GateQueues
+
+if TYPE_CHECKING:
+    from nbdist.autograd.watching.observer import Observer
+
+__all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
+
+_RUNS_LAST = 0
+"""The sequence number of barriers. Of the nodes that are ready, torch's engine runs the one with the highest number."""
+_RUNS_FIRST = 1 << 62
+"""The sequence number of a gate that is to run before all other nodes."""
+_MOST_MESSAGES_APART = 16
+"""If more messages than this are ready, they run in one step: they are likely to be small."""
+_one = torch.ones((), device="cpu")
+
+
+class GateState(Enum):
+    """The state of a gate in one pass; the module's docstring shows how it changes."""
+
+    UNSURE = "unsure"  # not marked, but may still be
+    EXPECTED = "expected"
+    ARRIVED = "arrived"
+    UNUSED = "unused"
+
+
+class Crossing(NamedTuple):
+    """A gradient that is kept for an output of a held-back node."""
+
+    node: Node
+    output: int
+    gradient: torch.Tensor
+
+
+class PassRoots:
+    """The graph edges from which a pass begins, with a gradient for each; only the pass's root has them."""
+
+    def __init__(self, edges: Sequence[tuple[Node, int]], gradients: Sequence[torch.Tensor]) -> None:
+        self.edges = list(edges)
+        self.gradients: list[torch.Tensor | None] = list(gradients)
+        self.slot: EdgeSlot | None = None
+
+
+class _Arrived(msgspec.Struct, eq=False):
+    """The gradient that has arrived for one slot. ``gradients`` has one item, and none once it is kept or has run."""
+
+    edges: list[tuple[Node, int]]
+    gradients: list[torch.Tensor | None]
+    slot: EdgeSlot | None
+
+
+class _Step(msgspec.Struct, eq=False):
+    """One call of torch's engine."""
+
+    call: Callable[[], None]
+    region: Region
+    entries: Sequence[Entry]
+    alone: bool = False
+    """True for a contested step, during which no other step of the part may run."""
+
+
+Entry = PassRoots | _Arrived
+Marks = dict[Received, list[int]]
+"""The indices of the tensors that will get a gradient, for each message that this worker received."""
+
+
+class Part:
+    """One worker's part of one pass: its gates, the gradients that have arrived, and the steps that run.
+
+    ``sends`` are the messages that this worker has sent in the context; their slots are the part's gates.
+    ``send_back(received, indices, gradients)`` sends gradients back to the worker that sent the tensors, and
+    ``send_marks(marks)`` tells workers which of their tensors will get gradients. Neither is called with a lock held.
+    Several threads may call the methods at the same time.
+    """
+
+    def __init__(
+        self,
+        sends: Iterable[Sent],
+        head: Head,
+        send_back: Callable[[Received, Sequence[int], Sequence[torch.Tensor | None]], None],
+        send_marks: Callable[[Marks], None],
+        observer: Observer | None = None,
+    ) -> None:
+        self.gradients = GradientStore()
+        self.smart = head.smart
+        self._head = head
+        self._send_back = send_back
+        self._send_marks = send_marks
+        self._observer = observer
+        self._due: dict[Received, list[int]] = {}
+        """Marks that `_next_step` has found necessary, until `run` has released the lock and sends them."""
+        self._lock = threading.Lock()
+        self._sends: dict[int, Sent] = {}
+        self.states: dict[EdgeSlot, GateState] = {}
+        for sent in sends:
+            self._sends[sent.message] = sent
+            self.states.update(dict.fromkeys(sent.slots, GateState.UNSURE if head.smart else GateState.EXPECTED))
+        self._lines = GateQueues(self.states)
+        self.ready: list[Entry] = []
+        """The entries that no step has taken yet."""
+        self._running: list[_Step] = []
+        self._hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
+        """For each leaf's node: functions that return the hooks it has now."""
+        self._kept: list[Crossing] = []
+        self._regions: dict[object, Region] = {}
+        """The region behind each slot or entry that has been walked."""
+        self._holders: dict[Node, int] = {}
+        """The held-back nodes, each with the number of pending gates that it lies behind."""
+        self._counted: set[EdgeSlot] = set()
+        """The slots whose gates are counted in `_holders`."""
+        self._awaited: dict[Received, set[int]] = {}
+        """The tensors of each received message that will get a gradient, as far as is known."""
+        self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
+        """The gradients that have come to receive nodes, and wait for others of their message."""
+        self._gone_back: dict[Received, set[int]] = {}
+        """The tensors whose gradients have been sent back."""
+        self.root_edges: list[tuple[Node, int]] = []
+        self._barriers: set[EdgeSlot] = set()
+        self.reduces = False
+        """True if the pass reaches a DistributedDataParallel module on this worker; only found out in SMART mode."""
+        self._may_reduce = not head.smart
+        """False as long as such modules must wait: marking must be over, and the pass must have its turn."""
+        self._stopped = False
+
+    # -- marking ------------------------------------------------------------------------------
+
+    def mark(self, message: int, outputs: Sequence[int]) -> Marks:
+        """Expect gradients for some tensors of a sent message; return the marks to send because of that.
+
+        Marks that come again, or after the gradients, change nothing.
+        """
+        found: Marks = {}
+        with self._lock:
+            for index in outputs:
+                slot = self._sends[message].slots[index]
+                if self.states[slot] is GateState.UNSURE:
+                    self.states[slot] = GateState.EXPECTED
+                    self._reach(slot, found)
+        return found
+
+    def _reach(self, of: EdgeSlot | Entry, marks: Marks | None) -> None:
+        """In SMART mode, note that all nodes behind a slot or entry will run; add what others must know to ``marks``.
+
+        ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers. Called
+        with the lock held.
+        """
+        region = self._regions.get(of) or self._region(of)
+        if ddp.living and ddp.own(region.leaves):
+            self.reduces = True
+        for end, reached in region.receives.items():
+            awaited = self._awaited.setdefault(end, set())
+            if new := reached - awaited:
+                awaited |= new
+                if marks is not None:
+                    marks.setdefault(end, []).extend(sorted(new))
+
+    def end_marking(self) -> None:
+        """Set the gates that are still UNSURE to UNUSED, since no mark will come, and let DDP modules reduce.
+
+        Called when the root says that the marking is over; the caller then runs what has waited.
+        """
+        with self._lock:
+            self._may_reduce = True
+            for slot, state in self.states.items():
+                if state is GateState.UNSURE:
+                    self.states[slot] = GateState.UNUSED
+                    self._release(slot)
+                    self._lines.leave(slot)
+
+    # -- arriving -----------------------------------------------------------------------------
+
+    def begin(self, roots: PassRoots) -> None:
+        """Make the roots of the pass the first entry; called once, on the worker where the pass begins."""
+        self.ready.append(roots)
+        self.root_edges = list(roots.edges)
+
+    def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message.
+
+        A gradient may be None. Its mark may have come before, may come later, or not at all.
+        """
+        slots = self._sends[message].slots
+        with self._lock:
+            for index, gradient in zip(outputs, gradients, strict=True):
+                slot = slots[index]
+                self.states[slot] = GateState.ARRIVED
+                self._release(slot)
+                entry = _Arrived([slot.edge], [gradient], slot)
+                if (region := self._regions.pop(slot, None)) is not None:
+                    self._regions[entry] = region  # slot and entry have the same graph edge
+                self.ready.append(entry)
+
+    def missing(self) -> list[EdgeSlot]:
+        """Return the slots whose gates are EXPECTED: their gradients have not come.
+
+        A FAST pass that cannot end names them in its error.
+        """
+        with self._lock:
+            return [slot for slot, state in self.states.items() if state is GateState.EXPECTED]
+
+    def peers(self) -> set[int]:
+        """Return the workers to which this part sends gradients, by incarnation."""
+        with self._lock:
+            return {end.peer for end in self._awaited}
+
+    @property
+    def unsure(self) -> bool:
+        """True if entries or kept gradients are left that the end of the marking may let run.
+
+        The worker reports it to the root, which keeps the pass open.
+        """
+        left = bool(self.ready or self._kept)
+        return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
+
+    def stop(self) -> None:
+        """Begin no further step. Steps that run now go on to their end.
+
+        The pass has been given up. Gradients that arrive later are not entered.
+        """
+        self._stopped = True
+
+    # -- running ------------------------------------------------------------------------------
+
+    def run(self, before_step: Callable[[], None]) -> bool:
+        """Run steps until no more can run; return whether something then waits for the end of the marking.
+
+        Any number of threads may do this at the same time. Each calls ``before_step()`` before each of its steps.
+
+        The answer is found under the same lock as the absence of a step. Asked later, the marking might be over, and
+        the caller would report what waits as settled though it has not run. The answer is worth something only if no
+        other thread has begun a step since.
+
+        An error of a step is raised here, after the step's entries have been dropped.
+        """
+        while not self._stopped:
+            with self._lock:
+                step = self._next_step()
+                marks, self._due = self._due, {}
+                waits = step is None and bool(self.ready or self._kept) and self.unsure
+                if step is not None:
+                    self._running.append(step)
+            if marks:
+                self._send_marks(marks)
+            if step is None:
+                return waits
+            try:
+                before_step()
+                step.call()
+                if self.smart:
+                    # What has run was not marked first: its gradients must be sent before the entry counts as settled.
+                    for end in step.region.receives:
+                        if end in self._crossed:
+                            self._return(end)
+            finally:
+                with self._lock:
+                    self._running.remove(step)
+                    for entry in step.entries:
+                        self._leave(entry)
+        return False
+
+    def _leave(self, entry: Entry) -> None:
+        """Free what an entry that has run refers to: the pass may last much longer. Called with the lock held."""
+        if entry.slot is not None and self._lines.places:
+            self._lines.leave(entry.slot)
+        self._regions.pop(entry, None)
+        entry.gradients = []
+
+    def _next_step(self) -> _Step | None:
+        """Take the next step out of what is ready and kept; return None if nothing can run now.
+
+        Also collects the marks for entries that cannot run at once (`_due`). Called with the lock held.
+        """
+        if not self.ready and not self._kept:
+            return None
+        if self._running and any(step.alone for step in self._running):
+            return None
+        if self._lines.places or ddp.living:
+            entries = self._take_ready()
+        else:
+            entries, self.ready = self.ready, []
+        pending = [slot for slot, state in self.states.items() if state in (GateState.UNSURE, GateState.EXPECTED)]
+        if not pending and (self._may_reduce or not ddp.living):
+            if self.smart:
+                for entry in entries:
+                    self._reach(entry, None)
+            return self._plain_step(entries)
+        if len(self._counted) < len(pending):  # every counted slot is pending: with fewer, some are missing
+            self._hold(pending)
+        held = self._held_nodes(entries) if ddp.living else self._holders.keys()
+        launched: list[Entry] = []
+        for entry in entries:
+            free_to_run = held.isdisjoint((self._regions.get(entry) or self._region(entry)).nodes)
+            if self.smart:
+                self._reach(entry, None if free_to_run else self._due)
+            if free_to_run or self._keep_if_held(entry, held):
+                launched.append(entry)
+        kept = [crossing for crossing in self._kept if crossing.node not in held] if self._kept else []
+        if not launched and not kept:
+            return None
+        if len(launched) == 1 and not kept:
+            region = self._regions.get(launched[0]) or self._region(launched[0])
+        else:
+            region = self._joint([self._region(entry) for entry in launched], kept)
+        held_here = region.nodes & held
+        if not held_here or self._are_plain(held_here):
+            return self._plain_step(launched, held)
+        free = [node for node in region.nodes if node not in held]
+        if self._running or not any(type(node) is RECEIVE for node in free):
+            # A step that runs now may come to the same nodes. Or no other worker waits for what could run: then one
+            # step later costs less than one now and one later.
+            self.ready = launched + self.ready
+            return None
+        self._kept = [crossing for crossing in self._kept if crossing.node in held]
+        missing = [slot for slot in pending if not self._regions[slot].nodes.isdisjoint(held_here)]
+        # Leaves of DistributedDataParallel modules may be held back without a gate: they get one as a barrier.
+        missing += [EdgeSlot(-1, 0, node.variable) for node in held_here if node not in self._holders]
+        crossings = {
+            node: crossing
+            for node in free
+            if (crossing := [(i, to, nr) for i, (to, nr) in enumerate(node.next_functions) if to in held])
+        }  # computed here, with the lock held: what arrives during the call changes which nodes are held back
+        call = partial(self._contested_call, launched, kept, free, crossings, missing)
+        return _Step(call, region, launched, alone=True)
+
+    def _plain_step(self, entries: Sequence[Entry], held: Set[Node] = frozenset()) -> _Step | None:
+        """Return a step for some of these entries, which all can run; None if there is none to run now.
+
+        Entries that touch each other run in one step, and entries that touch a running step wait: they go back to
+        `ready`, as do all others that are left out. Kept gradients for nodes outside ``held`` run as well. Called with
+        the lock held.
+        """
+        if len(entries) == 1 and not self._kept and not self._running:  # the usual case
+            region = self._regions.get(entries[0]) or self._region(entries[0])
+            return _Step(partial(self._call, entries, (), region.nodes, region.leaves), region, entries)
+        kept = [crossing for crossing in self._kept if crossing.node not in held]
+        if not entries and not kept:
+            return None
+        chosen = list(entries)
+        if not kept and not ddp.living and len(groups := _by_message(entries)) <= _MOST_MESSAGES_APART:
+            chosen = self._first_free(groups) if len(groups) > 1 or self._running else chosen
+            region = self._joint([self._region(entry) for entry in chosen], ())
+        else:
+            region = self._joint([self._region(entry) for entry in entries], kept)
+            if any(self._touch(region, step.region) for step in self._running):
+                chosen, kept = [], []
+        if len(chosen) < len(entries):
+            self.ready = [entry for entry in entries if entry not in chosen] + self.ready
+        if not chosen and not kept:
+            return None
+        self._kept = [crossing for crossing in self._kept if crossing.node in held]
+        return _Step(partial(self._call, chosen, kept, region.nodes, region.leaves), region, chosen)
+
+    def _first_free(self, groups: Sequence[list[Entry]]) -> list[Entry]:
+        """Return the entries of the first message that touches no running step, and of all messages that touch it.
+
+        Returns an empty list if every message touches a running step.
+        """
+        left = [(group, self._joint([self._region(entry) for entry in group], ())) for group in groups]
+        while left:
+            chosen, region = left.pop(0)
+            while touching := [one for one in left if self._touch(region, one[1])]:
+                left = [one for one in left if one not in touching]
+                chosen = [*chosen, *(entry for group, _ in touching for entry in group)]
+                region = self._joint([region, *(other for _, other in touching)], ())
+            if not any(self._touch(region, step.region) for step in self._running):
+                return chosen
+        return []
+
+    def _take_ready(self) -> list[Entry]:
+        """Take the entries that may enter now; the others stay ready.
+
+        Roots that reach a DistributedDataParallel module stay until the pass has its turn. That costs little: no
+        gradient is under way yet for which the marking would have to wait. And the module can then average while other
+        gradients are computed, as in a local pass.
+        """
+        entries, self.ready = self._in_turn(self.ready)
+        if ddp.living and not self._may_reduce:
+            for entry in list(entries):
+                if isinstance(entry, PassRoots) and ddp.own(self._region(entry).leaves):
+                    self._reach(entry, self._due)
+                    self.ready.append(entry)
+                    entries.remove(entry)
+        return entries
+
+    def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+        """Split entries into those that may enter now and those that wait in a line (`autograd.passes.ordering`).
+
+        Returns both lists; waiting entries are asked again when a gate leaves its line.
+        """
+        now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
+        return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
+
+    def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
+        """Return the held-back nodes, where DistributedDataParallel modules are alive.
+
+        If one leaf of such a module is held back, all its leaves are. Before the pass may reduce, so are the leaves of
+        all such modules.
+        """
+        holders = self._holders
+        kind: Any = ACCUMULATE
+        held = (id(node.variable) for node in holders if type(node) is kind)
+        blocked = ddp.blocked_by(held) if self._may_reduce else ddp.owned_by_any()
+        if not blocked:
+            return holders.keys()
+        leaves = [leaf for entry in entries for leaf in self._region(entry).leaves]
+        leaves += [leaf for crossing in self._kept for leaf in walk([(crossing.node, crossing.output)]).leaves]
+        return holders.keys() | {leaf for leaf in leaves if id(leaf.variable) in blocked}
+
+    def _keep_if_held(self, entry: Entry, held: Set[Node]) -> bool:
+        """Move the gradients of an entry that lead into held-back nodes to `_kept`; return whether any are left."""
+        if not any(node in held for node, _ in entry.edges):
+            return True
+        edges, gradients = entry.edges, entry.gradients
+        entry.edges, entry.gradients = [], []
+        for (node, output), gradient in zip(edges, gradients, strict=True):
+            if node not in held:
+                entry.edges.append((node, output))
+                entry.gradients.append(gradient)
+            elif gradient is not None:  # without a gradient from here, the node still runs: by the pending gate
+                self._kept.append(Crossing(node, output, gradient))
+        self._regions.pop(entry, None)
+        return bool(entry.edges)
+
+    def _touch(self, one: Region, other: Region) -> bool:
+        """Return whether two regions have more in common than leaves at which nothing but accumulation happens."""
+        if one.nodes.isdisjoint(other.nodes):
+            return not one.receives.keys().isdisjoint(other.receives)
+        return not self._are_plain(one.nodes & other.nodes)
+
+    def _are_plain(self, nodes: Iterable[Node]) -> bool:
+        owned = ddp.owned_by_any() if ddp.living else set[int]()
+        return all(type(node) is ACCUMULATE and self._is_plain(node, owned) for node in nodes)
+
+    def _is_plain(self, node: Node, owned: Set[int]) -> bool:
+        """Return whether nothing but accumulation happens at a leaf: no hooks, no DistributedDataParallel.
+
+        Such a leaf may get its gradient in instalments, in several steps.
+        """
+        leaf = node.variable
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
+            return False
+        hooks = self._hooks.get(node)
+        if hooks is None:
+            if any(node in step.region.nodes for step in self._running):
+                return False  # `_hooks_of` changes the node, which the engine may be reading now
+            hooks = self._hooks[node] = [_hooks_of(node.register_prehook), _hooks_of(node.register_hook)]
+        return not any(known() for known in hooks)
+
+    def _joint(self, regions: Sequence[Region], kept: Sequence[Crossing]) -> Region:
+        """Return one region for several and for what lies behind kept gradients."""
+        if len(regions) == 1 and not kept:
+            return regions[0]
+        joint = Region()
+        for region in regions:
+            joint.leaves += [node for node in region.leaves if node not in joint.nodes]
+            joint.nodes |= region.nodes
+            joint.receives.update(region.receives)
+        return walk([(crossing.node, crossing.output) for crossing in kept], joint)
+
+    # -- what is held back --------------------------------------------------------------------
+
+    def _region(self, of: EdgeSlot | Entry) -> Region:
+        """Return the region behind a slot or entry, which is walked once."""
+        region = self._regions.get(of)
+        if region is None:
+            region = self._regions[of] = walk([of.edge] if isinstance(of, EdgeSlot) else of.edges)
+        return region
+
+    def _hold(self, slots: Iterable[EdgeSlot]) -> None:
+        """Hold back all nodes behind these pending gates; gates that hold already are not counted twice.
+
+        A held-back node runs only when all gradients that it may get are there: an early run would lose the later ones.
+        """
+        holders = self._holders
+        for slot in slots:
+            if slot not in self._counted:
+                self._counted.add(slot)
+                for node in self._region(slot).nodes:
+                    holders[node] = holders.get(node, 0) + 1
+
+    def _release(self, slot: EdgeSlot) -> None:
+        """Let a gate that is no longer pending hold no nodes back."""
+        if slot in self._counted:
+            self._counted.discard(slot)
+            holders = self._holders
+            for node in self._regions[slot].nodes:
+                if holders[node] == 1:
+                    del holders[node]
+                else:
+                    holders[node] -= 1
+
+    # -- calling the engine -------------------------------------------------------------------
+
+    def _call(
+        self, entries: Sequence[Entry], kept: Sequence[Crossing], nodes: Collection[Node], leaves: Iterable[Node]
+    ) -> None:
+        """Call torch's engine with entries and kept gradients; ``leaves`` are claimed meanwhile.
+
+        Waits until no other pass claims one of the leaves. An observer sees ``nodes`` run.
+        """
+        roots: list[Any] = []
+        gradients: list[torch.Tensor] = []
+        for entry in entries:
+            for (node, output), gradient in zip(entry.edges, entry.gradients, strict=True):
+                if gradient is not None:
+                    roots.append(torch.autograd.graph.GradientEdge(node, output))
+                    gradients.append(gradient)
+                else:  # the engine takes no root without a gradient; but the gate's node may return None
+                    assert entry.slot is not None  # roots have gradients
+                    entry.slot.node._set_sequence_nr(_RUNS_FIRST)  # it may have been a barrier of an earlier step
+                    roots.append(entry.slot.gate)
+                    gradients.append(_one)
+        for crossing in kept:
+            roots.append(torch.autograd.graph.GradientEdge(crossing.node, crossing.output))
+            gradients.append(crossing.gradient)
+        into = None if self._head.accumulate else self.gradients
+        retain_graph = self._head.retain_graph
+        with Claim(leaves, into, self):
+            outer = swap_part(self)
+            try:
+                if self._observer is None:
+                    run_backward(roots, gradients, retain_graph=retain_graph)
+                else:
+                    with self._observer.around(self, nodes):
+                        run_backward(roots, gradients, retain_graph=retain_graph)
+            finally:
+                swap_part(outer)
+
+    def _contested_call(
+        self,
+        entries: Sequence[Entry],
+        kept: Sequence[Crossing],
+        free: Sequence[Node],
+        crossings: Mapping[Node, Sequence[tuple[int, Node, int]]],
+        missing: Sequence[EdgeSlot],
+    ) -> None:
+        """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers.
+
+        ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). For the
+        barriers to run last, no free node may have their sequence number; every thread of torch counts from 0, so
+        several nodes may have it.
+        """
+        self._barriers = set(missing)
+        handles = [node.register_hook(self._keeper(crossing)) for node, crossing in crossings.items()]
+        for node in free:
+            if node._sequence_nr() == _RUNS_LAST:
+                node._set_sequence_nr(_RUNS_LAST + 1)
+        barriers = PassRoots([], [])
+        for slot in missing:
+            slot.node._set_sequence_nr(_RUNS_LAST)
+            barriers.edges.append((slot.node, 0))
+            barriers.gradients.append(_one)
+        try:
+            self._call([*entries, barriers], kept, free, [node for node in free if type(node) is ACCUMULATE])
+        except HeldBack:
+            pass
+        finally:
+            self._barriers = set()
+            for handle in handles:
+                handle.remove()
+
+    def _keeper(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
+        """Return a hook for a free node that keeps the gradients on these graph edges.
+
+        It runs in the thread of the engine, when the node has run; outputs without a gradient are skipped.
+        """
+
+        def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+            for index, node, output in crossing:
+                gradient = gradients[index]
+                if gradient is not None:
+                    self._kept.append(Crossing(node, output, gradient))
+
+        return keep
+
+    # -- from the nodes -----------------------------------------------------------------------
+
+    def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
+        """Return None as the gradient of a gate that torch's engine runs; called by the gate's node.
+
+        None is what has arrived for that gate. If the gate is a barrier, its gradient has not arrived, and nothing else
+        can run: this raises `HeldBack`, which ends the contested call.
+        """
+        if slot in self._barriers:
+            raise HeldBack
+        return None
+
+    def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a receive node, which begin at tensor ``first`` of the message; called by the node.
+
+        Sends them back as soon as all gradients that are awaited for the message are here.
+        """
+        crossed = self._crossed.setdefault(end, {})
+        crossed.update(enumerate(gradients, first))
+        back = self._gone_back.setdefault(end, set())
+        awaited = self._awaited[end] if self.smart or self._awaited else self._awaited_of(end)
+        if crossed.keys() >= awaited - back:
+            self._return(end)
+
+    def _return(self, end: Received) -> None:
+        """Send the gradients that are here for a message back to the worker that sent its tensors.
+
+        In FAST mode, tensors without a gradient get zeros.
+        """
+        crossed = self._crossed.pop(end)
+        self._gone_back[end].update(crossed)
+        if self.smart:
+            outputs = sorted(crossed.keys() & self._awaited[end])  # one node may have made several tensors
+            self._send_back(end, outputs, list(map(crossed.get, outputs)))
+        else:
+            self._send_back(
+                end, range(len(end.like)), [_or_zeros(crossed.get(i), end, i) for i in range(len(end.like))]
+            )
+
+    def _awaited_of(self, end: Received) -> set[int]:
+        """In FAST mode, walk once to find the tensors of all messages that get gradients; return those of one."""
+        self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
+        return self._awaited[end]
+
+
+def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Group entries by their message, in the order in which the messages came; roots form one group."""
+    groups: dict[int | None, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.slot.message if entry.slot is not None else None, []).append(entry)
+    return list(groups.values())
+
+
+def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torch.Tensor:
+    """Return a gradient, or zeros where there is none: as torch does, since hooks there may expect a tensor."""
+    if gradient is not None:
+        return gradient
+    shape, dtype, device = end.like[output]
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _hooks_of(register: Callable[[Callable[..., None]], Any]) -> Callable[[], Mapping[int, Any] | None]:
+    """Return a function that returns a node's hooks as they are when it is called.
+
+    torch shows them only to someone who registers a hook, so this registers one and removes it.
+    """
+    handle = register(_nothing)
+    handle.remove()
+    hooks: Callable[[], Mapping[int, Any] | None] = handle.hooks_dict_ref
+    return hooks
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing: the hook that `_hooks_of` registers and removes."""

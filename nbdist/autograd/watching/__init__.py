@@ -1,0 +1,12 @@
+"""Watches backward passes: what users see of them, how they are halted and stepped, where a NaN came from.
+
+================  =================================================================
+`watcher`         what the user calls: pause, step, read
+`records`         the data that it shows
+`connection`      connects it with the workers of the pass
+`observer`        sees one worker's part of a pass
+`measuring`       measures a node's gradients
+`forward_nans`    the operation that made the first NaN of a forward pass
+`inherited_nans`  the value of a forward pass that a backward pass has its NaN from
+================  =================================================================
+"""

@@ -1,0 +1,309 @@
+"""Connects the watch of a context with the workers that run its passes.
+
+::
+
+    watcher --- Watch ---> maker of the context --- Watch ---> every worker in the context, also those that join later
+    root of a pass --- Head.watching, in every message of the pass ---> every worker that the pass reaches
+    worker  --- Observed ---> watcher --- Steer, Go ---> worker
+    root    --- Over -------> watcher
+
+A worker has at most one open watch of a context, and any worker that the context reaches may have one. The maker passes
+a watch on, because only the maker knows all workers of the context. `Context.watching` is then what a pass that begins
+on a worker gives to its messages; so every worker that a pass reaches observes it, even one that has not heard of the
+watch by itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nbdist.autograd import messages
+from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.messages import Head, PassId, Watching
+from nbdist.autograd.watching import inherited_nans
+from nbdist.autograd.watching.observer import Observer
+from nbdist.autograd.watching.watcher import Watch
+from nbdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from nbdist.autograd.graph.inspection import Plan
+    from nbdist.autograd.passes.state import Run
+    from nbdist.autograd.watching import watcher as watching
+
+    class _Transport(watching._Transport, Protocol):
+        """The methods of an agent that observing needs."""
+
+        @property
+        def name(self) -> str:
+            """This worker's name."""
+
+
+__all__ = ["Observing"]
+
+_CLOSED_WATCHES_KEPT = 64
+"""The number of closed watches to keep for batches that may still come; older ones have all, or never will."""
+
+
+class Observing:
+    """The watches of one worker, and the observers of the passes that run there; `Passes` has one on each worker."""
+
+    def __init__(self, transport: _Transport, contexts: Contexts) -> None:
+        self._transport = transport
+        self._contexts = contexts
+        self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
+        """Closed watches, by context and number, for which not everything that workers saw has come."""
+
+    # -- for whoever watches ------------------------------------------------------------------
+
+    def watch(self, context: Context, *, paused: bool, norms: bool) -> Watch:
+        """Watch the passes of a context from this worker; with ``paused``, every pass halts before its first node.
+
+        Raises:
+            UsageError: this worker has an open watch of the context.
+        """
+        if context.watch is not None and not context.watch.closed:
+            raise UsageError(f"context {context.id} is watched already: close() its other watch first")
+        watch = context.watch = Watch(self._transport, context.id, paused=paused, norms=norms, ended=self._unwatch)
+        self._have_watched(context, watch.watching, over=False)
+        return watch
+
+    def _unwatch(self, watch: Watch) -> None:
+        """Tell the workers of the context that a watch is closed; keep the watch while batches are on their way.
+
+        Batches that workers have sent before they hear of the end still arrive at it.
+        """
+        if not watch.complete:
+            self._awaiting[watch.context_id, watch.id] = watch
+            while len(self._awaiting) > _CLOSED_WATCHES_KEPT:
+                self._awaiting.popitem(last=False)
+        context = self._contexts.find(watch.context_id)
+        if context is not None:
+            self._have_watched(context, watch.watching, over=True)
+
+    def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
+        """Send the begin or the end of a watch to the maker of the context, which passes it on to all its workers.
+
+        The maker alone knows all workers of a context.
+        """
+        message = messages.WatchChanged(context.id, context.maker, watching, over)
+        if context.maker != self._transport.me:
+            self._transport.tell(context.maker, message)
+        else:
+            self.on_watch(message)
+
+    def on_observed(self, message: messages.Observed, sender: int) -> None:
+        """On the watcher: give a batch of what a worker saw to its watch.
+
+        A batch for a watch that is not known any more is dropped.
+        """
+        watch = self._find(message.context, message.watch)
+        if watch is not None:
+            watch.on_observed(message, sender)
+            self._forget_complete(watch)
+
+    def on_over(self, message: messages.Over) -> None:
+        """On the watcher: tell the watch that a pass has ended.
+
+        The watch is complete once it has received the batches whose number the message tells. An unknown watch is
+        skipped.
+        """
+        watch = self._find(message.context, message.watch)
+        if watch is not None:
+            watch.on_over(message)
+            self._forget_complete(watch)
+
+    def _find(self, context_id: int, id: int) -> Watch | None:
+        """Return a watch of this worker, open or closed but incomplete, or None."""
+        context = self._contexts.find(context_id)
+        if context is not None and context.watch is not None and context.watch.id == id:
+            return context.watch
+        return self._awaiting.get((context_id, id))
+
+    def _forget_complete(self, watch: Watch) -> None:
+        """Drop a closed watch when everything has come."""
+        if watch.complete:
+            self._awaiting.pop((watch.context_id, watch.id), None)
+
+    # -- for all that a context touches -------------------------------------------------------
+
+    def on_watch(self, message: messages.WatchChanged) -> None:
+        """Take in that a watch of a context begins or ends; the maker tells all other workers of the context.
+
+        The end of a watch also ends its halts here. An end that overtakes its begin is remembered, and the begin is
+        ignored.
+        """
+        context = self._contexts.enter(message.context, message.maker)
+        if context is None:
+            return
+        known, new = context.watching, message.watching
+        if message.over:
+            context.watches_over.add((new.watcher, new.watch))
+            for _, observer in _observers(context):
+                if observer.whose == (new.watcher, new.watch):
+                    observer.leave()
+            if known is not None and (known.watcher, known.watch) == (new.watcher, new.watch):
+                context.watching = None
+        elif (new.watcher, new.watch) not in context.watches_over:
+            context.watching = new
+        if context.maker == self._transport.me:
+            for worker in context.workers - {self._transport.me}:
+                self._transport.tell(worker, message)
+
+    def on_join(self, context: Context, worker: int) -> None:
+        """On the maker: tell a worker that joins a context about its watch.
+
+        Without it, passes on that worker would not be seen.
+        """
+        if context.watching is not None and context.maker == self._transport.me:
+            self._transport.tell(worker, messages.WatchChanged(context.id, context.maker, context.watching, False))
+
+    # -- for the workers that run a pass ------------------------------------------------------
+
+    def observer(self, head: Head, context: Context, *, in_engine: bool = True) -> Observer | None:
+        """Return the observer of a pass or step on this worker; None if nobody watches.
+
+        The observer has sent ``began`` to the watcher already. ``in_engine`` is as in `Observer`.
+        """
+        watching, me = head.watching, self._transport.me
+        if watching is None or (watching.watcher, watching.watch) in context.watches_over:
+            return None
+        watcher, watch = watching.watcher, watching.watch
+
+        def send(number: int, happened: list[messages.Happening], version: int) -> None:
+            message = messages.Observed(head.id, context.id, watch, head.smart, number, happened, version)
+            if watcher != me:
+                self._transport.tell(watcher, message)
+            else:
+                self.on_observed(message, me)
+
+        context.number_all()
+        explain = partial(inherited_nans.explain, context, self._transport.name, self._transport.name_of)
+        observer = Observer(self._transport.name, context.numbers, watching, send, explain, in_engine=in_engine)
+        observer.note("began")
+        observer.flush()  # at once: the watcher steers only workers that it has heard from
+        return observer
+
+    # -- for the steps of pipelines -----------------------------------------------------------
+
+    def is_watched(self, context: Context) -> bool:
+        """Return whether a pass or step that begins here in a context is watched."""
+        return context.watching is not None or (context.watch is not None and not context.watch.closed)
+
+    def begin_step(self, context: Context, id: PassId, plan: Plan) -> Head | None:
+        """Show the plan of a pipeline step that begins here; return the head that its workers need to observe it.
+
+        Returns None if nobody watches any more.
+        """
+        watch = context.watch if context.watch is not None and not context.watch.closed else None
+        if watch is not None:
+            watch.prepare_step(plan)
+        elif context.before_step is not None:
+            context.before_step(plan)
+        watching = watch.watching if watch is not None else context.watching
+        if watching is None:  # the watch has ended meanwhile
+            return None
+        if watch is not None:
+            watch.begin(id, "smart")
+        return Head(id, context.id, True, False, False, id.number, watching)
+
+    @contextmanager
+    def observed_step(self, head: Head, context: Context) -> Iterator[Observer | None]:
+        """Observe this worker's share of a pipeline step during the block; yield None if nobody watches.
+
+        At its end the observer's last reports are sent. If the watcher has gone, nothing halts.
+        """
+        observer = self.observer(head, context, in_engine=False)
+        if observer is None:
+            yield None
+            return
+        context.step_observers[head.id] = observer
+        try:
+            if not self._transport.is_there(observer.whose[0]) and observer.whose[0] != self._transport.me:
+                observer.leave()
+            yield observer
+        finally:
+            context.step_observers.pop(head.id, None)
+            observer.flush()
+
+    def end(self, run: Run, error: str = "") -> None:
+        """On the root of a pass that is over: tell the watcher, with the error that ended the pass if there is one.
+
+        Does nothing if nobody watches the pass, or on another worker than the root.
+        """
+        ledger, watching = run.ledger, run.head.watching
+        if ledger is not None and watching is not None:
+            self.tell_over(run.head, run.context, error, ledger.observed)
+
+    def tell_over(self, head: Head, context: Context, error: str, observed: dict[int, int]) -> None:
+        """Tell the watcher that a pass or step is over; ``observed`` has the number of batches sent, by incarnation.
+
+        After an error the watcher awaits no batches, because the workers' numbers are not known.
+        """
+        watching = head.watching
+        if watching is None:
+            return
+        over = messages.Over(head.id, context.id, watching.watch, error, {} if error else observed)
+        if watching.watcher != self._transport.me:
+            self._transport.tell(watching.watcher, over)
+        else:
+            self.on_over(over)
+
+    def on_steer(self, message: messages.Steer, sender: int) -> None:
+        """Take a newer control from the watcher, for passes that begin here and for those under way, and end halts.
+
+        A context that has ended here, or another watch's message, is ignored.
+        """
+        context = self._contexts.find(message.context)
+        if context is None:
+            return
+        known = context.watching
+        if known is not None and known.watch == message.watch and known.control.version < message.control.version:
+            context.watching = known._replace(control=message.control)
+        over = dict(message.over)
+        for id, observer in _observers(context):
+            if observer.whose == (sender, message.watch):
+                observer.steer(message.control, over.get(id, 0))
+
+    def on_go(self, message: messages.Go) -> None:
+        """End the halts of one pass here up to the number in the message; the control stays as it is.
+
+        A pass that is not here is ignored. The watcher sends this to let one halted node run.
+        """
+        context = self._contexts.find(message.context)
+        for id, observer in _observers(context) if context is not None else ():
+            if id == message.id:
+                observer.steer(None, message.halts)
+
+    def on_lost(self, worker: int) -> None:
+        """Handle the loss of a worker: passes that it watched run without halts, and watches await nothing from it."""
+        for watch in list(self._awaiting.values()):
+            watch.on_lost(worker)
+            self._forget_complete(watch)
+        for context in self._contexts.all():
+            if context.watching is not None and context.watching.watcher == worker:
+                context.watching = None
+            if context.watch is not None:
+                context.watch.on_lost(worker)
+            for _, observer in _observers(context):
+                if observer.whose[0] == worker:
+                    observer.leave()
+
+    def begun(self, run: Run) -> None:
+        """Let a pass that has just begun here run without halts if its watcher is gone already.
+
+        `on_lost` saw no observer of this pass if the watcher was lost before the pass was entered in its context.
+        """
+        if run.observer is not None and not self._transport.is_there(run.observer.whose[0]):
+            run.observer.leave()
+
+
+def _observers(context: Context) -> list[tuple[PassId, Observer]]:
+    """Return the observers of the passes and steps under way in a context, each with its id."""
+    of_passes = [(id, run.observer) for id, run in list(context.runs.items()) if run.observer is not None]
+    return [*of_passes, *list(context.step_observers.items())]

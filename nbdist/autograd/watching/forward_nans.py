@@ -1,0 +1,325 @@
+"""Finds the operation of a forward pass that makes the first NaN: ``context(check="nan")``.
+
+`nbdist.autograd.graph.origins` calls a `Check` around every function of torch that runs in such a context.
+
+============================== ========================= ========================================================
+the inputs of an operation     its outputs               what happens
+============================== ========================= ========================================================
+hold no NaN                    hold a NaN                `ForwardNaN`: this operation made it
+hold a NaN                     hold a NaN                `ForwardNaN`: which input holds it, and where that is from
+hold a NaN                     hold none                 nothing: `nan_to_num`, `where` and masks do that on purpose
+any                            hold an Inf               nothing: attention masks are made of Inf
+============================== ========================= ========================================================
+
+A check reads the outputs, and the inputs only if an output holds a NaN. What an operation may overwrite is read before
+it: the tensor that an operation changes in place, and all inputs of an operation with ``out=``. Functions that make
+tensors from nothing, or pass values on unchanged, are not checked: memory that nobody has written yet may hold
+anything.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import nbdist
+from nbdist.autograd.graph.edges import RECEIVE
+from nbdist.errors import ForwardNaN
+from nbdist.torch_private import (
+    graph_task,
+    is_transforming,
+    no_torch_function,
+    without_dispatch_modes,
+)
+
+if TYPE_CHECKING:
+    from nbdist.autograd.graph.origins import NodeOrigin
+
+__all__ = ["Check", "holds_nan", "tensors_in"]
+
+_NAMES = """
+    __get__ __set__ __getitem__ __setitem__ backward grad is_complex item numpy tolist requires_grad_ retain_grad
+    empty_like empty_permuted new_empty new_empty_strided new_full new_ones new_tensor new_zeros full_like ones_like
+    zeros_like rand_like randn_like randint_like resize_ resize_as_ set_ zero_ uniform_ normal_ random_ bernoulli_
+    alias as_strided atleast_1d atleast_2d atleast_3d as_subclass bfloat16 broadcast_tensors broadcast_to cat chunk
+    clone column_stack concat concatenate contiguous copy_ cpu cuda detach detach_ diag diag_embed diagonal double
+    dsplit dstack expand expand_as flatten flip fliplr flipud float gather half hsplit hstack imag index_copy
+    index_copy_ index_put index_put_ index_select masked_scatter masked_scatter_ masked_select meshgrid moveaxis movedim
+    narrow narrow_copy pad permute pin_memory ravel real repeat repeat_interleave reshape reshape_as roll rot90
+    row_stack scatter scatter_ select select_scatter share_memory_ slice_scatter split split_with_sizes squeeze squeeze_
+    stack swapaxes swapdims t t_ take take_along_dim tensor_split tile to transpose transpose_ tril triu type type_as
+    unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real vsplit vstack where
+"""
+_UNCHECKED_FUNCTIONS = frozenset(_NAMES.split())
+"""Functions that make no NaN themselves: they pass values on, overwrite what was there, or only read."""
+
+_jit: Any = torch.jit  # Any, because is_tracing has no annotations
+_TORCH = str(Path(torch.__file__).parent)
+_UPDATE_FILES = tuple(
+    str(Path(torch.__file__).parent / part) for part in ("optim", "nn/utils/clip_grad.py", "amp/grad_scaler.py")
+)
+"""The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass."""
+_NBDIST_FOLDER = str(Path(nbdist.__file__).parent)
+_RPC_FOLDER, _STAGES = (str(Path(nbdist.__file__).parent / part) for part in ("rpc", "nn"))
+"""The folders of nbdist that call user functions for others, and run the stages of pipelines."""
+
+Named = tuple[str, Any]
+"""An argument: its name in a message, and its value."""
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among some values, and those in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def holds_nan(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds a NaN; False also for a tensor that cannot be read here.
+
+    Those are tensors without values (meta and fake ones), subclasses that dispatch on their own, and any CUDA tensor
+    while a CUDA graph is captured. Autograd does not record the reading, and no mode of torch sees it.
+    """
+    with no_torch_function(), without_dispatch_modes():
+        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+            return False
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return False
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            return _holds_nan(tensor.detach())
+        except Exception:  # a kind of tensor that has no sum
+            return False
+
+
+def _holds_nan(values: torch.Tensor) -> bool:
+    """Return whether a detached tensor holds a NaN, of a nested or sparse one by its values."""
+    if values.is_nested:
+        values = values.values()
+    elif values.layout is torch.sparse_coo:
+        values = values.coalesce().values()
+    elif values.layout is not torch.strided:
+        values = values.values()
+    if values.is_floating_point() and values.itemsize == 1:
+        values = values.float()  # torch has no sum of one-byte floats
+    total = values.sum().item()  # NaN if any value is; a tenth of the cost of isnan
+    return total != total and bool(values.isnan().any())  # the sum is also NaN for Inf - Inf
+
+
+class Check:
+    """The check for NaN of what one worker computes in a context; each thread that enters the context uses one."""
+
+    def __init__(self, worker: str, name_of: Callable[[int], str]) -> None:
+        """Set the name of this worker for error messages; ``name_of`` returns a worker's name by its incarnation."""
+        self._worker = worker
+        self._name_of = name_of
+        self._last: list[weakref.ref[torch.Tensor]] = []
+        """Weak references to what the last operation returned: a module that returns these is not checked again."""
+
+    @staticmethod
+    def applies(name: str) -> bool:
+        """Return whether to check what the function ``name`` returns in the calling thread now.
+
+        Nothing is checked in torch.func's transforms, nor while a function is traced, because the check would become a
+        part of it; while one is compiled, `nbdist.autograd.graph.origins` does not call this. In a backward pass, only
+        the forward pass that a checkpoint recomputes is checked.
+        """
+        return (
+            name not in _UNCHECKED_FUNCTIONS
+            and (graph_task() < 0 or torch.is_grad_enabled())
+            and not is_transforming()
+            and not _jit.is_tracing()
+        )
+
+    def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
+        """Return the arguments with a NaN that the operation may overwrite: in place the first, with ``out=`` any.
+
+        `returned` needs them: the operation itself may destroy the evidence.
+        """
+        if "out" in kwargs:
+            return [named for named in _named(args, kwargs) if _has_nan(named[1])]
+        if _is_in_place(name) and args and _has_nan(args[0]):
+            return [("argument 0", args[0])]
+        return []
+
+    def after(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        held: Sequence[Named],
+        place: Callable[[], NodeOrigin],
+    ) -> None:
+        """Check what an operation has returned or changed in place; ``held`` is what `before` returned.
+
+        ``place()`` returns where in the user's code the thread is; it is called only if a NaN is found.
+
+        Raises:
+            ForwardNaN: the outputs hold a NaN, which this operation made or was given.
+        """
+        in_place = _is_in_place(name)
+        outputs = list(tensors_in((result, args[0]) if in_place and args else (result,)))
+        self._last = [weakref.ref(tensor) for tensor in outputs]
+        if not any(map(holds_nan, outputs)):
+            return
+        given = list(_named(args[1:], kwargs, 1) if in_place else _named(args, kwargs))
+        if not in_place and not list(tensors_in(value for _, value in given)):
+            return  # made from nothing, so the NaN is wanted
+        if not held and "out" not in kwargs:
+            held = [named for named in given if _has_nan(named[1])]
+        if _is_of_gradients(bool(held), bool(place().module)):
+            return
+        if held:
+            raise self._given(name, held[0], place())
+        raise self._made(name, given, outputs, place())
+
+    def pass_on(self, result: Any) -> None:
+        """Remember what an operation that is not checked has returned, for `returned`."""
+        if isinstance(result, torch.Tensor):
+            self._last = [weakref.ref(result)]
+
+    def returned(self, args: Any, result: Any, place: Callable[[], NodeOrigin], kind: str) -> None:
+        """Check what a module has returned, unless the last operation returned it; compiled code has no other check.
+
+        ``kind`` is the name of the module's class.
+
+        Raises:
+            ForwardNaN: the result holds a NaN, and the arguments hold none.
+        """
+        outputs = [tensor for tensor in tensors_in([result]) if not any(tensor is known() for known in self._last)]
+        if not outputs or not self.applies(""):
+            return
+        self._last = [weakref.ref(tensor) for tensor in outputs]
+        if not any(map(holds_nan, outputs)) or any(map(holds_nan, tensors_in([args]))):
+            return
+        raise self._error(
+            f"{kind} returned {_count(outputs)}, and its arguments hold none: compiled code in it, or an autograd "
+            f"Function of yours, made it",
+            kind,
+            place(),
+        )
+
+    # -- what is said -------------------------------------------------------------------------
+
+    def _made(
+        self, name: str, given: Sequence[Named], outputs: Sequence[torch.Tensor], place: NodeOrigin
+    ) -> ForwardNaN:
+        """Return the error for an operation that made a NaN."""
+        inputs = [text for argument, value in given for text in _range(argument, value)]
+        made_from = f" from {', '.join(inputs)}" if inputs else ""
+        return self._error(f"{name} made {_count(outputs)}{made_from}; no input holds one", name, place)
+
+    def _given(self, name: str, held: Named, place: NodeOrigin) -> ForwardNaN:
+        """Return the error for an operation that was given a NaN."""
+        argument, value = held
+        return self._error(f"{argument} of {name} holds NaN already: {self._source(value)}", name, place)
+
+    def _source(self, value: Any) -> str:
+        """Return a phrase that says where the NaN of an argument comes from."""
+        tensor = next((tensor for tensor in tensors_in([value]) if holds_nan(tensor)), None)
+        if tensor is None:
+            return "it is a number in your code"
+        node: Any = tensor.grad_fn
+        kind: Any = type(node)
+        if kind is RECEIVE:
+            sender = self._name_of(node.end.peer)
+            return f"it came with message {node.end.message} from {sender} (call of {node.end.function})"
+        if hasattr(node, "_forward_cls"):
+            return f"your Function {node._forward_cls.__name__} made it"
+        if tensor.is_leaf and tensor.requires_grad:
+            return f"it is a leaf, such as a parameter ({_like(tensor)})"
+        if tensor.requires_grad:
+            return "it was made by an operation that is not checked, or outside of this context"
+        return "it is data that needs no gradient, or was made by an operation that is not checked"
+
+    def _error(self, what: str, operation: str, place: NodeOrigin) -> ForwardNaN:
+        """Return the error, with the worker, the module, the line and the operation also as attributes."""
+        where = f", in {place.module}" if place.module else ""
+        line = f", at {place.line}" if place.line else ""
+        error = ForwardNaN(f"{what}. That was on {self._worker}{where}{line}")
+        error.worker, error.module, error.line, error.operation = self._worker, place.module, place.line, operation
+        return error
+
+
+_IN_PLACE = {
+    f"__i{operator}__"
+    for operator in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow"),
+        *("lshift", "rshift", "and", "xor", "or"),
+    )
+}
+"""The methods behind ``+=`` and its like; not all names that begin with ``__i``, such as ``__invert__``."""
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether a function changes its first argument, judged by its name, such as ``add_`` or ``__iadd__``."""
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:
+    """Yield the arguments with their names for messages, but not ``out``; ``first`` is the number of the first one."""
+    yield from ((f"argument {number}", value) for number, value in enumerate(args, first))
+    yield from ((f"argument {key}", value) for key, value in kwargs.items() if key != "out")
+
+
+def _has_nan(value: Any) -> bool:
+    """Return whether an argument is a NaN, or holds one in a tensor, list or tuple."""
+    return (isinstance(value, float) and value != value) or any(map(holds_nan, tensors_in([value])))
+
+
+def _count(outputs: Sequence[torch.Tensor]) -> str:
+    """Return a phrase that says how many NaN the first output with any holds."""
+    tensor = next(filter(holds_nan, outputs))
+    try:
+        return f"{int(tensor.detach().isnan().sum())} NaN of {tensor.numel()} values ({_like(tensor)})"
+    except Exception:  # a sparse tensor, say
+        return f"NaN ({_like(tensor)})"
+
+
+def _range(argument: str, value: Any) -> Iterator[str]:
+    """Yield for each tensor of an argument a phrase with its dtype, shape and range of values."""
+    for tensor in tensors_in([value]):
+        try:
+            low, high = map(float, torch.aminmax(tensor.detach()))
+        except Exception:  # an empty, complex or sparse tensor
+            yield f"{argument} ({_like(tensor)})"
+        else:
+            yield f"{argument} ({_like(tensor)}, {low:.4g} to {high:.4g})"
+
+
+def _like(tensor: torch.Tensor) -> str:
+    """Return the dtype and shape of a tensor, as in ``float32[2, 3]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _is_of_gradients(given: bool, in_module: bool) -> bool:
+    """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
+
+    A frame of `_UPDATE_FILES` decides, else the innermost frame outside of torch. An optimizer or the autograd engine
+    hands on the NaN of a backward pass, which is no fault of the operation that hands it on. ``given`` says that an
+    input held a NaN, ``in_module`` that a module's forward runs.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__":
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    while frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.startswith(_UPDATE_FILES):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    if in_module or not file.startswith(_NBDIST_FOLDER) or file.startswith(_RPC_FOLDER):
+        return False
+    return given or not file.startswith(_STAGES)

@@ -1,0 +1,352 @@
+"""Finds where a NaN or Inf of a backward pass comes from, if the forward pass has made it.
+
+A node turns finite gradients into a NaN in one of two ways: by its own arithmetic, or because the values that it saved
+in the forward pass hold a NaN. In the second case the search goes back along the graph, from saved value to saved
+value. At a tensor that was received, the worker that sent it continues the search::
+
+    notebook                           worker2
+    Pow  saved self = NaN
+     └─ receive (message 7) ─────────>  Log  saved self = -1.0, which is finite, but its output was NaN: Log made it
+
+The search reads only what torch has saved for the backward pass, and computes nothing again. Values behind hooks for
+saved tensors, as in a checkpoint, are not read, because unpacking them runs the user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from nbdist.autograd.graph.edges import RECEIVE, Node
+from nbdist.autograd.graph.saved import Saved, saved_by
+from nbdist.autograd.graph.walk import ACCUMULATE, walk
+from nbdist.autograd.watching.measuring import is_finite
+from nbdist.errors import NbdistError
+from nbdist.rpc.api import current_agent, rpc_async
+
+if TYPE_CHECKING:
+    from nbdist.autograd.contexts import Context
+    from nbdist.autograd.recorder import Recorder
+
+__all__ = ["Carried", "Inherited", "explain", "explain_sent", "told"]
+
+_OUTPUTS = ("result", "output", "out", "values")
+"""The beginnings of the names under which torch's nodes save their outputs; all other names are of inputs."""
+_PERHAPS_NAMED = 3
+"""The number of messages to name in ``Inherited.perhaps``."""
+_ANSWER_TIMEOUT = 2.0
+"""Seconds to wait for the answer of another worker; the pass waits meanwhile."""
+
+Edge = tuple[Node, int]
+"""A tensor of the forward pass: the node that returned it, and the number of the output."""
+
+
+class Carried(NamedTuple):
+    """A message that brought a NaN or Inf to another worker."""
+
+    message: int
+    """Its ``autograd_message_id`` in the context's `trace`."""
+    sender: str
+    function: str
+    """The name of the function that the message called, or whose result it brought."""
+
+
+class Inherited(NamedTuple):
+    """A NaN or Inf that the forward pass gave to a node of the backward pass, and how far back it could be followed.
+
+    ``end`` says what is known of the last node that the search reached, which is ``node`` on ``worker``:
+
+    ``operation``
+        the node made the NaN: none of its inputs held one.
+    ``leaf``
+        the node is a leaf, such as a parameter, that holds it.
+    ``data``
+        an input of the node that needs no gradient holds it.
+    ``kept``
+        the node is a user's Function that has saved it: it was an input that needs no gradient, or the Function made
+        it.
+    ``unknown``
+        the node, or a node behind it, made it: not all inputs were saved. ``node`` is negative if only the worker is
+        known.
+    ``hidden``
+        the values that the node saved are behind hooks, so the backward pass may have made the NaN as well.
+    """
+
+    value: str
+    """``NaN`` or ``Inf``."""
+    end: str
+    worker: str
+    node: int = -1
+    """The node's number in the context's `trace`."""
+    name: str = ""
+    """The node's name in torch."""
+    messages: tuple[Carried, ...] = ()
+    """The messages that carried it, the last one first."""
+    perhaps: tuple[Carried, ...] = ()
+    """Messages that may have carried it before, if that is not known."""
+
+
+def explain(
+    context: Context, worker: str, name_of: Callable[[int], str], node: Node, saved: Sequence[Saved]
+) -> Inherited | None:
+    """Return what the forward pass gave a node that has made a NaN or Inf; None if all of that was finite.
+
+    ``saved`` is what the node had saved before it ran. The thread that runs the node calls this, so the nodes behind it
+    have not run yet, and their saved values are there.
+    """
+    saved = [*saved, *_set_on(node)]
+    search = _Search(context, worker, name_of, node, saved)
+    value = search.value_of(each.tensor for each in saved if not each.packed)
+    if value:
+        return search.follow(node, 0, value)
+    if search.hides(node):
+        behind = search.nearest(node)
+        if behind is not None:
+            return search.follow(*behind, search.value_of(search.values.get(behind, ())) or "NaN")
+        return search.end("hidden", node, "NaN or Inf")
+    return None
+
+
+def explain_sent(context_id: int, message: int, index: int, value: str) -> Inherited | None:
+    """Return where a NaN or Inf comes from that this worker sent as tensor ``index`` of a message.
+
+    Another worker calls this by RPC. Returns None if the context or the message is not known here any more, or if
+    several passes run in the context: another pass may free what is read.
+    """
+    here = cast("Recorder", current_agent().recorder)
+    context = here.contexts.find(context_id)
+    sent = context.sends.get(message) if context is not None else None
+    if context is None or sent is None or len(context.runs) > 1:  # another pass may free what is read
+        return None
+    node, output = sent.slots[index].edge
+    saved = [*saved_by(node), *_set_on(node)]
+    return _Search(context, here.name, here.name_of, node, saved).follow(node, output, value)
+
+
+class _Search:
+    """The saved values of the forward pass behind a node on this worker, and the search through them."""
+
+    def __init__(
+        self, context: Context, worker: str, name_of: Callable[[int], str], start: Node, saved: Sequence[Saved]
+    ) -> None:
+        self._context = context
+        self._worker = worker
+        self._name_of = name_of
+        self.values: dict[Edge, list[torch.Tensor]] = {}
+        """The saved tensors, by the node and output that returned them."""
+        self._constants: dict[Node, list[torch.Tensor]] = {}
+        """The saved tensors that need no gradient, by the node that saved them."""
+        self._hiding = set[Node]()
+        self._known: dict[int, str] = {}
+        for node in walk([(start, 0)]).nodes:
+            kind: Any = type(node)
+            if kind is ACCUMULATE:
+                self.values[node, 0] = [node.variable]
+            for each in saved if node is start else [*saved_by(node), *_set_on(node)]:
+                self._enter(node, each)
+
+    def _enter(self, node: Node, saved: Saved) -> None:
+        """Sort in what a node has saved: as another node's output, as its own output, as a constant, or as hidden."""
+        tensor = saved.tensor
+        if saved.packed or tensor is None:
+            self._hiding.add(node)
+        elif tensor.grad_fn is not None:
+            self.values.setdefault((tensor.grad_fn, tensor.output_nr), []).append(tensor)
+        elif saved.name.startswith(_OUTPUTS):
+            digits = saved.name.lstrip("abcdefghijklmnopqrstuvwxyz_")
+            self.values.setdefault((node, int(digits) if digits.isdigit() else 0), []).append(tensor)
+        elif not tensor.requires_grad:
+            self._constants.setdefault(node, []).append(tensor)
+
+    def value_of(self, tensors: Iterable[torch.Tensor | None]) -> str:
+        """Return ``"NaN"`` or ``"Inf"`` if one of these tensors holds one, NaN first; an empty string if not."""
+        found = {self._value(tensor) for tensor in tensors if tensor is not None}
+        return next((value for value in ("NaN", "Inf") if value in found), "")
+
+    def _value(self, tensor: torch.Tensor) -> str:
+        """Return ``"NaN"``, ``"Inf"`` or an empty string for one tensor; each tensor is read once."""
+        value = self._known.get(id(tensor))
+        if value is None:
+            value = ""
+            with contextlib.suppress(Exception):  # a kind of tensor that cannot be read counts as finite
+                if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor.detach()):
+                    value = "NaN" if bool(tensor.detach().isnan().any()) else "Inf"
+            self._known[id(tensor)] = value
+        return value
+
+    def _holds(self, edge: Edge) -> bool | None:
+        """Return whether the tensor that went along an edge held a NaN or Inf; None if that is not known.
+
+        It is known if some node has saved the tensor, or if a message brought it and was searched.
+        """
+        node, output = edge
+        kind: Any = type(node)
+        if kind is RECEIVE and node.first + output in node.end.spoilt:
+            return True
+        if edge in self.values:
+            return bool(self.value_of(self.values[edge]))
+        return False if kind is RECEIVE and node.end.looked_at else None
+
+    def hides(self, node: Node) -> bool:
+        """Return whether a node's saved values cannot be read: hooks packed them, or a checkpoint recomputes them."""
+        return node in self._hiding or getattr(node, "_forward_cls", None) is CheckpointFunction
+
+    def nearest(self, node: Node) -> Edge | None:
+        """Return the nearest edge behind a node that is known to have held a NaN or Inf, or None.
+
+        The search passes only edges of which nothing is known. Such an edge counts as well if the node that returned it
+        saved a constant with a NaN or Inf.
+        """
+        seen, queue = {node}, [node]
+        while queue:
+            behind = _behind(queue.pop(0))
+            for edge in behind:
+                if self._holds(edge):
+                    return edge
+            for edge in behind:
+                if edge[0] not in seen and self._holds(edge) is None:
+                    seen.add(edge[0])
+                    if self.value_of(self._constants.get(edge[0], ())):
+                        return edge
+                    queue.append(edge[0])
+        return None
+
+    def follow(self, node: Node, output: int, value: str) -> Inherited:
+        """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node.
+
+        The way ends at a leaf, at data, at the operation that made it, at another worker's answer, or where it cannot
+        be followed.
+        """
+        seen = set[Edge]()
+        while (node, output) not in seen:
+            seen.add((node, output))
+            kind: Any = type(node)
+            if kind is RECEIVE:
+                return self._across(node, output, value)
+            if kind is ACCUMULATE:
+                return self.end("leaf", node, value)
+            behind = _behind(node)
+            held = {edge: self._holds(edge) for edge in behind}
+            spoilt = next((edge for edge in behind if held[edge]), None)
+            if spoilt is None:
+                is_users = hasattr(node, "_forward_cls")
+                constants = self._constants.get(node, ())
+                if constant := self.value_of(constants):
+                    return self.end("kept" if is_users else "data", node, constant)
+                # Inputs that need no gradient have no edge. A node of torch's has saved them as constants, as far as it
+                # needs them; a user's Function may have saved something else.
+                unknown = len(behind) < len(node.next_functions) - (0 if is_users else len(constants))
+                if not unknown and not self.hides(node) and False in held.values() and None not in held.values():
+                    return self.end("operation", node, value)
+                spoilt = self.nearest(node)
+                if spoilt is None:
+                    return self.end("unknown", node, value)
+            value = self.value_of(self.values.get(spoilt, ())) or value
+            node, output = spoilt
+        return self.end("unknown", node, value)
+
+    def end(self, how: str, node: Node, value: str) -> Inherited:
+        """Return an answer that ends at a node of this worker."""
+        kind: Any = type(node)
+        name = type(node.variable).__name__ if kind is ACCUMULATE else node.name()
+        perhaps = tuple(self._doubtful(node))[:_PERHAPS_NAMED] if how in ("unknown", "hidden") else ()
+        number = self._context.numbers.of([node])[node]
+        return Inherited(value, how, self._worker, number, name, perhaps=perhaps)
+
+    def _doubtful(self, node: Node) -> Iterator[Carried]:
+        """Yield the messages behind a node of which it is not known whether they held a NaN or Inf.
+
+        They are named to the user as the messages that may have brought it.
+        """
+        seen, queue = {node}, [node]
+        while queue:
+            for edge in _behind(queue.pop(0)):
+                if edge[0] not in seen and self._holds(edge) is None:
+                    seen.add(edge[0])
+                    queue.append(edge[0])
+                    kind: Any = type(edge[0])
+                    if kind is RECEIVE:
+                        yield self._carried(edge[0])
+
+    def _carried(self, node: Node) -> Carried:
+        """Return the message that a receive node stands for."""
+        return Carried(node.end.message, self._name_of(node.end.peer), node.end.function)
+
+    def _across(self, node: Node, output: int, value: str) -> Inherited:
+        """Let the worker that sent a tensor follow its NaN or Inf; return the answer with the message in front.
+
+        Without an answer, the result says that the origin on that worker is unknown.
+        """
+        carried = self._carried(node)
+        found = _ask(carried.sender, self._context.id, carried.message, node.first + output, value)
+        if found is None:
+            found = Inherited(value, "unknown", carried.sender)
+        return found._replace(messages=(carried, *found.messages))
+
+
+def _set_on(node: Node) -> Iterator[Saved]:
+    """Yield the tensors that a user's Function has set as attributes of its ``ctx``."""
+    for name, value in getattr(node, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor):
+            yield Saved(f"ctx.{name}", value, value, False)
+
+
+def _behind(node: Node) -> list[Edge]:
+    """Return the edges from a node to those that made its inputs, without inputs that need no gradient."""
+    return [(to, output) for to, output in node.next_functions if to is not None]
+
+
+def _ask(worker: str, *args: Any) -> Inherited | None:
+    """Ask another worker for its `explain_sent`; None if it does not answer in time, fails or does not know."""
+    here = cast("Recorder", current_agent().recorder)
+    with here.contexts.outside(), contextlib.suppress(NbdistError, RuntimeError):
+        found: Inherited | None = rpc_async(worker, explain_sent, args=args, timeout=_ANSWER_TIMEOUT).wait()
+        return found
+    return None
+
+
+def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) -> str:
+    """Return a sentence on the first NaN or Inf of a pass, which came up at ``node``.
+
+    ``found`` is what `explain` returned, and ``where(found)`` names the node at which its search ended.
+    """
+    if found is None:
+        return f"the first NaN or Inf came up at {node}"
+    if found.end == "hidden":
+        return (
+            f"the first NaN or Inf was seen at {node}, but the forward pass may have made it: the values saved there "
+            f"are packed by hooks or recomputed by a checkpoint, and were not checked{_perhaps(found)}; {_ADVICE}"
+        )
+    parts, receiver = [], ""
+    for message in found.messages:
+        parts.append(f"{f'and to {receiver}' if receiver else 'it came'} {_with(message)}")
+        receiver = message.sender
+    way = ", ".join(parts)
+    end = where(found) if found.node >= 0 else ""
+    ends = {
+        "operation": f"made by {end}",
+        "leaf": f"held by the leaf {end}",
+        "data": f"held by an input, which needs no gradient, of {end}",
+        "kept": f"kept by {end}, which got it as an input or made it",
+        "unknown": f"it came out of {end}{_perhaps(found)}; {_ADVICE}" if end else _ADVICE,
+    }
+    already = f"{node} was given {found.value} by the forward pass already: "
+    return already + "; ".join([way, ends[found.end]] if way else [ends[found.end]])
+
+
+_ADVICE = 'context(check="nan") names the operation that made it'
+"""The advice that ends a sentence without a certain answer."""
+
+
+def _perhaps(found: Inherited) -> str:
+    """Return a phrase for the messages that may have carried a NaN or Inf."""
+    return f"; it may have come {' or '.join(map(_with, found.perhaps))}" if found.perhaps else ""
+
+
+def _with(message: Carried) -> str:
+    """Return a phrase for one message."""
+    return f"with message {message.message} from {message.sender} (call of {message.function})"

@@ -1,0 +1,69 @@
+"""Measures a watched node's gradients: norm, histogram, and whether they are finite; cheap enough for every node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from nbdist.rpc.references.peeking import Histogram
+
+__all__ = ["is_finite", "measure"]
+
+_BINS = 24
+"""The number of bars of a histogram."""
+_SAMPLE = 1 << 12
+"""The number of values of a tensor that are enough for a histogram; the norm is of all values."""
+
+
+def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram | None]:
+    """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None without any.
+
+    The histogram counts a sample of each gradient. Gradients that are None, and for the histogram complex ones, are
+    left out.
+    """
+    with torch.no_grad():
+        values = [_values(gradient) for gradient in gradients if gradient is not None]
+        norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in values))
+        return norm, _histogram(values)
+
+
+def is_finite(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient holds no NaN and no Inf; None counts as finite.
+
+    On a GPU this waits for the tensor's computation.
+    """
+    if gradient is None:
+        return True
+    values = _values(gradient.detach())
+    # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow it.
+    return math.isfinite(abs(values.sum().item())) or bool(torch.isfinite(values).all())
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient, which may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _histogram(values: Sequence[torch.Tensor]) -> Histogram | None:
+    """Return a histogram of the finite values, or None if there are none."""
+    samples = [_sample(each) for each in values if not each.is_complex() and each.numel()]
+    if not samples:
+        return None
+    sample = samples[0] if len(samples) == 1 else torch.cat(samples)
+    low, high = map(float, torch.aminmax(sample))
+    if not (abs(low) < torch.inf and abs(high) < torch.inf):  # an Inf, or a NaN, for which no comparison holds
+        sample = sample[torch.isfinite(sample)]
+        if not sample.numel():
+            return None
+        low, high = map(float, torch.aminmax(sample))
+    if low == high or not math.isfinite((high - low) * _BINS):  # one value, or a range too wide for histc
+        return Histogram(low, high, [sample.numel()])
+    return Histogram(low, high, [int(count) for count in torch.histc(sample, _BINS, low, high).tolist()])
+
+
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    """Return some of the values, evenly spread, as doubles on the CPU."""
+    flat = values.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // _SAMPLE)].cpu().double()

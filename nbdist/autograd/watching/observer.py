@@ -1,0 +1,356 @@
+"""Observes one worker's part of a watched pass, sends what happens to the watcher, and halts the pass where it wants.
+
+::
+
+    come_to(node)                                                  ran(node)
+        |   halts?  -- no --------------------------> running ...... done
+        |      `-- yes --> halted -- steer, leave -->                 |
+        |                     `----- stop --> Stopped                 `-- NaN or Inf --> nan
+
+The words ``halted``, ``running``, ``done`` and ``nan`` are happenings, which are noted and sent to the watcher. While a
+watch runs until a NaN, ``nan`` also comes before ``running``, for a node that is given one; it halts there.
+
+`around` sets hooks on the nodes that one call of the engine is going to run, and removes them after the call. A halt
+is a thread of the engine that waits in such a hook. So the pass itself stands still: what the user changes meanwhile,
+such as a hook on a node still to run or the value of a gradient, takes effect.
+
+For a step of a pipeline, `nbdist.nn.watched` calls `come_to`, `ran` and `made` instead of the hooks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.autograd.graph.edges import RECEIVE, Node, current_part
+from nbdist.autograd.graph.saved import Saved, saved_by
+from nbdist.autograd.messages import Control, Happening, Watching
+from nbdist.autograd.passes.leaves import halted
+from nbdist.autograd.watching.inherited_nans import Inherited
+from nbdist.autograd.watching.measuring import is_finite, measure
+from nbdist.errors import NbdistError
+from nbdist.rpc.futures import blocking_wait
+
+if TYPE_CHECKING:
+    from nbdist.autograd.contexts import NodeNumbers
+
+__all__ = ["Observer", "Stopped", "are_finite"]
+
+_CLOCK_OFFSET = time.time() - time.monotonic()
+"""Added to the monotonic clock, this gives a time of day that does not jump while the process runs."""
+_BATCH_SIZE = 200
+"""The number of happenings at which a batch is sent."""
+_BATCH_SECONDS = 0.05
+"""Seconds since the last batch after which the next happening is sent at once, with those that were kept back."""
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Stopped(NbdistError):
+    """The pass was given up while it was halted."""
+
+
+class Observer:
+    """The observer of one pass, or of one step of a pipeline, on one worker.
+
+    The threads that run the pass call `around`, `come_to`, `ran` and `note`. Any thread may call `steer`, `leave` and
+    `stop`, which wake a halted thread; most often the thread that reads messages does.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        numbers: NodeNumbers,
+        watching: Watching,
+        send: Callable[[int, list[Happening], int], None],
+        explain: Callable[[Node, Sequence[Saved]], Inherited | None] = lambda node, saved: None,
+        *,
+        in_engine: bool = True,
+    ) -> None:
+        """Set what to observe and how to tell the watcher; ``watching`` names the watch and carries its first control.
+
+        ``send(number, happenings, version)`` sends a batch to the watcher; ``version`` is that of the control it was
+        made under. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it comes from the
+        forward pass; ``saved`` is what the node had saved before it ran.
+
+        With ``in_engine``, torch's engine runs the nodes, and a halt is entered in `nbdist.autograd.passes.leaves`,
+        which knows the leaves that the halted call has claimed. Steps of pipelines claim no leaves.
+        """
+        self._standing_still = halted if in_engine else nullcontext
+        self.whose = (watching.watcher, watching.watch)
+        """The watch that this observer serves: the incarnation of the watcher, and the number of the watch there."""
+        self.sent = 0
+        """The number of batches sent; the root tells it to the watcher, which awaits that many."""
+        self._worker = worker
+        self._numbers = numbers
+        self._norms = watching.norms
+        self._control = watching.control
+        self._send = send
+        self._explain = explain
+        self._found = False
+        """True once a NaN or Inf has been noted; a pass that does not halt for it notes the first one only."""
+        self._seen: list[Happening] = []
+        self._sent_at = time.monotonic()
+        self._sending = threading.Lock()
+        self._waiting_for = set[int]()
+        self._halts = 0
+        """The number of halts so far, which is also the number of the last one."""
+        self._over = 0
+        """The number up to which the watcher has ended halts."""
+        self._stopped = False
+        self._changed = threading.Condition(threading.Lock())
+        self._halting = threading.Lock()
+        """Held during a halt, so that the engine threads of several devices halt one after the other."""
+
+    # -- telling ------------------------------------------------------------------------------
+
+    def note(self, what: str, **known: Any) -> None:
+        """Note a happening, with the fields of a `Happening` that are known; send the batch if it is full or old.
+
+        ``what`` is the kind of the event. Any thread may call this.
+        """
+        with self._sending:
+            self._seen.append(Happening(_CLOCK_OFFSET + time.monotonic(), what, **known))
+            soon = len(self._seen) < _BATCH_SIZE and time.monotonic() - self._sent_at < _BATCH_SECONDS
+        if not soon:
+            self.flush()
+
+    def waits_for(self, messages: set[int]) -> None:
+        """Note that nothing more can run here until the gradients of these messages have come.
+
+        A message that is in the last call's set already is not noted again.
+        """
+        for message in messages - self._waiting_for:
+            self.note("waiting", message=message)
+        self._waiting_for = messages
+        self.note("resting")
+
+    def flush(self) -> None:
+        """Send the happenings that have not been sent, if there are any, to the watcher.
+
+        The watcher needs the batches of a pass before it is complete, so a worker flushes before it reports.
+        """
+        with self._sending:
+            if not self._seen:
+                return
+            self.sent += 1
+            number, seen, self._seen = self.sent, self._seen, []
+            self._sent_at = time.monotonic()
+        self._send(number, seen, self._control.version)
+
+    # -- being told ---------------------------------------------------------------------------
+
+    def steer(self, control: Control | None, over: int) -> None:
+        """Take a newer control, if one is given, and end the halts up to number ``over``.
+
+        Called when the watcher's message arrives. A control that is older than the present one is ignored, so messages
+        may overtake each other.
+        """
+        with self._changed:
+            if control is not None and control.version > self._control.version:
+                self._control = control
+            self._over = max(self._over, over)
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Halt no more, because the watch is closed or the watcher is gone.
+
+        The pass then runs on to its end; a second call is harmless.
+        """
+        with self._changed:
+            self._control = Control(self._control.version + 1)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up.
+
+        `come_to` raises it in the thread of the node.
+        """
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    # -- in the engine ------------------------------------------------------------------------
+
+    @contextmanager
+    def around(self, part: Any, nodes: Collection[Node]) -> Iterator[None]:
+        """Observe these nodes during the block, in which the engine runs them for ``part``.
+
+        It sets hooks on the nodes, and removes them after the block, also after an error.
+        """
+        numbers = self._numbers.of(nodes)
+        handles = []
+        try:
+            for node in nodes:
+                before, after = self._hooks(part, node, numbers[node])
+                handles.append(node.register_prehook(before))
+                handles.append(node.register_hook(after))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, part: Any, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return the hooks to run before and after a node.
+
+        They do nothing if another pass runs the node, which may happen at the same time. The first reads what the node
+        has saved while a NaN is looked for, because torch frees that when the node has run.
+        """
+        kind: Any = type(node)
+        sends = kind is RECEIVE
+        name = node.name()
+        began = [0.0]
+        saved: list[Saved] = []
+
+        def before(gradients: Gradients) -> None:
+            if current_part() is part:  # else another pass runs the node
+                self.come_to(number, name, gradients, sends=sends)
+                if self.looks:
+                    saved[:] = saved_by(node)  # freed when the node has run
+                began[0] = time.perf_counter()
+
+        def after(new: Gradients, given: Gradients) -> None:
+            if current_part() is part:
+                seconds = time.perf_counter() - began[0]
+                try:
+                    self.ran(number, name, seconds, new, given, lambda: self._explain(node, saved))
+                finally:
+                    saved.clear()
+
+        return before, after
+
+    def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
+        """Note that a node is about to run, and before that halt if the watcher says so.
+
+        ``gradients`` are those given to the node, which are measured if the watcher wants norms or looks for a NaN.
+        ``sends`` is True for a node that sends gradients to another worker.
+
+        Raises:
+            Stopped: the pass was given up during the halt.
+        """
+        known: dict[str, Any] = {}
+        if gradients and (self._norms or self._control.until == "nan"):
+            with suppress(Exception):  # a kind of tensor that cannot be measured must not fail the pass
+                known["norm"], known["histogram"] = measure(gradients)
+        self._check(number, name, gradients)
+        if self._halts_before(self._control, number, sends=sends):
+            self._halt(number, name, known, sends=sends)
+        self.note("running", node=number, name=name, **known)
+
+    def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
+        """Return whether a control says to halt before this node.
+
+        ``sends`` is true if the node's output goes to another worker, which ends ``run(until="message")``.
+        """
+        return (
+            control.paused
+            or (control.until == "message" and sends)
+            or (control.until == "node" and (control.worker, control.node) == (self._worker, number))
+        )
+
+    def ran(
+        self,
+        number: int,
+        name: str,
+        seconds: float,
+        new: Gradients,
+        given: Gradients = (),
+        explain: Callable[[], Inherited | None] = lambda: None,
+    ) -> None:
+        """Note that a node has run for that many seconds, and has made the gradients ``new`` from those ``given``.
+
+        If the node is the first that made a NaN or Inf, ``explain()`` returns what the forward pass had given it.
+        """
+        self.note("done", node=number, name=name, seconds=seconds)
+        self._check(number, name, new, given, explain)
+        if self._control.paused:
+            self.flush()
+
+    def made(self, number: int, name: str, new: Gradients, given: Gradients) -> None:
+        """Note a NaN or Inf that an operation of a pipeline has made, and send it at once.
+
+        If ``given`` holds a NaN or Inf already, the operation has not made it, and nothing is noted.
+        """
+        if not are_finite(new) and are_finite(given):
+            self._check(number, name, new, given, lambda: None)
+            self.flush()
+
+    @property
+    def looks(self) -> bool:
+        """Return whether a NaN or Inf is looked for: always in ``run(until="nan")``, with norms until one is found."""
+        return self._control.until == "nan" or (self._norms and not self._found)
+
+    def _check(
+        self,
+        number: int,
+        name: str,
+        gradients: Gradients,
+        given: Gradients = (),
+        explain: Callable[[], Inherited | None] | None = None,
+    ) -> None:
+        """Look for a NaN or Inf among the gradients that a node is given (``explain`` is None) or has made.
+
+        In ``run(until="nan")``, note it and halt before the next node, which is this node if it was given one.
+        Otherwise note only the first one on this worker, and only for the node that made it: its gradients ``given``
+        were finite.
+        """
+        control = self._control
+        halts = control.until == "nan"
+        if not halts and (explain is None or not self.looks):
+            return
+        if are_finite(gradients):
+            return
+        made = explain is not None and are_finite(given)
+        if not halts and not made:
+            return  # noted at the node that made it
+        self._found = True
+        found = None
+        if made and explain is not None:
+            with suppress(Exception):  # an error in the search must not fail the pass
+                found = explain()
+        self.note("nan", node=number, name=name, version=control.version if halts else -1, inherited=found)
+        if halts:
+            self._pause(control)
+
+    def _pause(self, control: Control) -> None:
+        """Halt before every node from now on, until a newer control comes: the pass is where it was to halt.
+
+        Does nothing if a newer control has come.
+        """
+        with self._changed:
+            if self._control is control:
+                self._control = control._replace(paused=True, until="")
+
+    def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
+        """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
+
+        The halt is announced again under every newer control. If the watcher has resumed and paused again while the
+        first announcement was on its way, it has ignored that announcement.
+
+        Raises:
+            Stopped: the pass was given up.
+        """
+        with self._halting:
+            self._halts += 1
+            announced = -1
+            while self._halts_before(control := self._control, number, sends=sends) and self._over < self._halts:
+                if announced != control.version:
+                    self.note("halted", node=number, name=name, halt=self._halts, version=control.version, **known)
+                    self.flush()
+                    announced = control.version
+                    self._pause(control)
+                with blocking_wait(), self._standing_still(), self._changed:
+                    while self._control.version == control.version and self._over < self._halts and not self._stopped:
+                        self._changed.wait()
+                if self._stopped:
+                    raise Stopped("the backward pass was given up while it was paused")
+
+
+def are_finite(gradients: Gradients) -> bool:
+    """Return whether none of these gradients holds a NaN or Inf; None counts as finite."""
+    return all(is_finite(gradient) for gradient in gradients)

@@ -1,0 +1,154 @@
+"""The data of a watch: what was seen of each backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nbdist.autograd import messages
+from nbdist.autograd.watching import inherited_nans
+from nbdist.autograd.watching.inherited_nans import Inherited
+from nbdist.rpc.references.peeking import Histogram
+
+__all__ = ["Event", "Key", "Pass", "Share"]
+
+Key = tuple[str, int]
+"""A node, as (name of its worker, its number there)."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a backward pass on one worker; `Watch` collects events, a user makes none.
+
+    ``what`` is one of these:
+
+    ``began``
+        The worker takes part in the pass.
+    ``marked``
+        Tensors of ``message``, which the worker sent, will get gradients.
+    ``arrived``
+        Gradients for ``message``, which the worker sent, have come.
+    ``sent``
+        The worker has sent gradients for ``message``, which it received, to the sender.
+    ``waiting``
+        Nothing more can run on the worker before gradients for ``message``, which it sent, have come.
+    ``running``
+        A node begins; ``norm`` and ``histogram`` are those of the gradients it was given, in a watch with norms.
+    ``done``
+        A node has run, in ``seconds``.
+    ``halted``
+        The pass is halted before a node.
+    ``nan``
+        A node was given a NaN or Inf, or has made one. It is reported if `Watch.run` looks for it, and in a watch with
+        norms for the first one on each worker.
+    """
+
+    time: float
+    """Seconds since 1970, by the worker's clock."""
+    worker: str
+    what: str
+    node: int | None = None
+    """The node's number, as in the `trace` of the context."""
+    name: str | None = None
+    message: int | None = None
+    seconds: float | None = None
+    norm: float | None = None
+    histogram: Histogram | None = None
+    inherited: Inherited | None = None
+    """For a ``nan``: where the forward pass made it; None if the backward pass made it, or gave it to the node."""
+
+    @property
+    def told(self) -> str:
+        """The event in a sentence; for a ``nan`` also whether it is from the forward pass, and from where."""
+        node = _named(self.worker, self.name or "", self.node)
+        if self.what == "nan":
+            return inherited_nans.told(self.inherited, node, lambda end: _named(end.worker, end.name, end.node))
+        return f"{self.what} {node}" if self.name else f"{self.what} on {self.worker}"
+
+    @property
+    def key(self) -> Key | None:
+        """The node, as (worker, number), which `Watch.run` takes as ``until``; None for an event without a node."""
+        return None if self.node is None else (self.worker, self.node)
+
+
+def _named(worker: str, name: str, node: int | None) -> str:
+    """Return the words for a node, such as ``Mul@worker1 (node 3)``."""
+    short = name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
+    return f"{short}@{worker} (node {node})"
+
+
+@dataclass
+class Share:
+    """One worker's progress in a pass, as far as its watch knows."""
+
+    taken: int = 0
+    """The number of `Observed` messages of the worker that have been read, in their order."""
+    overtaken: dict[int, messages.Observed] = field(default_factory=dict)
+    """Messages that came before earlier ones, by their numbers."""
+    version: int = 0
+    """The version of the control that the worker had at its last message."""
+    halt: int = 0
+    """The number of the worker's last halt that the watch knows."""
+    gone: int = 0
+    """The number of the last halt that the watch has ended."""
+    at: Event | None = None
+    """The node before which the worker is halted now."""
+    resting: bool = True
+    """True if nothing can run on the worker before another message comes."""
+
+
+@dataclass
+class Pass:
+    """One backward pass, as its `Watch` has seen it; `Watch.passes` lists them.
+
+    It grows while the pass runs, and shows itself in one line.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     watch = dist_autograd.watch()
+        ...     dist_autograd.backward(context_id, [(w * 2).sum()])
+        ...     seen = watch.passes[0]
+        >>> seen
+        <Pass 1 of worker0, smart: 3 nodes on 1 workers in ... ms, over>
+        >>> [event.name for event in seen.events if event.what == "done"][:2]
+        ['SumBackward0', 'MulBackward0']
+    """
+
+    root: str
+    """The name of the worker that began the pass."""
+    number: int
+    """The number of the pass among those that began on that worker."""
+    mode: str
+    """``smart`` or ``fast``; empty as long as that is not known."""
+    events: list[Event] = field(default_factory=list)
+    """The events of the pass, in the order in which the watch learned of them; `Watch.passes` sorts them by time."""
+    over: bool = False
+    """True once the pass is known to be over."""
+    error: str = ""
+    """The error that ended the pass, as text; empty if there was none."""
+    shares: dict[int, Share] = field(default_factory=dict, repr=False)
+    """The progress of each worker, by incarnation."""
+    told: dict[int, int] = field(default_factory=dict, repr=False)
+    """The number of messages that each worker has sent about the pass, known once it is over."""
+
+    @property
+    def complete(self) -> bool:
+        """True if the pass is over and every event of it has come."""
+        return self.over and all(
+            worker in self.shares and self.shares[worker].taken >= count for worker, count in self.told.items()
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first event to the last."""
+        times = [event.time for event in self.events]
+        return max(times) - min(times) if times else 0.0
+
+    def __repr__(self) -> str:
+        ran = [event for event in self.events if event.what == "done"]
+        workers = {event.worker for event in ran}
+        how = self.error.partition("\n")[0] if self.error else "over" if self.over else "under way"
+        return (
+            f"<Pass {self.number} of {self.root}, {self.mode}: {len(ran)} nodes on {len(workers)} workers in "
+            f"{self.seconds * 1000:.1f} ms, {how}>"
+        )

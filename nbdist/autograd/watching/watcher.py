@@ -1,0 +1,522 @@
+"""Watches the backward passes of a context from one worker: shows what all workers do, pauses and steps the passes.
+
+::
+
+    Watch, on the watcher                       Observer, on each worker that runs the pass
+      pause() run() step()   --- Steer, Go --->   changes its Control, or ends a halt
+      on_observed            <--- Observed ----   what happened there, in batches
+      on_over                <--- Over --------   from the root: the pass is over
+
+A `Control` says how passes run; the watch sends a new version of it to all workers that run one of its passes:
+
+=============== =========================================================================
+paused          halt before every node
+until "nan"     halt where the first NaN or Inf comes up
+until "message" halt before the next node that sends gradients to another worker
+until "node"    halt before one node of one worker
+none of these   run
+=============== =========================================================================
+
+A worker numbers its halts 1, 2, … in each pass. `Share.halt` is the number of its last halt, `Share.at` the event of
+that halt while it lasts, and `Share.gone` the number up to which halts are ended by `run` or `step`. So an order to
+go on that crosses a new halt on its way does not end the new halt.
+
+The pass itself is paused, not a record of it. Workers send what happens without being asked, and record nothing as
+long as there is no watch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from nbdist.autograd import messages
+from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.messages import Control, Happening, PassId, Watching
+from nbdist.autograd.watching.records import Event, Key, Pass, Share
+from nbdist.errors import UsageError
+from nbdist.rpc.futures import blocking_wait
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from nbdist.autograd.graph.inspection import Plan
+
+    class _Transport(Protocol):
+        """The methods of an agent that a watch needs."""
+
+        @property
+        def me(self) -> int:
+            """This worker's incarnation."""
+
+        def name_of(self, worker: int) -> str:
+            """Return the name of a worker, given its incarnation."""
+
+        def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
+            """Send a message to a worker; drop it if the worker is gone."""
+
+        def is_there(self, worker: int) -> bool:
+            """Return whether this agent is still connected to a worker."""
+
+        def freeze(self, context_id: int, frozen: bool) -> None:
+            """Stop the clocks of all timeouts on all workers while a pass is paused, or start them again."""
+
+
+__all__ = ["Until", "Watch"]
+
+_ids = itertools.count(1)
+_log = logging.getLogger("nbdist.autograd")
+
+Until = Literal["nan", "message"] | Key | None
+"""Where `Watch.run` halts: at a NaN or Inf, at a message, or before a node, given by its worker and number."""
+
+
+class Watch:
+    """A view of the backward passes of one context, which can pause and step them; `nbdist.autograd.watch` makes one.
+
+    A watch sees the passes that begin after it, on whichever worker they begin, until `close` or the context's end. As
+    a context manager it closes itself. `pause`, `run` and `step` raise UsageError on a closed watch. Any thread may
+    call the methods.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum()
+        ...     with dist_autograd.watch(context_id, paused=True) as watch:
+        ...         handle = dist_autograd.backward_async(context_id, loss)
+        ...         [first] = watch.step()
+        ...         watch.run()
+        ...         handle.wait()
+        >>> first.what, first.worker
+        ('done', 'worker0')
+    """
+
+    def __init__(
+        self, transport: _Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
+    ) -> None:
+        self.id = next(_ids)
+        self.context_id = context
+        self._transport = transport
+        self._norms = norms
+        self._ended = ended
+        self._control = Control(1, paused)
+        self._passes: dict[PassId, Pass] = {}
+        self._reached: Event | None = None
+        """The event at which the passes halted that `run` was waiting for."""
+        self._lost = set[int]()
+        self._frozen = False
+        self._closed = False
+        self._changed = threading.Condition(threading.RLock())
+        self.on_begin: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
+        """Called with the mode and the roots before a pass begins on this worker, by the thread that begins it."""
+        self.on_step: Callable[[Plan], None] | None = None
+        """Called with the plan before a step of a pipeline begins on this worker, by the thread that begins it."""
+        self.on_news: Callable[[], None] | None = None
+        """Called after something was seen, by any thread; it must not block."""
+        self.view: Any = None
+        """The view that draws this watch, if any."""
+
+    # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def watching(self) -> Watching:
+        """A record of this watch, with its present `Control`; the head of every pass that begins now carries it."""
+        return Watching(self._transport.me, self.id, self._norms, self._control)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the watch has ended, by `close` or with its context."""
+        return self._closed
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes, oldest first.
+
+        This waits until everything that the workers saw of finished passes has come, unless the watch is closed. A pass
+        under way has what is known now.
+        """
+        with blocking_wait(), self._changed:
+            while any(seen.over and not seen.complete for seen in self._passes.values()) and not self._closed:
+                self._changed.wait()
+            for seen in self._passes.values():
+                seen.events.sort(key=lambda event: event.time)
+            return list(self._passes.values())
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every pass is over and everything that the workers saw of it has come."""
+        with self._changed:
+            return all(seen.complete for seen in self._passes.values())
+
+    @property
+    def halted(self) -> list[Event]:
+        """The events at which passes are halted now; the one that has waited longest is first."""
+        with self._changed:
+            found = [worker.at for seen in self._open() for worker in seen.shares.values() if worker.at is not None]
+        return sorted(found, key=lambda event: event.time)
+
+    def __repr__(self) -> str:
+        how = "closed" if self._closed else "paused" if self._control.paused else "open"
+        lines = [f"<Watch of context {self.context_id}, {how}>"]
+        with self._changed:
+            lines += [f"  {seen!r}" for seen in self._passes.values()]
+        lines += [f"  {event.worker} is halted before {event.name} (node {event.node})" for event in self.halted]
+        return "\n".join(lines)
+
+    def seen(self, id: PassId) -> tuple[Pass | None, list[Event], list[Event]]:
+        """Return one pass, its events, and the events at which it is halted, as known now; this does not wait for news.
+
+        The pass is None if nothing has been heard of it.
+        """
+        with self._changed:
+            known = self._passes.get(id)
+            if known is None:
+                return None, [], []
+            return known, list(known.events), [each.at for each in known.shares.values() if each.at is not None]
+
+    @property
+    def paused(self) -> bool:
+        """Return whether workers halt before every node."""
+        return self._control.paused
+
+    @property
+    def latest(self) -> PassId | None:
+        """The id of the pass that was the last to be heard of for the first time, or None."""
+        with self._changed:
+            return next(reversed(self._passes), None)
+
+    def _open(self) -> list[Pass]:
+        """Return the passes that are not over; the lock is held."""
+        return [seen for seen in self._passes.values() if not seen.over]
+
+    # -- acting -------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Halt every worker before its next node; this returns at once, before the workers have halted.
+
+        While a pass is paused, no RPC of any worker times out.
+
+        Raises:
+            UsageError: The watch is closed.
+        """
+        self._steer(paused=True)
+
+    def run(self, until: Until = None) -> Event | None:
+        """Resume the passes, and with ``until`` wait until they halt again.
+
+        Args:
+            until: None resumes and returns at once. ``"nan"`` runs to where the first NaN or Inf comes up,
+                ``"message"`` to the next node that sends gradients to another worker, and a node such as ``("worker1",
+                5)``, by the numbers of the context's `trace`, to just before that node.
+
+        Returns:
+            The ``nan`` or ``halted`` event of the worker that came there; all other workers then halt too. None if all
+            passes ended before, or if none is under way: passes that begin later halt there all the same. None also if
+            the watch is closed meanwhile. Of a NaN, ``Event.told`` says in a sentence, and ``Event.inherited`` as data,
+            whether the forward pass gave it to the node, and by which message it came.
+
+        Raises:
+            UsageError: The watch is closed, or ``until`` is none of these.
+        """
+        if until is None:
+            self._steer()
+            return None
+        how, worker, node = ("node", *until) if isinstance(until, tuple) else (until, "", -1)
+        if how not in ("nan", "message", "node"):
+            raise UsageError(f'until must be "nan", "message", or a node such as ("worker1", 5), not {until!r}')
+        with blocking_wait(), self._changed:
+            self._reached = None
+            self._steer(until=how, worker=worker, node=node)
+            while self._reached is None:
+                if self._closed or all(each.complete for each in self._passes.values()):
+                    break
+                self._changed.wait()
+            return self._reached
+
+    def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
+        """Run nodes one after the other, and return the events of those that ran.
+
+        The node that has been halted longest runs next. A watch that is not paused is paused first.
+
+        Args:
+            count: The number of nodes to run.
+            worker: The name of the only worker to step; None means any.
+
+        Returns:
+            One ``done`` event a node. They are fewer than ``count`` if the passes end before, or if the worker can run
+            nothing until other workers have sent it gradients.
+
+        Raises:
+            UsageError: The watch is closed.
+        """
+        if not self._control.paused:
+            self.pause()
+        ran: list[Event] = []
+        with blocking_wait(), self._changed:
+            while len(ran) < count:
+                found = self._next_halt(worker)
+                if found is not None:
+                    ran += self._let_go(*found)
+                elif self._closed or not self._may_go_on(worker):
+                    break
+                else:
+                    self._changed.wait()
+        return ran
+
+    def _next_halt(self, name: str | None) -> tuple[PassId, int] | None:
+        """Return the pass and the worker that have been halted longest, on the worker of that name if given.
+
+        None if no pass is halted there. It only looks: `step` ends the halt.
+        """
+        halts = [
+            (worker.at.time, id, number)
+            for id, seen in self._passes.items()
+            for number, worker in seen.shares.items()
+            if not seen.over and worker.at is not None and name in (None, worker.at.worker)
+        ]
+        return min(halts)[1:] if halts else None
+
+    def _may_go_on(self, name: str | None) -> bool:
+        """Return whether a pass may still halt, on the worker of that name if given; the lock is held.
+
+        A worker that waits for gradients does not count, because it can run nothing until others have run.
+        """
+        if name is None:
+            return bool(self._open())
+        for seen in self._open():
+            known = [worker for number, worker in seen.shares.items() if self._transport.name_of(number) == name]
+            if not all(worker.resting for worker in known) or (seen.root == name and not known):
+                return True
+        return False
+
+    def _let_go(self, id: PassId, number: int) -> list[Event]:
+        """End one halt, and wait until the node has run; the lock is held, and released while waiting.
+
+        Returns the node's ``done`` event in a list, or nothing if the watch is closed or the pass ends before the node
+        is done.
+        """
+        seen = self._passes[id]
+        worker = seen.shares[number]
+        halt, node = worker.halt, worker.at.node if worker.at is not None else None
+        worker.gone, worker.at = halt, None
+        known = len(seen.events)
+        self._transport.tell(number, messages.Go(id, self.context_id, halt))
+        name = self._transport.name_of(number)
+        while True:
+            for event in seen.events[known:]:
+                if event.what == "done" and event.worker == name and event.node == node:
+                    return [event]
+            if self._closed or (seen.over and seen.complete):
+                return []
+            self._changed.wait()
+
+    def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
+        """Make a new version of the control, and send it to every worker that runs a pass.
+
+        Unless ``paused``, this ends all halts that are known.
+
+        Raises:
+            UsageError: the watch is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise UsageError(
+                    f"the watch of context {self.context_id} has ended: its context ended, or close() was called. Call "
+                    "watch() in an open context for a new one"
+                )
+            self._control = Control(self._control.version + 1, paused, until, worker, node)
+            if not paused:
+                # Every halt that is known ends, even one at the node to which this run is to go.
+                for seen in self._passes.values():
+                    for each in seen.shares.values():
+                        each.gone, each.at = each.halt, None
+            for number in {number for seen in self._passes.values() for number in seen.shares}:
+                self._tell(number)
+            self._freeze()
+
+    def _tell(self, number: int) -> None:
+        """Send one worker the control and the number of its ended halts in every pass; the lock is held.
+
+        Sent when the control changes or a halt ends. A worker that is gone is skipped.
+        """
+        over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
+        self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
+
+    def _freeze(self) -> None:
+        """Stop the timeouts of all workers while a pass is paused, and start them again after; the lock is held.
+
+        Calls of the user would otherwise time out while the pass is paused.
+        """
+        frozen = not self._closed and self._control.paused and bool(self._open())
+        if frozen != self._frozen:
+            self._frozen = frozen
+            self._transport.freeze(self.context_id, frozen)
+
+    def close(self) -> None:
+        """Resume the passes and stop watching; what was seen stays. A second call does nothing.
+
+        Every context closes its watch when it ends.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            if self._control.paused or self._control.until:
+                self._steer()
+            self._closed = True
+            self._freeze()
+            self._changed.notify_all()
+        self._ended(self)
+        self._tell_news()
+        self.on_begin = self.on_step = None
+        if self.complete:
+            self.on_news = None  # else more events are on their way
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- what comes ---------------------------------------------------------------------------
+
+    def prepare(self, mode: Literal["smart", "fast"], roots: Sequence[tuple[Node, int]]) -> None:
+        """Show a pass that is about to begin on this worker: call `on_begin` with its mode and roots.
+
+        The thread that begins the pass calls this. An error of the view is logged, and the pass begins all the same.
+        """
+        if self.on_begin is not None:
+            try:
+                self.on_begin(mode, roots)
+            except Exception:
+                _log.exception("drawing a backward pass failed; the pass begins all the same")
+
+    def prepare_step(self, plan: Plan) -> None:
+        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its plan.
+
+        A view sets `on_step` to draw the plan before its first operation runs.
+        """
+        if self.on_step is not None:
+            self.on_step(plan)
+
+    def begin(self, id: PassId, mode: Literal["smart", "fast"]) -> None:
+        """Record that a pass, or a step of a pipeline, begins on this worker.
+
+        `Passes` calls this on the watcher for each pass that it begins itself; other passes are known by their first
+        batch.
+        """
+        with self._changed:
+            self._of(id, mode)
+            self._freeze()
+        self._tell_news()
+
+    def on_observed(self, message: messages.Observed, sender: int) -> None:
+        """Take in a batch of what one worker saw; batches are taken in the order in which the worker sent them.
+
+        If a worker halted where `run` was to halt, all other workers are paused. A worker that acted by an older
+        version of the control is sent the present one.
+        """
+        with self._changed:
+            seen = self._of(message.id, "smart" if message.smart else "fast")
+            worker = seen.shares.setdefault(sender, Share())
+            worker.overtaken[message.number] = message
+            while (following := worker.overtaken.pop(worker.taken + 1, None)) is not None:
+                worker.taken += 1
+                worker.version = following.version
+                for happening in following.happenings:
+                    self._enter(seen, worker, self._transport.name_of(sender), happening)
+            if self._reached is not None and self._control.until:
+                self._steer(paused=True)  # a worker has come to where `run` halts: halt the others too
+            elif worker.version < self._control.version:
+                self._tell(sender)
+            self._freeze()
+            self._changed.notify_all()
+        self._tell_news()
+
+    def on_over(self, message: messages.Over) -> None:
+        """Record that a pass has ended, and how many batches each worker has sent of it.
+
+        Batches may still be on their way; `complete` tells.
+        """
+        with self._changed:
+            seen = self._of(message.id, "")
+            seen.over, seen.error = True, message.error
+            seen.told = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
+            self._freeze()
+            self._changed.notify_all()
+        self._tell_news()
+
+    def on_lost(self, worker: int) -> None:
+        """Record that a worker is gone: a pass that began there is over, and the watch awaits nothing more from it."""
+        with self._changed:
+            self._lost.add(worker)
+            for id, seen in self._passes.items():
+                if id.root == worker and not seen.over:  # only the root would have sent Over
+                    seen.over, seen.error, seen.told = (
+                        True,
+                        f"WorkerLost: {seen.root}, where the pass began, is gone",
+                        {},
+                    )
+                seen.told.pop(worker, None)
+                known = seen.shares.get(worker)
+                if known is not None:
+                    known.at = None
+            self._freeze()
+            self._changed.notify_all()
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        """Call `on_news`, without the lock.
+
+        A view sets `on_news` to draw again.
+        """
+        then = self.on_news
+        if then is not None:
+            then()
+
+    def _of(self, id: PassId, mode: str) -> Pass:
+        """Return the record of a pass, made now if it is new; the lock is held."""
+        seen = self._passes.get(id)
+        if seen is None:
+            seen = self._passes[id] = Pass(self._transport.name_of(id.root), id.number, mode)
+        seen.mode = seen.mode or mode
+        return seen
+
+    def _enter(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
+        """Record one happening on a worker as an event, and update where the worker is halted; the lock is held.
+
+        Repeated announcements of a halt that is known, and the happening ``resting``, make no event.
+        """
+        event = Event(
+            happening.time,
+            name,
+            happening.what,
+            happening.node if happening.node >= 0 else None,
+            happening.name or None,
+            happening.message if happening.message >= 0 else None,
+            happening.seconds if happening.seconds >= 0 else None,
+            None if happening.norm < 0 else happening.norm,
+            happening.histogram,
+            happening.inherited,
+        )
+        if event.what == "resting":
+            worker.resting = True
+            return
+        if event.what in ("arrived", "running") or (event.what == "began" and name == seen.root):
+            worker.resting = False
+        if worker.at is not None and event.what == "running" and event.node == worker.at.node:
+            worker.at = None
+        now = happening.version == self._control.version
+        reached = self._reached is None and bool(self._control.until) and now
+        if event.what == "halted" and worker.at is not None and happening.halt == worker.halt and not reached:
+            return  # announced before
+        if event.what == "halted" and happening.halt > worker.gone and (now or self._control.paused):
+            worker.halt, worker.at = happening.halt, event  # else an order to go on is on its way
+        if reached:
+            self._reached = event
+        seen.events.append(event)

@@ -1,0 +1,278 @@
+"""Holds the shared memory in which an agent passes large tensors to other processes of its host.
+
+The sender copies a tensor into a block once; the receiver reads the block in place
+(`nbdist.channel.shared_memory.leases`). The life of a block, whose bookkeeping is in
+`nbdist.channel.shared_memory.blocks`::
+
+    free ── `put` ──> Slot ── `send` ──> lent ──┬── `give_back` by the receiver ─────────────────────────────> free
+                        │                       ├── `take_back`: its message certainly was not sent ─────────> free
+                        │                       ├── `forget`: the receiver has died ─────────────────────────> free
+                        │                       └── `lose`, or `forget` of a receiver that is alive ──> never again
+                        └── the slot is collected unsent ────────────────────────────────────────────────────> free
+
+One receiver at a time has a block, so it may also write to the tensors in it. A receiver that has left the world but is
+alive may still use its tensors: such a block is never used again, and the arena closes the file of its segment. The
+memory then lives for as long as the receiver has it mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Sequence
+
+from nbdist.channel.shared_memory import mapping
+from nbdist.channel.shared_memory.blocks import Block, Blocks, Close, Empty, Instruction, Open
+from nbdist.channel.shared_memory.mapping import Mapping, MemoryFailure
+from nbdist.finalisers import this_thread
+from nbdist.holds import Hold, Holds
+from nbdist.signals import Deferral
+from nbdist.wire.messages import Place
+
+__all__ = ["PROBE", "Arena", "ArenaSlot", "default_bound", "file_name", "open_arena"]
+
+PROBE = 0
+"""The number of an empty segment. A process that can open it can open the other segments, too."""
+PROBE_SIZE = 4096
+"""The bytes of the empty segment."""
+
+
+def file_name(incarnation: int, segment: int) -> str:
+    """Return the name of a segment's file. Readers check it, so that they never map another file."""
+    return f"nbdist-{incarnation:x}-{segment}"
+
+
+def default_bound() -> int:
+    """Return the bound, in bytes, of an arena without a given one: a quarter of this process's memory limit."""
+    return mapping.total() // 4
+
+
+def open_arena(incarnation: int, bound: int | None, threshold: int) -> Arena | None:
+    """Return an arena for an agent; None if ``bound`` is 0 or the system cannot provide one.
+
+    ``bound`` is the most bytes that the arena may hold, None for `default_bound`. Tensors of at least ``threshold``
+    bytes travel through the arena.
+    """
+    if bound == 0 or not mapping.is_available():
+        return None
+    try:
+        return Arena(incarnation, default_bound() if bound is None else bound, threshold)
+    except MemoryFailure:
+        return None
+
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for arena in list(_arenas):
+        arena.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class ArenaSlot:
+    """A block with a copy of a tensor, for one receiver. A slot that is collected unsent returns its block."""
+
+    __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
+
+    def __init__(self, arena: Arena, block: Block, hold: Hold, receiver: int, place: Place) -> None:
+        """Make a slot; ``hold`` ends together with the slot, and its end returns an unsent block to the arena."""
+        self.place = place
+        self._arena = arena
+        self._block = block
+        self._hold = hold
+        self._receiver = receiver
+
+    def send(self) -> None:
+        """Lend the block to the receiver. Call this before the message that names `place` is sent."""
+        with Deferral():  # Ctrl-C in the middle would leave a block that is neither free nor lent
+            self._arena.send(self._block, self._hold, self._receiver)
+
+    def take_back(self) -> None:
+        """Free the block after `send`, because its message certainly did not go out. Before `send`, does nothing.
+
+        After a receiver that is gone was forgotten, it does nothing, too.
+        """
+        self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
+
+
+class ArenaSpace:
+    """The arena as a place for tensors to one receiver."""
+
+    def __init__(self, arena: Arena, receiver: int) -> None:
+        self.threshold = arena.threshold
+        """The bytes from which on a tensor travels through the arena."""
+        self._arena = arena
+        self._receiver = receiver
+
+    def put(self, pointer: int, length: int) -> ArenaSlot | None:
+        """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room.
+
+        The sender then puts the bytes into the message itself.
+        """
+        return self._arena.put(pointer, length, self._receiver)
+
+
+class Arena:
+    """The shared memory of one agent. Any thread may use it."""
+
+    def __init__(self, incarnation: int, bound: int, threshold: int) -> None:
+        """Make an empty arena that grows to at most ``bound`` bytes. Raises MemoryFailure if the system has none."""
+        self.threshold = threshold
+        """The bytes from which on a tensor travels through the arena."""
+        self._unsent: Holds[Block] = Holds()
+        """A hold for the block of each slot that is not sent."""
+        self.falls_back = 0
+        """The number of times that `put` had no room, so that a tensor travelled in its message's frames instead."""
+        self._incarnation = incarnation
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._blocks = Blocks(bound, max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._files: dict[int, int] = {PROBE: mapping.create(file_name(incarnation, PROBE), PROBE_SIZE)}
+        self._mappings: dict[int, Mapping] = {}
+        _arenas.add(self)
+
+    @property
+    def probe(self) -> int:
+        """The number of the open file by which other processes test whether they can read this arena."""
+        return self._files[PROBE]
+
+    # -- out ----------------------------------------------------------------------------------
+
+    def put(self, pointer: int, length: int, receiver: int) -> ArenaSlot | None:
+        """Copy ``length`` bytes at the address ``pointer`` into a block for ``receiver``.
+
+        Returns None, and counts that in `falls_back`, if the arena has no room for them or is closed.
+        """
+        was_closed = this_thread.is_closed
+        try:
+            this_thread.is_closed = True
+            with Deferral(), self._lock:
+                block = None if self._is_closed else self._take(length)
+                if block is None:
+                    self.falls_back += 1
+                    return None
+                segment = block.segment
+                # This local keeps the segment mapped if another thread closes the arena during the copy below.
+                file, mapped = self._files[segment.number], self._mappings[segment.number]
+                place = Place(segment.number, file, segment.size, block.offset, length)
+                slot = ArenaSlot(self, block, self._unsent.hold(block), receiver, place)
+        finally:
+            this_thread.is_closed = was_closed
+        ctypes.memmove(mapped.address + block.offset, pointer, length)
+        return slot
+
+    def _take(self, length: int) -> Block | None:
+        """Take a block for ``length`` bytes; return None if there is no room or no memory. The lock is held."""
+        self._collect()
+        block, instructions = self._blocks.take(length)
+        try:
+            self._do(instructions)
+        except MemoryFailure:
+            if block is not None:
+                self._do(self._blocks.discard(block))
+            return None
+        return block
+
+    def send(self, block: Block, hold: Hold, receiver: int) -> None:
+        """Note that a block is lent to ``receiver``. The caller defers signals (`ArenaSlot.send`)."""
+        with self._lock:
+            self._unsent.forget(hold)
+            self._blocks.send(block, receiver)
+
+    # -- and back -----------------------------------------------------------------------------
+
+    def give_back(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
+        """Free ``blocks``, by segment and offset, that ``receiver`` has given back. Others than its own are ignored.
+
+        A block that was given back before is ignored.
+        """
+        with Deferral(), self._lock:
+            for segment, offset in blocks:
+                self._do(self._blocks.give_back(receiver, segment, offset))
+
+    def lose(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
+        """Never use ``blocks`` again: ``receiver`` may have them or not, or a process that it forked reads them.
+
+        Blocks that are not lent to it are ignored.
+        """
+        with self._lock:
+            for segment, offset in blocks:
+                self._do(self._blocks.lose(receiver, segment, offset))
+
+    def forget(self, receiver: int, *, is_dead: bool) -> None:
+        """Take back all blocks of a receiver that is gone; never use them again unless its process is dead."""
+        with self._lock:
+            self._do(self._blocks.forget(receiver, is_dead=is_dead))
+
+    def trim(self) -> None:
+        """Free memory that was not needed lately. An agent calls this every 5 s."""
+        with self._lock:
+            self._collect()
+            self._do(self._blocks.trim())
+
+    def _collect(self) -> None:
+        """Take back the blocks of slots that were collected unsent. The lock is held."""
+        for block in self._unsent.take_ended():
+            self._do(self._blocks.put_back(block))
+
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        """Carry out what `Blocks` asks for. Raises MemoryFailure if a segment cannot be made. The lock is held."""
+        if self._is_closed:
+            return
+        for instruction in instructions:
+            if isinstance(instruction, Open):
+                file = mapping.create(file_name(self._incarnation, instruction.segment), instruction.size)
+                self._files[instruction.segment] = file
+                self._mappings[instruction.segment] = Mapping(file, instruction.size)
+            elif isinstance(instruction, Empty):
+                mapped = self._mappings.get(instruction.segment)
+                if mapped is not None:  # None if the segment could not be made
+                    mapped.empty(instruction.offset, instruction.size)
+            elif isinstance(instruction, Close):
+                self._close(instruction.segment)
+
+    def _close(self, segment: int) -> None:
+        self._mappings.pop(segment, None)
+        file = self._files.pop(segment, None)
+        if file is not None:
+            os.close(file)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release all segments. The memory that receivers have mapped lives on until they unmap it.
+
+        A second call does nothing. What is still lent need not be given back.
+        """
+        with self._lock:
+            self._is_closed = True
+            for segment in list(self._files):
+                self._close(segment)
+
+    def forked(self) -> None:
+        """Release the parent's segments in a forked process.
+
+        The lock is not taken: the thread that held it at the fork does not exist in the child.
+        """
+        self._is_closed = True
+        for segment in list(self._files):
+            self._close(segment)
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters for `nbdist.views`: bytes held and used, blocks lent, segments, and failed `put` calls."""
+        with Deferral(), self._lock:
+            self._collect()
+            return {
+                "arena_bytes": self._blocks.held,
+                "arena_bytes_used": self._blocks.used,
+                "arena_blocks_out": self._blocks.outstanding,
+                "arena_segments": self._blocks.segments,
+                "arena_falls_back": self.falls_back,
+            }

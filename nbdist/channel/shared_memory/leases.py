@@ -1,0 +1,164 @@
+"""Maps the blocks that other agents have lent to this one, and notes when a block is not used any more.
+
+An agent of the same host sends a large tensor by writing it into a block of its arena
+(`nbdist.channel.shared_memory.arena`). The receiver maps the block and reads the tensor in place. That is a *lease*::
+
+    begin ──> the block's memory, as a buffer ──> tensors are made on it ──> the last of them is collected
+                                                                                     │
+                    the agent gives the block back to its owner <── take_ended <─────┘
+
+A lease begins when a message is accepted, even if the message cannot be decoded afterwards. Python may collect the last
+tensor at any moment, with any lock held, so the end of a lease is only noted, by `nbdist.holds`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nbdist.channel.shared_memory.arena import PROBE, PROBE_SIZE, file_name
+from nbdist.channel.shared_memory.mapping import Mapping, MemoryFailure, open_of
+from nbdist.holds import Holds
+from nbdist.wire.messages import Place, Record
+from nbdist.wire.tensors import Buffer, Unreadable
+
+__all__ = ["LeaseEnded", "Leases"]
+
+_UNMAP_AFTER = 30.0
+"""Seconds without a new lease after which `Leases` drops its mapping of a segment: its owner may have closed it."""
+
+_forks = 0
+"""The number of forks that this process has begun, plus the number that it has completed."""
+
+
+def _on_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+# Counted before and after a fork: a lease that another thread begins meanwhile may be in the child, too.
+os.register_at_fork(before=_on_fork, after_in_parent=_on_fork)
+
+
+class LeaseEnded(NamedTuple):
+    """A lease that has ended: the place of its block, and to whom the block goes back."""
+
+    owner: int
+    """The incarnation of the agent that lent the block."""
+    segment: int
+    """The number of the block's segment in the owner's arena."""
+    offset: int
+    """The place of the block in the segment, in bytes."""
+    length: int
+    """The bytes of the block that were used."""
+    is_shared: bool
+    """True if a forked process may still read the block, so that the owner must not write to it again."""
+
+
+class _Segment:
+    """A mapped segment of another agent's arena."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+        self.used_at = 0.0
+        """The moment at which the last lease in it began, as of `time.monotonic`."""
+
+
+class Leases:
+    """Maps the blocks that other agents have lent to one agent, until no tensor uses them. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._holds: Holds[tuple[LeaseEnded, int]] = Holds()
+        """A hold for each lease, with the note of its end and the value of `_forks` when it began."""
+        self.ended = self._holds.ended
+        """Not empty while leases have ended that `take_ended` has not returned. Only test whether it is empty."""
+        self.begun = 0
+        """The number of leases that have begun so far."""
+        self.over = 0
+        """The number of leases that `take_ended` has returned so far."""
+        self._segments: dict[tuple[int, int], _Segment] = {}
+        """The mapped segments, by the owner's incarnation and the segment's number."""
+        self._lock = threading.Lock()
+
+    def can_read(self, owner: Record) -> bool:
+        """Return whether this process can map the arena of another agent; False if that agent has no arena."""
+        if owner.arena is None:
+            return False
+        try:
+            open_of(owner.pid, owner.arena, file_name(owner.incarnation, PROBE), PROBE_SIZE)
+        except MemoryFailure:
+            return False
+        return True
+
+    def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer]:
+        """Begin a lease for each of the ``places`` in the owner's arena; return their memory.
+
+        ``now`` is as of `time.monotonic`. For a place that cannot be mapped, the result has an `Unreadable` with the
+        reason, which goes into the error with which the message is answered.
+        """
+        return [self._begin(owner, place, now) for place in places]
+
+    def _begin(self, owner: Record, place: Place, now: float) -> Buffer:
+        what = LeaseEnded(owner.incarnation, place.segment, place.offset, place.length, False)
+        hold = self._holds.hold((what, _forks))  # if this method returns no memory, the lease ends at once
+        self.begun += 1
+        if not 0 <= place.offset <= place.offset + place.length <= place.size:
+            return Unreadable("the message names a place outside of the sender's shared memory")
+        try:
+            mapping = self._segment(owner, place, now)
+        except MemoryFailure as error:
+            return Unreadable(str(error))
+        block = (ctypes.c_char * place.length).from_address(mapping.address + place.offset)
+        block.lease = hold, mapping  # type: ignore[attr-defined]
+        return memoryview(block).cast("B")
+
+    def _segment(self, owner: Record, place: Place, now: float) -> Mapping:
+        """Return the mapping of the segment that a place is in. Raises MemoryFailure if it cannot be mapped."""
+        with self._lock:
+            segment = self._segments.get((owner.incarnation, place.segment))
+            if segment is None or segment.mapping.size != place.size:
+                name = file_name(owner.incarnation, place.segment)
+                segment = _Segment(open_of(owner.pid, place.file, name, place.size))
+                self._segments[owner.incarnation, place.segment] = segment
+            segment.used_at = now
+            return segment.mapping
+
+    def take_ended(self) -> list[LeaseEnded]:
+        """Return the leases that have ended since the last call.
+
+        A lease that ended before a fork and is returned after it counts as shared, although no child reads its block:
+        the block is then not used again, which is safe.
+        """
+        taken = [what if forks == _forks else what._replace(is_shared=True) for what, forks in self._holds.take_ended()]
+        self.over += len(taken)
+        return taken
+
+    def forget(self, owner: int) -> None:
+        """Drop the mappings of an agent that is gone. Its memory stays mapped while tensors refer to it.
+
+        An agent without mappings is ignored.
+        """
+        with self._lock:
+            for key in [key for key in self._segments if key[0] == owner]:
+                del self._segments[key]
+
+    def trim(self, now: float) -> None:
+        """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`).
+
+        A mapping is made anew when it is needed.
+        """
+        with self._lock:
+            for key in [key for key, segment in self._segments.items() if now - segment.used_at > _UNMAP_AFTER]:
+                del self._segments[key]
+
+    def close(self) -> None:
+        """Drop all mappings. A segment stays mapped while tensors refer to it."""
+        with self._lock:
+            self._segments.clear()
+
+    def statistics(self) -> dict[str, int]:
+        """Return the number of leases that `take_ended` has not returned yet, and of mapped segments."""
+        return {"arena_blocks_held": self.begun - self.over, "arena_segments_mapped": len(self._segments)}

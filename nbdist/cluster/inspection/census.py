@@ -1,0 +1,344 @@
+"""Counts the memory that objects hold: every buffer and object once, without calling any code of their classes.
+
+A `Census` is one look at one process. A `Walk` visits what one value holds, a bounded number of objects at a time, so
+that a look ends soon however much there is::
+
+    value ── children ──> containers, fields, closures ──> ...     by iterators of the base classes and by
+                │                                                  Python's garbage collector
+                ├──> tensors: storage, gradient, graph ──> saved tensors
+                └──> arrays: buffer, base
+
+Nothing is copied: a walk keeps iterators over the containers, and the ``id`` of each object that it has visited.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from nbdist.autograd.graph.memory_use import Place, storage_of
+from nbdist.autograd.graph.saved import saved_by
+from nbdist.cluster.inspection.process_memory import Regions, resident_bytes
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.futures import Promise
+from nbdist.rpc.references import inert
+from nbdist.torch_private import no_torch_function
+
+__all__ = ["Amount", "Census", "Walk"]
+
+_SKIPPED_PACKAGES = ("IPython", "ipykernel", "traitlets", "zmq", "jupyter_client", "asyncio", "_asyncio", "logging")
+"""Packages whose objects a walk skips, because they lead to everything that the kernel holds."""
+_SKIPPED_MODULES = (
+    "nbdist.rpc",
+    "nbdist.channel",
+    "nbdist.cluster",
+    "nbdist.autograd",
+    "nbdist.views",
+    "nbdist.magics",
+)
+"""Modules of nbdist whose objects a walk skips as well, except for promises and `torch.nn.Module` subclasses."""
+_SEARCHED_UP_TO = 10_000
+"""Entries up to which an instance of a container subclass is searched for attributes too, besides its items."""
+
+
+_tensor: Any = torch.Tensor
+_grad: Callable[[torch.Tensor], torch.Tensor | None] = _tensor.grad.__get__
+_grad_fn: Callable[[torch.Tensor], Any] = _tensor.grad_fn.__get__
+_retains_grad: Callable[[torch.Tensor], bool] = _tensor.retains_grad.__get__
+_CONTAINERS: tuple[Any, ...] = (list, tuple, dict, set, frozenset, collections.deque)
+
+
+class Amount(msgspec.Struct):
+    """The bytes that one category accounts for, by where they are."""
+
+    private: int = 0
+    """Bytes in this process's own memory."""
+    shared: int = 0
+    """Bytes in shared memory that this process has mapped."""
+    absent: int = 0
+    """Bytes that are not in memory: pages never written to, or swapped out."""
+    gpu: int = 0
+    """Bytes on devices other than the CPU."""
+
+
+class _Buffer(NamedTuple):
+    """The size of a buffer, and the category that it was counted for."""
+
+    nbytes: int
+    category: str
+
+
+class _Kind(NamedTuple):
+    """The way in which a walk visits the instances of a class."""
+
+    cls: type
+    size_of: Callable[[Any], int]
+    """Returns the bytes of an instance itself, without what it refers to."""
+    base: Any
+    """The class of Python, torch or numpy whose methods read the instances; `object` if none of the known ones fits."""
+    is_passed_by: bool = False
+    """True if a walk skips the instances."""
+    is_extended: bool = False
+    """True for subclasses of containers, whose instances may have attributes besides their items."""
+
+    @classmethod
+    def of(cls, what: type) -> _Kind:
+        """Find out how to visit the instances of a class."""
+        size_of, ndarray = inert.sizer_of(what), inert.array_class()
+        if ndarray is not None and issubclass(what, ndarray):
+            return cls(what, object.__sizeof__, ndarray)  # `Walk._array` counts the buffer
+        for base in (torch.Tensor, FunctionType, type):
+            if issubclass(what, base):
+                return cls(what, size_of, base)
+        name = inert.module_of(what)
+        if issubclass(what, (ModuleType, CodeType, Agent)) or name.partition(".")[0] in _SKIPPED_PACKAGES:
+            return cls(what, size_of, object, True)
+        if name.startswith(_SKIPPED_MODULES) and not issubclass(what, (Promise, torch.nn.Module)):
+            return cls(what, size_of, object, True)
+        for base in _CONTAINERS:
+            if issubclass(what, base):
+                plain = (base, collections.OrderedDict, collections.defaultdict)
+                return cls(what, size_of, base, is_extended=not any(what is each for each in plain))
+        return cls(what, size_of, object)
+
+
+@dataclass
+class Census:
+    """All that one look has visited and counted."""
+
+    buffers: dict[Place, _Buffer] = field(default_factory=dict)
+    """The buffers that were counted, by device and address."""
+    objects: dict[str, int] = field(default_factory=dict)
+    """Bytes of Python objects, by category."""
+    watched: dict[int | Place, int] = field(default_factory=dict)
+    """Numbers of objects (by ``id``) and buffers (by place). A walk adds the numbers that it meets to `Walk.met`."""
+    _seen: set[int] = field(default_factory=set)
+    """The ``id`` of every object that was visited, or that `skip` excludes."""
+    _nodes: dict[int, Any] = field(default_factory=dict)
+    """The graph nodes visited, by ``id``. Kept alive, as torch would reuse the ``id`` of a dropped node for another."""
+    _kinds: dict[int, _Kind] = field(default_factory=dict)
+    """Kinds by the ``id`` of their class: to hash the class itself could call code of its metaclass."""
+
+    def skip(self, values: Iterable[object]) -> None:
+        """Exclude these objects from all walks, because they lead to everything else, as the user's namespace does.
+
+        Call it before the first walk, because objects that have been visited stay counted.
+        """
+        self._seen.update(map(id, values))
+
+    def kind_of(self, cls: type) -> _Kind:
+        """Return the `_Kind` of a class."""
+        kind = self._kinds.get(id(cls))
+        if kind is None:
+            kind = self._kinds[id(cls)] = _Kind.of(cls)
+        return kind
+
+    def put(self, category: str, places: dict[Place, int]) -> None:
+        """Count buffers that were found without a walk; buffers that were counted before stay as they are."""
+        for place, nbytes in places.items():
+            self.buffers.setdefault(place, _Buffer(nbytes, category))
+
+    def amounts(self, regions: Regions) -> dict[str, Amount]:
+        """Return the counted bytes by category. Bytes of buffers that are not in memory are in `Amount.absent`.
+
+        ``regions`` says which addresses are shared memory.
+        """
+        found: dict[str, Amount] = {}
+        for (device, address), buffer in self.buffers.items():
+            amount = found.setdefault(buffer.category, Amount())
+            if device != "cpu":
+                amount.gpu += buffer.nbytes
+                continue
+            resident = resident_bytes(address, buffer.nbytes)
+            amount.absent += buffer.nbytes - resident
+            if regions.contain(address):
+                amount.shared += resident
+            else:
+                amount.private += resident
+        for category, nbytes in self.objects.items():
+            found.setdefault(category, Amount()).private += nbytes
+        return found
+
+
+class Walk:
+    """Visits what one value holds. Counts only what no walk of the same census has visited before."""
+
+    def __init__(self, census: Census, category: str, value: object) -> None:
+        self.nbytes = 0
+        """Bytes of buffers and objects in this process's memory. For a tensor or module, of the buffers alone."""
+        self.gpu = 0
+        """Bytes of buffers on other devices."""
+        self.count = 0
+        """The number of objects visited so far."""
+        self.is_partial = False
+        """True if another thread changed a container while it was read, so that the walk may have missed objects."""
+        self.met: set[int] = set()
+        """The numbers from `Census.watched` of the objects and buffers that the value leads to."""
+        self._census = census
+        self._category = category
+        self._root = value
+        self._is_module = inert.is_a(value, torch.Tensor, torch.nn.Module)
+        """True for a tensor or module: the Python objects around its buffers count for the census, not for `nbytes`."""
+        self._stack: list[Iterator[Any]] = [iter((value,))]
+
+    @property
+    def done(self) -> bool:
+        """True once everything that the value holds has been visited."""
+        return not self._stack
+
+    def go(self, count: int) -> int:
+        """Visit up to ``count`` more objects; return how many were visited.
+
+        Call it until `done`, or stop early: what is left is not counted. A dict that another thread changes meanwhile
+        is left, and sets `is_partial`.
+        """
+        before = self.count
+        with no_torch_function():
+            while self._stack and self.count - before < count:
+                try:
+                    value = next(self._stack[-1])
+                except StopIteration:
+                    self._stack.pop()
+                    continue
+                except RuntimeError:  # another thread has changed the dict
+                    self.is_partial = True
+                    self._stack.pop()
+                    continue
+                self.count += 1
+                self._meet(value)
+        return self.count - before
+
+    def _meet(self, value: object) -> None:
+        """Count an object unless it has been visited, and put what it refers to on the stack."""
+        cls = type(value)
+        if cls is int or cls is float:
+            self._object(cls.__sizeof__(value))
+            return
+        if value is None or cls is bool:
+            return
+        census, key = self._census, id(value)
+        if census.watched:
+            self._tell(key)
+        if key in census._seen:
+            if census.watched and issubclass(cls, torch.Tensor):
+                self._tell_place(value)  # type: ignore[arg-type]
+            return
+        census._seen.add(key)
+        if cls is str or cls is bytes:
+            self._object(cls.__sizeof__(value))
+            return
+        children = self._children(value, cls)
+        if children is not None:
+            self._stack.append(children)
+
+    def _children(self, value: Any, cls: type) -> Iterator[Any] | None:
+        """Count an object; return an iterator over what it refers to, or None if there is nothing to visit."""
+        kind = self._census.kind_of(cls)
+        if kind.is_passed_by:
+            return None
+        if kind.base is FunctionType:
+            return iter((value.__closure__, value.__defaults__, value.__kwdefaults__))
+        if kind.base is type:
+            return iter(inert.dict_of_class(value).values()) if inert.module_of(value) == "__main__" else None
+        self._object(kind.size_of(value))
+        if kind.base is torch.Tensor:
+            return self._tensor(value)
+        if kind.base is object or (kind.is_extended and kind.base.__len__(value) < _SEARCHED_UP_TO):
+            return iter(_referents(value, cls))
+        if kind.base is dict:
+            return chain.from_iterable(dict.items(value))
+        if kind.base in _CONTAINERS:
+            items: Iterator[Any] = kind.base.__iter__(value)
+            return items
+        return self._array(value, kind.base)
+
+    # -- tensors and arrays ---------------------------------------------------------------------
+
+    def _tensor(self, tensor: torch.Tensor) -> Iterator[Any]:
+        """Count a tensor's buffer; return its attributes, hooks, gradient and graph."""
+        found = storage_of(tensor)
+        if found is not None:
+            self._buffer(*found, is_root=tensor is self._root)
+        referents = _referents(tensor, type(tensor))  # the attributes that were set on the tensor, and its hooks
+        node = _grad_fn(tensor)
+        if node is None or _retains_grad(tensor):
+            gradient = _grad(tensor)
+            if gradient is not None:
+                referents.append(gradient)
+        return chain(referents, self._graph(node)) if node is not None else iter(referents)
+
+    def _graph(self, node: Any) -> Iterator[Any]:
+        """Yield the nodes of a graph that no walk has visited, and the values that they have saved."""
+        nodes, pending = self._census._nodes, [node]
+        while pending:
+            node = pending.pop()
+            if id(node) in nodes:
+                continue
+            nodes[id(node)] = node
+            yield node
+            yield from (saved.data for saved in saved_by(node))
+            pending += [following for following, _ in node.next_functions if following is not None]
+
+    def _array(self, array: Any, ndarray: Any) -> Iterator[Any] | None:
+        """Count a numpy array's buffer; return its base if that owns the buffer, else the objects in it."""
+        base = ndarray.base.__get__(array)
+        if base is not None and inert.is_a(base, ndarray, torch.Tensor, bytes, bytearray):
+            return iter((base,))
+        if inert.module_of(type(base)) != "mmap":  # a mapped file is not the process's own memory
+            address = ndarray.__array_interface__.__get__(array)["data"][0]
+            self._buffer(("cpu", address), ndarray.nbytes.__get__(array))
+        return iter(ndarray.flat.__get__(array)) if ndarray.dtype.__get__(array).hasobject else None
+
+    # -- counting -------------------------------------------------------------------------------
+
+    def _buffer(self, place: Place, nbytes: int, *, is_root: bool = False) -> None:
+        """Count a buffer, unless it was counted before.
+
+        If the walk began at a tensor whose buffer was counted for the contexts, the buffer moves to the category of the
+        walk: the user knows the tensor by its reference or variable.
+        """
+        known = self._census.buffers.get(place)
+        if known is None:
+            self._census.buffers[place] = _Buffer(nbytes, self._category)
+        elif is_root and known.category == "contexts":
+            self._census.buffers[place] = _Buffer(nbytes, self._category)  # moved from the contexts
+        else:
+            self._tell(place)
+            return
+        self._tell(place)
+        if place[0] == "cpu":
+            self.nbytes += nbytes
+        else:
+            self.gpu += nbytes
+
+    def _object(self, nbytes: int) -> None:
+        """Count the bytes of a Python object."""
+        objects = self._census.objects
+        objects[self._category] = objects.get(self._category, 0) + nbytes
+        if not self._is_module:
+            self.nbytes += nbytes
+
+    def _tell(self, key: int | Place) -> None:
+        """Note the number of an object or buffer, if the census watches it."""
+        number = self._census.watched.get(key)
+        if number is not None:
+            self.met.add(number)
+
+    def _tell_place(self, tensor: torch.Tensor) -> None:
+        """Note the number of a tensor's buffer, if the census watches it."""
+        found = storage_of(tensor)
+        if found is not None:
+            self._tell(found[0])
+
+
+def _referents(value: object, cls: type) -> list[Any]:
+    """Return the objects that Python's garbage collector finds in a value, without the value's class."""
+    return [each for each in gc.get_referents(value) if each is not cls]

@@ -1,0 +1,217 @@
+"""Compares a value across workers without sending it: each worker hashes the parts of its value.
+
+::
+
+    on each worker     value ── flatten ──> parts ── prints ──> path, kind and digest of each part
+    `differences`      digests of all workers ──> paths that differ ── part_of ──> two parts ── compare ──> words
+
+Only parts whose digests differ are fetched, one by one. `differences` and `_tell` call workers; the other functions
+work on the values of their own process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nbdist.autograd.api import recorder
+from nbdist.rpc import api
+from nbdist.rpc.references.rref import RRef
+
+__all__ = ["Difference", "Print", "compare", "differences", "flatten", "prints"]
+
+_TEXT_SHOWN = 60
+"""Characters of a value's text that are shown."""
+_NUMBERS_AT_A_TIME = 1 << 22
+"""Numbers of a tensor that are hashed at a time."""
+
+
+@dataclass(frozen=True)
+class Print:
+    """The fingerprint of one part of a value."""
+
+    path: str
+    """The way to the part from the value, such as ``.layers[0].bias`` in nested containers; "" for the value itself."""
+    kind: str
+    """The type, and a tensor's dtype and shape. Parts of different kinds are not compared further."""
+    digest: str
+    """A SHA-256 of the part's value."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One part whose value on ``worker`` is not that on the first worker."""
+
+    path: str
+    worker: str
+    told: str
+    """The difference in words, such as ``first at [1]: 2 instead of 1``."""
+
+
+def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value with their paths: a module's state, the items of dicts, lists and tuples.
+
+    Any other value is one part, and so is an RRef. A numpy array of numbers becomes a tensor. A list or tuple also
+    yields its length. ``inside`` has the ids of the containers around the value: one that contains itself ends there.
+    """
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict()
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+        value = torch.from_numpy(value.copy()) if value.ndim else torch.tensor(value.item())
+    if isinstance(value, RRef):
+        yield path, value
+    elif id(value) in inside:
+        yield path, "a container that this is part of"
+    elif isinstance(value, Mapping):
+        inside |= {id(value)}
+        for key, item in value.items():
+            step = f".{key}" if isinstance(key, str) else f"[{key!r}]"
+            yield from flatten(item, f"{path}{step}", inside)
+    elif isinstance(value, list | tuple) and type(value) in (list, tuple):
+        yield f"{path} (length)", len(value)
+        inside |= {id(value)}
+        for index, item in enumerate(value):
+            yield from flatten(item, f"{path}[{index}]", inside)
+    else:
+        yield path, value
+
+
+def prints(rref: RRef[Any]) -> list[Print]:
+    """Return the fingerprints of all parts of a value. Called on the value's owner.
+
+    `part_of` returns one of the parts by its path.
+    """
+    return [_print(path, part) for path, part in flatten(rref.local_value())]
+
+
+def _print(path: str, part: Any) -> Print:
+    """Return the fingerprint of one part. A part that cannot be pickled is hashed by its ``repr``."""
+    if isinstance(part, torch.Tensor):
+        with torch.no_grad():
+            return Print(path, f"Tensor {_dtype(part)}{tuple(part.shape)}", _tensor_digest(part))
+    kind = type(part).__qualname__
+    if isinstance(part, set | frozenset):  # the order of its items differs between processes
+        return Print(path, kind, hashlib.sha256(repr(sorted(map(repr, part))).encode()).hexdigest())
+    try:
+        return Print(path, kind, hashlib.sha256(pickle.dumps(part)).hexdigest())
+    except Exception:
+        return Print(path, kind, hashlib.sha256(repr(part).encode()).hexdigest())
+
+
+def _tensor_digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's numbers. The tensor is copied to the CPU as a whole, and hashed in pieces."""
+    digest = hashlib.sha256()
+    flat = _flat(tensor)
+    for start in range(0, flat.numel(), _NUMBERS_AT_A_TIME):
+        digest.update(flat[start : start + _NUMBERS_AT_A_TIME].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one dense dimension on the CPU, without gradient."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.cpu().resolve_conj().resolve_neg().reshape(-1)
+
+
+def part_of(rref: RRef[Any], path: str) -> Any:
+    """Return one part of a value: a tensor on the CPU, anything else as text. Called on the value's owner.
+
+    Returns None if the value has no such part any more.
+    """
+    for known, part in flatten(rref.local_value()):
+        if known == path:
+            return part.detach().cpu() if isinstance(part, torch.Tensor) else _text(part)
+    return None
+
+
+def compare(one: Any, other: Any) -> str:
+    """Return in words how ``other`` differs from ``one``: two tensors of one shape and dtype, or two texts."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return f"{other} instead of {one}" if one != other else f"it prints the same, {one}, but its pickle differs"
+    a, b = _flat(one), _flat(other)
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() or a.is_complex() else a == b
+    where = (~same).nonzero().reshape(-1)
+    if not where.numel():
+        return "only the bits differ: a signed zero, or another kind of NaN"
+    first = int(where[0])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), one.shape)] if one.dim() else []
+    at = f"first at {index}: " if index else ""
+    told = f"{at}{_number(b[first])} instead of {_number(a[first])}"
+    if a.numel() > 1:
+        told += f"; {where.numel()} of {a.numel()} values"
+    if a.dtype is not torch.bool:
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        apart = (a[where].to(wide) - b[where].to(wide)).abs()
+        finite = apart[torch.isfinite(apart)]
+        if finite.numel():
+            told += f", at most {float(finite.max()):.4g} apart"
+    return told
+
+
+def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int]:
+    """Compare the values behind ``rrefs``, given by worker, with that of the first worker.
+
+    Returns at most ``most`` differences, the number of parts that differ, and the number of all parts. Raises the error
+    of a worker that cannot answer. The calls are not recorded in any context.
+    """
+    with recorder().contexts.outside():
+        asked = {name: api.rpc_async(name, prints, (rref,)) for name, rref in rrefs.items()}
+        found = {name: {each.path: each for each in answer.wait()} for name, answer in asked.items()}
+        first, *others = found
+        base = found[first]
+        paths = list(dict.fromkeys(path for name in found for path in found[name]))
+        told: list[Difference] = []
+        count = 0
+        for path in paths:
+            differing = [name for name in others if found[name].get(path) != base.get(path)]
+            count += bool(differing)
+            for name in differing:
+                if len(told) < most:
+                    told.append(Difference(path, name, _tell(rrefs, path, base, first, found[name], name)))
+        return told, count, len(paths)
+
+
+def _tell(
+    rrefs: Mapping[str, RRef[Any]],
+    path: str,
+    base: Mapping[str, Print],
+    first: str,
+    own: Mapping[str, Print],
+    name: str,
+) -> str:
+    """Return in words how a part on worker ``name`` differs from that on the worker ``first``.
+
+    Only a part of one kind on both workers is fetched, by a call to each; errors of these calls are raised.
+    """
+    one, other = base.get(path), own.get(path)
+    if one is None or other is None:
+        return f"only {first if other is None else name} has it"
+    if one.kind != other.kind:
+        return f"{other.kind} instead of {one.kind}"
+    parts = [api.rpc_async(worker, part_of, (rrefs[worker], path)) for worker in (first, name)]
+    return compare(*(part.wait() for part in parts))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _number(value: torch.Tensor) -> str:
+    """Return a tensor's single number as text."""
+    found: Sequence[Any] | Any = value.item()
+    return f"{found:.9g}" if isinstance(found, float) else str(found)
+
+
+def _text(value: Any) -> str:
+    """Return a value's ``repr``, cut to `_TEXT_SHOWN` characters."""
+    text = repr(value)
+    return text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"

@@ -1,0 +1,222 @@
+"""Finds which names in this process hold an object, by walking back along the references to it.
+
+Python's garbage collector knows which objects refer to an object. The walk ends at places that a user can act on: a
+variable, an entry of `Out`, a traceback that is kept for the debugger. It goes through everything in between. What only
+the variables of a running function hold is not found: reading these variables would keep their values alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, ModuleType, TracebackType
+from typing import Any
+
+import msgspec
+
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.references.rref import Home
+from nbdist.rpc.references.table import References
+
+__all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "name_of", "namespace_of", "told", "variable"]
+
+_MOST_STEPS = 12
+"""The most steps to walk back."""
+_MOST_OBJECTS = 20_000
+"""The walk stops when the next step would begin at more objects than this."""
+_FEW_OBJECTS = 50
+"""Up to this many objects, Python's search for referrers is quicker than a look at all objects."""
+_OURS = "nbdist"
+"""The package whose modules are not reported as holders."""
+
+
+class Pin(msgspec.Struct, frozen=True, order=True):
+    """One reason for which an object stays alive."""
+
+    kind: str
+    """``variable``, ``out``, ``traceback``, ``context`` or ``other``."""
+    name: str
+    """The variable, the entry of `Out`, or the reason in words."""
+    within: bool = False
+    """True if the object is somewhere inside what the name refers to."""
+
+    def __str__(self) -> str:
+        return f"in {self.name}" if self.within else self.name
+
+    @property
+    def idle(self) -> bool:
+        """True if nobody will miss the object: it is kept only so that the user can look back."""
+        return self.kind in ("out", "traceback")
+
+
+@dataclass
+class Roots:
+    """The places at which walks end."""
+
+    variables: Sequence[dict[str, Any]]
+    """The user's namespaces."""
+    out: dict[int, Any] = field(default_factory=dict)
+    """The results of cells, by number."""
+    named: Mapping[int, Pin] = field(default_factory=dict)
+    """Pins for other objects that keep things alive, by the ``id`` of the object."""
+    tracebacks: Mapping[int, FrameType] = field(default_factory=dict)
+    """The frames of errors that are kept, by ``id``."""
+
+
+def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
+    """Return for each object the pins that hold it, searched level by level.
+
+    Each level asks for the holders of all objects of the level before, at most `_MOST_STEPS` times. A holder that is a
+    place where walks end gives a pin. Any other holder belongs to the next level. The search's own containers refer to
+    the objects, too, and are skipped.
+    """
+    found: list[set[Pin]] = [set() for _ in objects]
+    reached: dict[int, set[int]] = {}
+    """The numbers of the searched objects that each object on the way leads to, by its ``id``."""
+    level: dict[int, tuple[object, set[int]]] = {}
+    """The objects to walk back from next, with the numbers of the searched objects that they lead to."""
+    for number, each in enumerate(objects):
+        reached.setdefault(id(each), set()).add(number)
+        level[id(each)] = each, reached[id(each)]
+    namespaces = {id(space): name_of(space) for space in map(namespace_of, list(sys.modules.values())) if space}
+    passed = {id(each) for each in (reached, level, found, namespaces, objects, roots.named, roots.tracebacks)}
+    passed |= {id(sys._getframe()), *(id(pair) for pair in level.values()), *map(id, objects)}
+    for depth in range(_MOST_STEPS):
+        if not level or len(level) > _MOST_OBJECTS:
+            break
+        following: dict[int, tuple[object, set[int]]] = {}
+        passed |= {id(following), id(level), *(id(pair) for pair in level.values())}
+        for holder, inner in _holders({key: each for key, (each, _) in level.items()}):
+            if id(holder) in passed:
+                continue
+            leads = set[int]().union(*(level[key][1] for key in inner))
+            ends, goes_on = _pins(holder, inner, roots, namespaces, within=depth > 0)
+            for key, pin in ends:
+                for number in level[key][1] if key else leads:
+                    found[number].add(pin)
+            new = leads - reached.get(id(holder), set())
+            if goes_on and new:
+                reached.setdefault(id(holder), set()).update(new)
+                following[id(holder)] = holder, new
+                passed.add(id(following[id(holder)]))
+        level = following
+    return [told(pins) for pins in found]
+
+
+def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
+    """Yield each object that refers to some of these, with the ``id`` of those it refers to."""
+    if len(objects) <= _FEW_OBJECTS:
+        around: Iterable[object] = gc.get_referrers(*objects.values())
+    else:
+        around = gc.get_objects()
+    for holder in around:
+        if holder is not objects:
+            inner = {id(each) for each in gc.get_referents(holder) if id(each) in objects}
+            if inner:
+                yield holder, inner
+
+
+def told(pins: set[Pin]) -> list[Pin]:
+    """Return the pins that a user needs to see, sorted.
+
+    A variable that holds the object itself is not listed again as containing it. `_` is left out if an entry of
+    `Out` or a traceback is listed.
+    """
+    direct = {(pin.kind, pin.name) for pin in pins if not pin.within}
+    found = {pin for pin in pins if not pin.within or (pin.kind, pin.name) not in direct}
+    numbered = {pin for pin in found if pin.kind == "out" and pin.name.startswith("Out[")}
+    better = numbered or any(pin.kind == "traceback" for pin in found)
+    return sorted(pin for pin in found if pin.kind != "out" or pin in numbered or not better)
+
+
+def _pins(
+    holder: object, inner: Collection[int], roots: Roots, namespaces: Mapping[int, str], *, within: bool
+) -> tuple[list[tuple[int, Pin]], bool]:
+    """Return the pins for which a holder stands, and whether the walk goes on from the holder.
+
+    Each pin comes with the ``id`` of the object that it holds, or 0 for all of ``inner``.
+    """
+    for namespace in roots.variables:
+        if holder is namespace:
+            names = _entries(namespace, inner)
+            return [(id(value), variable(name, within)) for name, value in names if value is not roots.out], False
+    if holder is roots.out:
+        numbers = [(number, value) for number, value in list(roots.out.items()) if id(value) in inner]
+        return [(id(value), Pin("out", f"Out[{number}]", within)) for number, value in numbers], False
+    if id(holder) in roots.named:
+        return [(0, roots.named[id(holder)])], False
+    if id(holder) in roots.tracebacks:
+        return [(0, Pin("traceback", "a traceback"))], True  # a variable of the user's may hold the error, too
+    module = namespaces.get(id(holder))
+    if module is not None:
+        assert type(holder) is dict
+        if module.partition(".")[0] == _OURS:
+            return [], False
+        named = _entries(holder, inner)
+        if module == "sys":  # which has the last error, for the debugger
+            named = [(name, value) for name, value in named if not name.startswith("last_")]
+        return [(id(value), Pin("variable", f"{module}.{name}", within)) for name, value in named], False
+    # An agent refers to all that it owns, and each reference refers to its agent by its home: a walk through them would
+    # lead from any value to any other.
+    return [], not issubclass(type(holder), (ModuleType, Agent, References, Home))
+
+
+def _entries(namespace: dict[str, Any], inner: Collection[int]) -> list[tuple[str, Any]]:
+    """Return the variables of a namespace whose values are among these, given by ``id``."""
+    return [(name, value) for name, value in list(namespace.items()) if id(value) in inner and type(name) is str]
+
+
+def namespace_of(module: object) -> dict[str, Any]:
+    """Return a module's variables; an empty dict for an object in `sys.modules` that is not a module."""
+    return _namespace(module) if issubclass(type(module), ModuleType) else {}
+
+
+def name_of(namespace: dict[str, Any]) -> str:
+    """Return the name of the module with these variables; "" if it is not a plain text."""
+    name = namespace.get("__name__")
+    return name if type(name) is str else ""
+
+
+_module: Any = ModuleType
+_namespace: Callable[[Any], dict[str, Any]] = _module.__dict__["__dict__"].__get__
+
+
+def variable(name: str, within: bool = False) -> Pin:
+    """Return the pin of a variable. `_`, `__`, `___` and `_12` are the shell's names for results of cells.
+
+    ``within`` says that the object is inside of the variable's value, such as an item of a list.
+    """
+    if not name.strip("_") or (name.startswith("_") and name[1:].isdecimal()):
+        number = name.strip("_")
+        return Pin("out", f"Out[{number}]" if number else name, within)
+    return Pin("variable", name, within)
+
+
+def frames_of(errors: Iterable[BaseException | None]) -> dict[int, FrameType]:
+    """Return the frames in the tracebacks of errors, and of the errors that led to them, by ``id``."""
+    found: dict[int, FrameType] = {}
+    for error in chain_of(errors):
+        traceback: TracebackType | None = _traceback(error)
+        while traceback is not None:
+            found[id(traceback.tb_frame)] = traceback.tb_frame
+            traceback = traceback.tb_next
+    return found
+
+
+def chain_of(errors: Iterable[BaseException | None]) -> list[BaseException]:
+    """Return errors, and the errors that led to them (``__cause__`` and ``__context__``), each once."""
+    found: dict[int, BaseException] = {}
+    stack = list(errors)
+    while stack:
+        error = stack.pop()
+        if error is not None and id(error) not in found:
+            found[id(error)] = error
+            stack += [_cause(error), _context(error)]
+    return list(found.values())
+
+
+_traceback, _cause, _context = (
+    BaseException.__dict__[name].__get__ for name in ("__traceback__", "__cause__", "__context__")
+)

@@ -1,0 +1,137 @@
+"""Finds what a user of this process knows: variables, results of cells, errors, and the references to remote values."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from nbdist.cluster.inspection import pins
+from nbdist.cluster.inspection.pins import Pin, Roots
+from nbdist.cluster.users_code import is_users
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.references import inert
+from nbdist.rpc.references.rref import RRef
+
+__all__ = ["LAST_RESULT", "NamedValue", "named_values", "names_by_value", "references", "results", "roots_of", "shell"]
+
+_IN_TRACEBACK = Pin("traceback", "a traceback")
+"""The pin of objects that the shell's traceback formatter keeps."""
+_IN_OWNED_VALUE = Pin("other", "a value that lives there")
+"""The pin of objects inside a value that this agent owns."""
+LAST_RESULT = Pin("out", "the last result")
+"""The pin of objects that the shell's record of its last cell keeps."""
+_SHELL = Pin("other", "the shell")
+"""The pin of objects that the shell keeps in other ways."""
+
+
+def shell() -> Any:
+    """Return the IPython shell of this process; None if IPython is not loaded or runs no shell.
+
+    A script and a zygote have none.
+    """
+    interactive = sys.modules.get("IPython")
+    return interactive.get_ipython() if interactive is not None else None
+
+
+def results(of: Any) -> list[Any]:
+    """Return the records that a shell keeps of the last cells: `ExecutionResult` objects, with values and errors.
+
+    IPython keeps them in several private places, so they are looked for among all objects.
+    """
+    if of is None:
+        return []
+    kind = getattr(sys.modules.get("IPython.core.interactiveshell"), "ExecutionResult", None)
+    return [each for each in gc.get_objects() if type(each) is kind]
+
+
+def references(agent: Agent) -> list[RRef[Any]]:
+    """Return the references of an agent that exist in this process and have not been released.
+
+    They are looked for among all objects that Python's garbage collector knows, so that no list has to be kept of them.
+    """
+    return [each for each in gc.get_objects() if type(each) is RRef and each.is_held_for(agent.references)]
+
+
+def roots_of(agent: Agent) -> Roots:
+    """Return the places where this process keeps what its user knows.
+
+    Without a shell, only the variables of `__main__` and the errors of `sys` count.
+    """
+    of = shell()
+    finished = results(of)
+    errors = [getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
+    errors += [error for result in finished for error in (result.error_in_exec, result.error_before_exec)]
+    named = {id(promise): _IN_OWNED_VALUE for _, promise, _ in agent.owned()}
+    if of is None:
+        return Roots([vars(sys.modules["__main__"])], named=named, tracebacks=pins.frames_of(errors))
+    named |= {id(of.InteractiveTB): _IN_TRACEBACK, id(vars(of.InteractiveTB)): _IN_TRACEBACK}
+    named |= {id(of): _SHELL, id(vars(of)): _SHELL}
+    for result in finished:
+        named |= {id(result): LAST_RESULT, id(vars(result)): LAST_RESULT}
+    # The result of a cell has a name in each of these.
+    variables = [of.user_ns, of.user_ns_hidden, vars(of.displayhook)]
+    return Roots(variables, of.user_ns.get("_oh", {}), named, pins.frames_of(errors))
+
+
+def names_by_value(roots: Roots) -> dict[int, set[str]]:
+    """Return the names of the user's variables by the ``id`` of their values, without numbers and texts.
+
+    Equal numbers and texts may be one object by chance.
+    """
+    found: dict[int, set[str]] = {}
+    for namespace in roots.variables:
+        for name, value in list(dict.items(namespace)):
+            if type(name) is str and value is not None and not inert.is_a(value, int, float, str, bytes):
+                found.setdefault(id(value), set()).add(name)
+    return found
+
+
+class NamedValue(NamedTuple):
+    """A value, with all names by which the user knows it."""
+
+    names: list[str]
+    kind: str
+    """The kind of the names, as in `Pin`: ``variable``, ``out`` or ``traceback``."""
+    value: Any
+
+
+def named_values(roots: Roots) -> list[NamedValue]:
+    """Return the values of the user's variables and modules, the results of cells, and what tracebacks hold.
+
+    Variables that the shell and nbdist have put into the namespace are left out. A value with several names comes once.
+    """
+    found: dict[int, NamedValue] = {}
+    for name, value in _variables(roots):
+        if inert.is_a(value, int, float, str, bytes) or value is None:
+            found[id(name)] = NamedValue(
+                [name], "variable", value
+            )  # one object for several names by chance: keep apart
+        else:
+            found.setdefault(id(value), NamedValue([], "variable", value)).names.append(name)
+    for number, value in list(dict.items(roots.out)):
+        found.setdefault(id(value), NamedValue([f"Out[{number}]"], "out", value))
+    held = [each for frame in roots.tracebacks.values() for each in gc.get_referents(frame)]
+    return [*found.values(), *([NamedValue(["a traceback"], "traceback", held)] if held else [])]
+
+
+def _variables(roots: Roots) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each variable of the user's, in the namespace and in the user's own modules."""
+    of = shell()
+    hidden = of.user_ns_hidden if of is not None else {}
+    for name, value in list(dict.items(roots.variables[0])):
+        if type(name) is str and pins.variable(name).kind == "variable" and not _is_own(name, value, hidden):
+            yield name, value
+    for module in list(sys.modules.values()):
+        namespace = pins.namespace_of(module)
+        file = namespace.get("__file__")
+        if namespace is not roots.variables[0] and type(file) is str and is_users(file):
+            for name, value in list(namespace.items()):
+                if type(name) is str and name[:2] != "__":
+                    yield f"{pins.name_of(namespace)}.{name}", value
+
+
+def _is_own(name: str, value: object, hidden: dict[str, Any]) -> bool:
+    """Return whether a variable is the shell's own, not the user's."""
+    return name[:2] == "__" or hidden.get(name) is value or name in ("In", "Out", "exit", "quit", "get_ipython")

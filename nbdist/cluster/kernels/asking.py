@@ -1,0 +1,58 @@
+"""Asks a worker's kernel for completions and for help on a name. Never waits for a busy worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import NbdistError
+
+if TYPE_CHECKING:
+    from nbdist.cluster.cluster import Cluster
+    from nbdist.cluster.kernels.connection import Message
+    from nbdist.cluster.workers import Worker
+
+__all__ = ["complete", "inspect"]
+
+
+def complete(
+    cluster: Cluster, worker: Worker, code: str, cursor: int, patience: float
+) -> tuple[list[str], int, int] | None:
+    """Return a worker's completions of ``code`` at ``cursor``, and the range of ``code`` that a completion replaces.
+
+    Returns None if the worker runs a cell, is dead, or does not answer within ``patience`` seconds.
+    """
+    content = _ask(cluster, worker, "complete_request", {"code": code, "cursor_pos": cursor}, patience)
+    return None if content is None else (content["matches"], content["cursor_start"], content["cursor_end"])
+
+
+def inspect(
+    cluster: Cluster, worker: Worker, code: str, cursor: int, detail_level: int, patience: float
+) -> dict[str, Any] | None:
+    """Return the content of a worker's `inspect_reply` for the name at ``cursor``: what Shift-Tab shows.
+
+    Returns None if the worker runs a cell, is dead, or does not answer within ``patience`` seconds.
+    """
+    asked = {"code": code, "cursor_pos": cursor, "detail_level": detail_level}
+    return _ask(cluster, worker, "inspect_request", asked, patience)
+
+
+def _ask(cluster: Cluster, worker: Worker, kind: str, asked: dict[str, Any], patience: float) -> dict[str, Any] | None:
+    """Send a request to an idle worker's kernel; return the content of the reply, or None if none arrives in time.
+
+    Also None, without a request, if the worker is dead or runs a cell, because its kernel would answer only afterwards.
+    ``patience`` is in seconds.
+    """
+    if not worker.alive or worker.cells:
+        return None
+
+    async def ask() -> Message:
+        assert worker.kernel is not None
+        return await asyncio.wait_for(worker.kernel.ask(kind, asked), patience)
+
+    try:
+        answer = cluster.kernel_thread.run(ask()).result()
+    except (TimeoutError, NbdistError):
+        return None
+    content: dict[str, Any] = answer["content"]
+    return content

@@ -1,0 +1,602 @@
+"""One cell that runs on workers: `Cell` is the handle that users wait for, `CellPart` one worker's share of it.
+
+Each part moves through these states; ``began`` and ``done`` are fields of `CellPart`::
+
+    sent ── execute_input ──> began ── reply and idle, in either order ──────────> done
+      │                         ├───── idle, but no reply within _REPLY_WITHIN ─────> done, failed
+      │                         └───── reply, but no idle within _IDLE_WITHIN ──────> done
+      └───── the worker dies, at any time ────────────────────────────────────────> done, WorkerLost
+
+A `Cell` is done when all its parts are. The kernel thread calls the ``on_...`` methods. The thread that waits, usually
+the notebook's main thread, sleeps on a queue. The queue also brings a worker's request for input, because only the
+main thread may ask the user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from getpass import getpass
+from typing import Any
+
+from nbdist import durations
+from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
+from nbdist.cluster.kernels import labels
+from nbdist.cluster.kernels.comms import own_request
+from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.kernels.jupyter_wire import new_id
+from nbdist.cluster.kernels.notices import say_failed, say_stopped
+from nbdist.cluster.kernels.page_lines import moved_down
+from nbdist.cluster.output.arranger import LEFT_OUT, Arranger, Published, say_left_out, say_names
+from nbdist.cluster.output.outlet import Outlet
+from nbdist.cluster.output.sinks import Sink
+
+__all__ = ["Cell", "CellPart"]
+
+_log = logging.getLogger("nbdist.cluster")
+_IDLE_WITHIN = 10.0
+"""Seconds after a reply within which the kernel must report idle. A flood of output can drop that report."""
+
+_REPLY_WITHIN = 1.0
+"""Seconds after a kernel reports idle within which its reply must arrive. An interrupt can drop the reply."""
+
+_ERROR_HELD_FOR = 3.0
+"""Seconds for which an error message is held back, because it may be the error that ends the cell.
+
+The reply that ends a failed cell arrives sooner; after this time the error is shown as ordinary output.
+"""
+
+_NOTICE_AFTER = 0.3
+"""Seconds after a worker's failure until a notice says that others still run; no notice if they end sooner."""
+
+_WITHOUT_DEBUG_HINT = {
+    "Aborted",
+    "IndentationError",
+    "KeyboardInterrupt",
+    "SyntaxError",
+    "SystemExit",
+    "UsageError",
+    "WorkerLost",
+}
+"""Errors for which no `%debug` hint is shown: they leave no frame of the user's code on the worker, or no worker."""
+
+_OUTPUTS = ("stream", "display_data", "execute_result", "error")
+"""The message types that `Cell.outputs` keeps."""
+
+
+@dataclass
+class CellPart:
+    """One worker's share of a cell."""
+
+    worker: str
+    id: str
+    """The id of the execute request that was sent to this worker."""
+    began: float | None = None
+    """When the kernel reported that the code starts, by `time.monotonic`; None before."""
+    when_begun: list[Callable[[], None]] = field(default_factory=list)
+    """Callbacks for the kernel thread to call once, when the code starts."""
+    idle: bool = False
+    """True once the kernel has reported idle, or that report counts as lost."""
+    reply: Mapping[str, Any] | None = None
+    """The content of the kernel's ``execute_reply``."""
+    error: WorkerError | None = None
+    done: bool = False
+    note: str = ""
+    """A line for the traceback: an interrupt has broken this worker's process group; "" if it has not."""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    """The outputs so far, in the format of a notebook file."""
+    held: list[Published] = field(default_factory=list)
+    """An error that may be the one that ends the cell, and all output that followed it; not shown yet."""
+
+
+class Cell:
+    """Handle of a cell that runs on workers, which ``Cluster.execute(..., block=False)`` and ``%%remote -a`` return.
+
+    ``wait()`` or ``await`` waits for the end and raises the workers' errors; `cancel` interrupts the cell. `done`,
+    `running`, `outputs` and `errors` may be read at any time, in any thread.
+
+    Example, with a running cluster::
+
+        cell = cluster.execute("train()", block=False)
+        cell.running       # ["worker0", "worker1"]
+        cell.wait(60)      # interrupts the workers after 60 s, and raises CellTimeout
+    """
+
+    def __init__(
+        self,
+        code: str,
+        workers: Sequence[str],
+        sink: Sink,
+        arranger: Arranger,
+        thread: KernelThread,
+        interrupt: Callable[[Cell], Sequence[str]],
+        answer: Callable[[str, str, Message], None],
+        *,
+        number: int,
+        above: int = 0,
+        foreground: bool,
+        quiet: bool = False,
+        fail_fast: bool = False,
+    ) -> None:
+        """Prepare a cell; `Cluster.execute` sends it.
+
+        ``interrupt(cell)`` interrupts the workers and returns a text for each worker that does not stop.
+        ``answer(worker, text, request)`` sends the user's input to a worker. ``number`` is the cell's execution count,
+        ``above`` the number of lines above the code in the page's cell. ``foreground`` means that a caller waits for
+        the cell; a ``quiet`` cell shows neither its result nor notices; ``fail_fast`` interrupts the other workers when
+        one fails.
+        """
+        self.code = code
+        self.source = moved_down(code, above)
+        """The code below as many empty lines as stand above it in the page's cell, so that line numbers agree."""
+        self.sink = sink
+        self.parts = {worker: CellPart(worker, new_id()) for worker in workers}
+        self._outlet = Outlet(thread, arranger, sink, number)
+        self._thread = thread
+        self._interrupt = interrupt
+        self._answer = answer
+        self.number = number
+        self._foreground = foreground
+        self._quiet = quiet
+        self._fail_fast = fail_fast
+        self._events: queue.SimpleQueue[tuple[str, Message] | None] = queue.SimpleQueue()
+        self._when_done: list[Callable[[], object]] = []
+        self._finished = False
+        self.interrupted = False
+        """True once the user, `cancel`, a time limit or ``fail_fast`` has interrupted the cell."""
+        self.keeps_values = False
+        """True while its workers keep the values of the last expression, for `nbdist.cluster.Cluster.references`."""
+        self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
+        self._error_shown = False
+        """True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again."""
+        self.last_output = time.monotonic()
+        """When a worker last sent output or asked for input, by `time.monotonic`; at first, when the cell was made."""
+        self._told: set[str] = set()
+        """The workers whose errors a notice has reported."""
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"running on {say_names(self.running) or 'nothing'}"
+        if self.done and any(part.error for part in self.parts.values()):
+            state = f"failed on {say_names([part.worker for part in self.parts.values() if part.error])}"
+        first = self.code.strip().partition("\n")[0]
+        return f"<Cell {first[:40]!r}: {state}>"
+
+    # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """True once the cell has ended on all its workers."""
+        return self._finished
+
+    @property
+    def running(self) -> list[str]:
+        """The names of the workers on which the cell has not ended."""
+        return [part.worker for part in self.parts.values() if not part.done]
+
+    @property
+    def outputs(self) -> dict[str, list[dict[str, Any]]]:
+        """The outputs of each worker so far, by the worker's name, as dicts in the format of a notebook file.
+
+        Read it again for later outputs.
+        """
+        return {worker: list(part.outputs) for worker, part in self.parts.items()}
+
+    @property
+    def errors(self) -> list[WorkerError]:
+        """The errors of the workers that have failed so far.
+
+        They are in the order of the cell's workers; reading them raises nothing.
+        """
+        return [part.error for part in self.parts.values() if part.error is not None]
+
+    def error(self) -> BaseException | None:
+        """Return the error with which the cell has failed, or None if no worker has failed so far.
+
+        Returns:
+            A `CellError` that carries the errors of all failed workers in ``errors``. If all have the same class, the
+            result has that class's name, and is an instance of it where the class is Python's or nbdist's
+            (`nbdist.cluster.errors` has the exceptions). A KeyboardInterrupt if the user, `cancel` or a time limit has
+            interrupted the cell and no worker failed with another error.
+        """
+        errors = self.errors
+        if not errors:
+            return None
+        if self.interrupted and all(error.name == "KeyboardInterrupt" for error in errors):
+            return self._interruption([])
+        made = make_error(self._causes(), len(self.parts))
+        made.errors = tuple(errors)
+        made.traceback = [*self._where_interrupted(), *self._how_to_debug()]
+        return made
+
+    def _how_to_debug(self) -> list[str]:
+        """Return the line that says how to debug a failed worker; nothing if no user is there to type it."""
+        if not self._foreground or self._quiet or not self.sink.interactive:
+            return []
+        found = next((error.worker for error in self._causes() if error.name not in _WITHOUT_DEBUG_HINT), None)
+        return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
+
+    def _causes(self) -> list[WorkerError]:
+        """Return the errors, except those of workers that ``fail_fast`` interrupted after another had failed."""
+        errors = self.errors
+        causes = [error for error in errors if error.name != "KeyboardInterrupt"]
+        return causes if self._fail_fast and causes else errors
+
+    def move_to(self, sink: Sink) -> None:
+        """Show further output at another place, because the user has run the same page cell again.
+
+        What was shown before is not shown again.
+        """
+        self.sink = sink
+        self._outlet.move_to(sink)
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None, *, begin: Callable[[], object] = lambda: None) -> None:
+        """Wait until the cell has ended on all workers, and raise their errors.
+
+        Ctrl-C, the notebook's stop button and the end of ``timeout`` interrupt the workers. A worker's request for
+        input is put to the user in the calling thread. A second call returns, or raises the same errors again.
+
+        Args:
+            timeout: Seconds to wait before the workers are interrupted; None waits without limit.
+            begin: Called first, inside the part that Ctrl-C interrupts. `Cluster.execute` sends the cell here: sent
+                earlier, the cell would run on if Ctrl-C came between the sending and the wait.
+
+        Raises:
+            CellError: One or more workers failed; see `error`. The death of a worker is a WorkerLost.
+            CellTimeout: The time was up. The message names the workers that did not stop.
+            KeyboardInterrupt: The user interrupted the cell.
+            UsageError: ``timeout`` is not a number of seconds above 0.
+        """
+        deadline = None if timeout is None else time.monotonic() + durations.positive(timeout)
+        try:
+            begin()
+            while not self._finished:
+                try:
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    event = self._events.get(timeout=left)
+                except queue.Empty:
+                    self._time_out(timeout or 0.0)
+                else:
+                    if event is not None:
+                        self._ask(*event)
+        except KeyboardInterrupt:
+            if self._finished and not self.running:
+                raise
+            raise self._interruption(self._stop()) from None
+        self._events.put(None)  # wakes the next thread that waits
+        self._hand_on_payload()
+        error = self.error()
+        if error is not None:
+            self._error_shown = True
+            raise error
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait for the end without blocking the event loop; raises the workers' errors as `wait` does."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        self.when_done(lambda: loop.call_soon_threadsafe(end))
+        yield from ended
+        error = self.error()
+        if error is not None:
+            self._error_shown = True
+            raise error
+
+    def when_done(self, action: Callable[[], object]) -> None:
+        """Call ``action()`` in the kernel thread when the cell ends, or at once if it has ended.
+
+        If the cluster has been shut down, the calling thread calls ``action`` before this method returns.
+        """
+
+        def add() -> None:
+            if self._finished:
+                action()
+            else:
+                self._when_done.append(action)
+
+        if not self._thread.soon(add):  # the cluster has been shut down, so all cells have ended
+            action()
+
+    def cancel(self) -> None:
+        """Interrupt the cell on the workers that still run it; it then fails with KeyboardInterrupt.
+
+        Waits until the workers have stopped, for about 2 s at most, or 30 s if one is formatting its traceback. Does
+        nothing once the cell has ended.
+        """
+        if not self._finished:
+            self._stop()
+
+    def _stop(self) -> Sequence[str]:
+        """Interrupt the workers; return a text for each that does not stop.
+
+        In the kernel thread this does not wait, and returns no texts.
+        """
+        self.interrupted = True
+        return self._interrupt(self)
+
+    def _time_out(self, timeout: float) -> None:
+        """Interrupt the workers that still run, and raise CellTimeout. Never returns.
+
+        Called by the thread that waits for the cell. Outputs and errors so far stay in the cell.
+        """
+        late = self.running
+        stuck = self._stop()
+        text = f"{say_names(late)} did not end the cell within {timeout:g} s"
+        error = CellTimeout("; ".join([text, *say_stopped(self.errors), *stuck]))
+        error.errors = tuple(self.errors)
+        error.traceback = [*self._where_interrupted(), f"CellTimeout: {error}"]
+        raise error
+
+    def _interruption(self, stuck: Sequence[str]) -> CellInterrupted:
+        """Make the KeyboardInterrupt that says where the workers stopped, and which did not stop.
+
+        It is returned, not raised. ``stuck`` has a text for each worker that did not stop.
+        """
+        error = CellInterrupted("; ".join([*say_stopped(self.errors), *stuck]))
+        error.traceback = [*self._where_interrupted(), *stuck] or ["KeyboardInterrupt"]
+        return error
+
+    def _where_interrupted(self) -> list[str]:
+        """Return the workers' tracebacks, and the notes on process groups that the interrupt broke."""
+        errors = self._causes()
+        notes = [f"{part.worker}: {part.note}" for part in self.parts.values() if part.note]
+        return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
+
+    def _hand_on_payload(self) -> None:
+        """Pass on the replies' requests to the front end, such as a help page or the text of a next cell.
+
+        Of each kind of request, the first worker's is passed on. A request to end the kernel means the worker's kernel,
+        and is dropped.
+        """
+        found: dict[str, Mapping[str, Any]] = {}
+        for part in self.parts.values():
+            for payload in (part.reply or {}).get("payload", ()):
+                found.setdefault(payload.get("source", ""), payload)
+        found.pop("ask_exit", None)  # ends the worker's kernel, not the notebook's
+        if self._foreground and not self._quiet:
+            for payload in found.values():
+                self.sink.hand_on(payload)
+
+    def _ask(self, worker: str, request: Message) -> None:
+        """Ask the user for the input that a worker wants, and send the answer. Only the main thread may do this."""
+        content = request["content"]
+        prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
+        text = getpass(prompt) if content.get("password") else input(prompt)
+        self._answer(worker, text, request)
+
+    # -- events, in the kernel thread ---------------------------------------------------------
+
+    def when_part_ends(self, action: Callable[[Cell, str], None]) -> None:
+        """Set the one callback ``action(cell, worker)``, which the kernel thread calls when a worker's part ends."""
+        self._part_ended = action
+
+    def on_output(self, worker: str, message: Message) -> None:
+        """Handle a message of a worker's output channel that belongs to this cell.
+
+        The kernel thread calls this. Output that arrives after the worker's end, from its threads, is shown too.
+        """
+        kind, content = message["msg_type"], message["content"]
+        part = self.parts[worker]
+        if kind == "status":
+            self._on_status(part, content["execution_state"])
+        elif kind == "execute_input":
+            self._on_begin(part)
+        elif kind != "iopub_welcome" and not (self._quiet and kind == "execute_result"):
+            self.last_output = time.monotonic()
+            if kind.startswith("comm_"):
+                content = own_request(content, part.id, self.sink.id)
+            published = Published(kind, content, message.get("metadata") or {}, message.get("buffers") or ())
+            self._show_or_hold(part, published)
+
+    def on_reply(self, worker: str, content: Mapping[str, Any]) -> None:
+        """Handle a worker's reply to the execute request.
+
+        The part ends once the kernel is idle as well, or `_IDLE_WITHIN` seconds later.
+        """
+        part = self.parts[worker]
+        part.reply = content
+        if content["status"] in ("aborted", "abort"):
+            part.error = WorkerError(
+                worker, "Aborted", "the kernel dropped the cell and did not run it; run it again", ()
+            )
+        self._maybe_end(part)
+        if not part.done:
+            self._thread.loop.call_later(_IDLE_WITHIN, self._idle_is_lost, part)
+
+    def _idle_is_lost(self, part: CellPart) -> None:
+        """End a part whose kernel has replied and has not reported idle in time.
+
+        Does nothing if the part has ended meanwhile.
+        """
+        part.idle = True
+        self._maybe_end(part)
+
+    def on_input(self, worker: str, request: Message) -> None:
+        """Show what a worker has printed so far, and pass its request for input to the thread that waits.
+
+        The kernel thread calls this; a thread that waits for the cell asks the user by `_ask`.
+        """
+        self.last_output = time.monotonic()
+        self._remember(self.parts[worker], self._outlet.release(worker))  # the text that the user has to answer
+        self._events.put((worker, request))
+
+    def on_lost(self, worker: str, why: str) -> None:
+        """Fail the part of a worker that has died; ``why`` follows the worker's name in the error's text.
+
+        Does nothing if the worker had ended the cell before it died.
+        """
+        part = self.parts[worker]
+        if part.done:
+            return
+        text = f"{worker} {why}"
+        part.error = WorkerError(worker, "WorkerLost", text, (f"WorkerLost: {text}",))
+        self._end(part)
+
+    @staticmethod
+    def _on_begin(part: CellPart) -> None:
+        """Note that the code starts. From now on the kernel reacts to SIGINT.
+
+        Runs what waits for this moment, such as an interrupt that came before the cell began.
+        """
+        part.began = time.monotonic()
+        actions, part.when_begun = part.when_begun, []
+        for action in actions:
+            action()
+
+    def _on_status(self, part: CellPart, state: str) -> None:
+        """Note that a kernel is idle. The part ends when the reply is there too, or `_REPLY_WITHIN` seconds later."""
+        if state == "idle":
+            part.idle = True
+            self._maybe_end(part)
+            if not part.done:
+                self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
+
+    def _reply_is_lost(self, part: CellPart) -> None:
+        """End a part without a reply: with the error that it has shown last, else with KeyboardInterrupt.
+
+        Does nothing if the part has ended meanwhile.
+        """
+        if not part.done:
+            if not self._take_error(part, None):
+                part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
+            self._end(part)
+
+    def _fail(self, part: CellPart, content: Mapping[str, Any]) -> None:
+        """Set a part's error from a message; add a hint if the missing name is a notebook variable."""
+        traceback = tuple(content.get("traceback", ()))
+        if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
+            traceback = (
+                *traceback,
+                f"`{name}` is a variable of the notebook: `%dist_push {name}` sends it to the workers",
+            )
+        part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
+
+    def _take_error(self, part: CellPart, name: str | None) -> bool:
+        """Fail a part with the last error that it holds back, if its class is called ``name``; return whether it is.
+
+        None stands for any error, and so does ``NoneType``, which a kernel replies if the error's ``repr`` fails.
+        """
+        errors = [message for message in part.held if message.kind == "error"]
+        if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):
+            return False
+        part.held = [message for message in part.held if message is not errors[-1]]
+        self._fail(part, errors[-1].content)
+        return True
+
+    def _maybe_end(self, part: CellPart) -> None:
+        """End a part once its kernel has both replied and reported idle.
+
+        Called whenever one of the two arrives; a part that has ended stays as it is.
+        """
+        if not part.idle or part.reply is None or part.done:
+            return
+        if part.reply["status"] == "error" and not self._take_error(part, part.reply["ename"]):
+            self._fail(part, part.reply)
+        self._end(part)
+
+    def _end(self, part: CellPart) -> None:
+        """End a part; end the cell if this was its last part.
+
+        In the kernel thread, once for each part. With ``fail_fast``, an error also interrupts the other workers.
+        """
+        part.done = True
+        self._part_ended(self, part.worker)
+        try:
+            self._show_held(part)
+            self._remember(part, self._outlet.ended(part.worker))
+            if not self.running:
+                self._outlet.finish()
+            elif part.error is not None and not self.interrupted:
+                self._thread.loop.call_later(_NOTICE_AFTER, self._tell_failed)
+                if self._fail_fast:
+                    self._stop()
+        finally:  # even if showing the output fails, the waiting threads must wake
+            if not self.running:
+                self._tell_end()
+
+    def _tell_failed(self) -> None:
+        """Publish which workers have failed, if others still run.
+
+        Each failure is told once, and none after an interrupt or the cell's end.
+        """
+        if self._finished or self.interrupted or self._quiet or not self.sink.interactive:
+            return
+        errors = [error for error in self.errors if error.worker not in self._told]
+        self._told.update(error.worker for error in errors)
+        if errors:
+            ends = self.sink.stop_says if self._foreground else "its cancel() ends"
+            text = say_failed(errors, self.running, ends)
+            self.sink.page.publish("stream", {"name": "stderr", "text": text})
+
+    def _tell_end(self) -> None:
+        """Wake the threads that wait, and call the callbacks. A background cell publishes its error.
+
+        Called once. An error of a callback is logged, and the others still run.
+        """
+        self._finished = True
+        self._events.put(None)
+        actions, self._when_done = self._when_done, []
+        for action in actions:
+            try:
+                action()
+            except Exception:  # such as an event loop that has closed; the other callbacks must still run
+                _log.exception("a callback for the end of a cell failed")
+        if not self._foreground and not self._error_shown:
+            error = self.error()
+            if error is not None:
+                self.sink.publish("error", error_content(error))
+
+    def _show_or_hold(self, part: CellPart, message: Published) -> None:
+        """Show a message, or hold it back while the error that ends the cell may be among the messages held."""
+        if message.kind in _OUTPUTS and message.kind != "stream":
+            self._show_held(part)  # an error that is followed by more than text did not end the cell
+        if message.kind == "error" and not part.done:
+            part.held.append(message)
+            self._thread.loop.call_later(_ERROR_HELD_FOR, self._show_held, part, message)
+        elif part.held:
+            part.held.append(message)
+        else:
+            self._show(part, message)
+
+    def _show(self, part: CellPart, message: Published) -> None:
+        """Pass a message to the outlet, and keep what the outlet will show."""
+        self._remember(part, self._outlet.feed(part.worker, message))
+
+    def _show_held(self, part: CellPart, error: Published | None = None) -> None:
+        """Show the messages held back. With ``error``, only if that error is still the first of them."""
+        if error is not None and (not part.held or part.held[0] is not error):
+            return
+        held, part.held = part.held, []
+        for message in held:
+            self._show(part, message)
+
+    @staticmethod
+    def _remember(part: CellPart, shown: Sequence[Published]) -> None:
+        """Add messages to a part's outputs, and merge neighbouring text of one stream."""
+        for message in shown:
+            if message.kind == LEFT_OUT:
+                message = say_left_out(message, [part.worker])
+            kind, content = message.kind, message.content
+            last = part.outputs[-1] if part.outputs else {}
+            if kind == "clear_output":
+                part.outputs.clear()
+            elif kind == "stream" and last.get("output_type") == "stream" and last["name"] == content["name"]:
+                last["text"] += content["text"]
+            elif kind in _OUTPUTS:
+                kept = {key: value for key, value in content.items() if key != "transient"}
+                part.outputs.append({"output_type": kind, **kept})
+
+
+def error_content(error: BaseException) -> dict[str, Any]:
+    """Return the content of the Jupyter ``error`` message for a cell that failed with this error."""
+    traceback = list(getattr(error, "traceback", ()))
+    return {"ename": type(error).__name__, "evalue": str(error), "traceback": traceback}

@@ -1,0 +1,181 @@
+"""Relays comm messages between widgets on workers and the front end, both ways.
+
+The front end knows only the notebook's kernel. So the notebook registers each comm that a worker opens, under the
+comm's own id, with a `_StandIn` that passes messages on to the worker::
+
+    front end ── comm_msg ──> _StandIn ── to_worker ──> worker's kernel
+    front end <── publish ─── Relayed <── on_output ─── worker's kernel: output while it handles that message
+
+The worker's output in that time belongs to the front end's message, as it would with one kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.output.sinks import Sink, sink_of
+
+if TYPE_CHECKING:
+    from nbdist.cluster.workers import Worker
+
+__all__ = ["Comms", "own_request"]
+
+_HANDLED_WITHIN = 1.0
+"""Seconds to wait for an idle worker to handle a message of the front end. Meanwhile the notebook counts as busy."""
+
+_MESSAGES_KEPT = 1000
+"""The number of messages of the front end that are kept, to recognise the workers' output for them."""
+
+
+def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[str, Any]:
+    """Return a comm message in which the worker's request id is replaced by that of the notebook's request.
+
+    An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request.
+    ``theirs`` is the id on the worker, ``ours`` the notebook's. A message without that id is returned as it is.
+    """
+    data = content.get("data")
+    state = data.get("state") if isinstance(data, Mapping) else None
+    if not theirs or not isinstance(state, Mapping) or state.get("msg_id") != theirs:
+        return content
+    return {**content, "data": {**data, "state": {**state, "msg_id": ours}}}  # type: ignore[dict-item]
+
+
+class Relayed:
+    """A message of the front end that a worker handles; publishes the worker's output for it as the message's own."""
+
+    number = 0
+    """The number of the cell that the output belongs to: 0, as it belongs to none."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.id = ""
+        """The id of the message to the worker; "" until it is sent."""
+        self.handled = threading.Event()
+        """Set when the worker has handled the message."""
+
+    def on_output(self, worker: str, message: Message) -> None:
+        """Handle a message of the worker's output channel that belongs to this one. Called in the kernel thread.
+
+        `handled` is set once the worker is idle again.
+        """
+        kind, content = message["msg_type"], message["content"]
+        if kind == "status":
+            if content["execution_state"] == "idle":
+                self.handled.set()
+        elif kind not in ("execute_input", "iopub_welcome"):
+            shown = own_request(content, self.id, self._sink.id)
+            self._sink.publish(kind, shown, message.get("metadata"), message.get("buffers"))
+
+
+class _StandIn:
+    """Represents a worker's comm in the notebook kernel's comm manager, which calls it in the main thread."""
+
+    def __init__(self, relay: Comms, worker: Worker, message: Message) -> None:
+        self._relay = relay
+        self.worker = worker
+        self.life = worker.lives
+        """The worker's life in which the comm was opened; a restart closes its comms."""
+        self.comm_id = message["content"]["comm_id"]
+        self.target_name = message["content"]["target_name"]
+
+    def handle_msg(self, message: Message) -> None:
+        """Pass a message of the front end to the worker's comm.
+
+        Does nothing if the worker has died.
+        """
+        self._relay.to_worker(self, "comm_msg", message)
+
+    def handle_close(self, message: Message) -> None:
+        """Tell the worker that the front end has closed the comm.
+
+        Does nothing if the worker has died.
+        """
+        self._relay.to_worker(self, "comm_close", message)
+
+
+class Comms:
+    """All comms that one cluster's workers have open."""
+
+    def __init__(self, thread: KernelThread) -> None:
+        self._thread = thread
+        self._open: dict[str, _StandIn] = {}
+        self._relayed: OrderedDict[str, Relayed] = OrderedDict()
+
+    def find(self, message: Message) -> Relayed | None:
+        """Return the `Relayed` to which a worker's message belongs, if it belongs to no cell; None if there is none.
+
+        A comm message without a known cause is passed on as well, outside of any cell.
+        """
+        found = self._relayed.get(message["parent_header"].get("msg_id", ""))
+        if found is None and message["msg_type"].startswith("comm_"):
+            return Relayed(sink_of({}))
+        return found
+
+    def from_worker(self, worker: Worker, message: Message) -> None:
+        """Register the comm that a worker opens, or remove the one that it closes. Does not show the message itself.
+
+        Does nothing in a process without a kernel, such as a script.
+        """
+        id, manager = message["content"]["comm_id"], _manager()
+        if manager is None:
+            return
+        if message["msg_type"] == "comm_open":
+            manager.comms[id] = self._open[id] = _StandIn(self, worker, message)
+        elif message["msg_type"] == "comm_close":
+            self._open.pop(id, None)
+            manager.comms.pop(id, None)
+
+    def to_worker(self, comm: _StandIn, kind: str, message: Message) -> None:
+        """Send a message of the front end to the worker. If the worker is idle, wait up to 1 s until it is handled.
+
+        Messages to a worker that has died or was restarted are dropped.
+        """
+        if kind == "comm_close":
+            self._open.pop(comm.comm_id, None)
+        worker = comm.worker
+        if not worker.alive or worker.lives != comm.life:
+            return
+        relayed = Relayed(sink_of(message))
+        self._thread.soon(self._send, relayed, comm, kind, message)
+        if not worker.cells:
+            relayed.handled.wait(_HANDLED_WITHIN)
+
+    def _send(self, relayed: Relayed, comm: _StandIn, kind: str, message: Message) -> None:
+        """Send the front end's message to the comm's worker, in the kernel thread; do nothing if the worker is dead.
+
+        The worker's output for it is shown as long as it is one of the newest `_MESSAGES_KEPT` messages.
+        """
+        kernel = comm.worker.kernel
+        if not comm.worker.alive or kernel is None:
+            return
+        buffers = [bytes(buffer) for buffer in message.get("buffers") or ()]
+        metadata = message.get("metadata") or {}
+        relayed.id = kernel.send(kind, message["content"], metadata=metadata, buffers=buffers, parent=message)
+        self._relayed[relayed.id] = relayed
+        if len(self._relayed) > _MESSAGES_KEPT:
+            self._relayed.popitem(last=False)
+
+    def close(self) -> None:
+        """Remove the workers' comms from the notebook's comm manager.
+
+        The front end is not told. A second call does nothing.
+        """
+        manager = _manager()
+        for id in list(self._open):
+            if manager is not None:
+                manager.comms.pop(id, None)
+        self._open.clear()
+
+
+def _manager() -> Any:
+    """Return the comm manager of this process's kernel; None without one."""
+    with contextlib.suppress(Exception):
+        from comm import get_comm_manager
+
+        return get_comm_manager()
+    return None

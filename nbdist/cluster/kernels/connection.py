@@ -1,0 +1,246 @@
+"""Talks to the workers' kernels. One thread, the kernel thread, does all of it in an event loop of its own.
+
+::
+
+    any thread ── KernelThread.soon, run ──> kernel thread ── Kernel.send, ask ──> a worker's kernel
+                                                  │ <───────── Kernel._drain ────── replies, output, requests for input
+                                                  └── `Kernel.ask`'s future, or the listener (`Router.on_message`)
+
+So progress never depends on the notebook's main thread: output arrives while a cell computes, while it waits, and
+after it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from jupyter_client.client import KernelClient
+
+from nbdist.channel.resources import require_files
+from nbdist.cluster.kernels.jupyter_wire import decode, encode, new_header, pack
+from nbdist.errors import WorkerLost
+
+__all__ = ["Kernel", "KernelThread", "Message"]
+
+T = TypeVar("T")
+Message = dict[str, Any]
+
+_log = logging.getLogger("nbdist.cluster")
+_ASK_AGAIN_AFTER = 0.1
+"""Seconds after which a starting kernel is asked again, until its first output has arrived."""
+_RECONNECT_MS = 10
+"""Milliseconds between two attempts of ZeroMQ to connect."""
+_MESSAGES_AT_ONCE = 100
+"""Messages that are read before the loop's other work gets its turn."""
+_READABLE = 1
+"""ZeroMQ's flag for a socket that has messages to read, zmq.POLLIN."""
+_FILES_OF_LOOP = 3
+"""Files that an event loop opens."""
+_FILES_NEEDED = 24
+"""Files that must be free before ZeroMQ starts its threads and opens the sockets to one kernel; it takes about 20."""
+
+
+class KernelThread:
+    """A daemon thread that runs an event loop."""
+
+    def __init__(self) -> None:
+        require_files(
+            _FILES_OF_LOOP, "the notebook cannot talk to workers' kernels"
+        )  # a half-made loop cannot be closed
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="nbdist-kernels", daemon=True)
+        self._thread.start()
+        self.context: Any = None
+        """The ZeroMQ context of all kernels; made by the first one."""
+        self._closing = False
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def soon(self, action: Callable[..., object], *arguments: Any) -> bool:
+        """Call ``action`` in this thread soon. Any thread may call this.
+
+        Returns whether ``action`` will be called: False once the thread is ending.
+        """
+        if self._closing:
+            return False
+        try:
+            self.loop.call_soon_threadsafe(action, *arguments)
+        except RuntimeError:
+            return False
+        return True
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in this thread; return the future of its outcome. Any other thread may wait for it.
+
+        In this thread itself, await the coroutine instead: waiting would block it for ever.
+        """
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def is_current(self) -> bool:
+        """Return whether the calling thread is this one."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread, within another 2 s."""
+
+        async def cancel_all() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self.context is not None:
+                self.context.destroy(linger=0)
+
+        with contextlib.suppress(Exception):
+            self.run(cancel_all()).result(2.0)
+        self._closing = True
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+class Kernel:
+    """The connection to one worker's kernel. All methods but the constructor are for the kernel thread.
+
+    A reply to `ask` resolves its future. All other messages go to ``listener(channel, message)``, in the kernel thread.
+    """
+
+    def __init__(
+        self, thread: KernelThread, connection: Mapping[str, Any], listener: Callable[[str, Message], None]
+    ) -> None:
+        self._thread = thread
+        self._connection = dict(connection)
+        self._key = str(connection["key"]).encode()
+        self._session = secrets.token_hex(8)
+        self._listener = listener
+        self._replies: dict[str, asyncio.Future[Message]] = {}
+        self._sockets: dict[str, Any] = {}
+        self._heard = asyncio.Event()
+        """Set when the first message of the output channel arrives."""
+        self._closed: str | None = None
+        """The reason for which the connection was closed; None while it is open."""
+
+    async def open(self) -> None:
+        """Connect, and wait until the kernel answers and its output reaches this process.
+
+        Raises WorkerLost if `close` is called before or meanwhile, ResourceError if too many files are open.
+        """
+        if self._closed is not None:
+            raise WorkerLost(self._closed)
+        require_files(_FILES_NEEDED, "the notebook cannot talk to a worker's kernel")
+        client: Any = KernelClient() if self._thread.context is None else KernelClient(context=self._thread.context)
+        if self._thread.context is None:
+            self._thread.context = client.context
+            client._created_context = False  # the context outlives this client
+            self._thread.context.reconnect_ivl = _RECONNECT_MS  # a starting kernel has yet to make its sockets
+            self._thread.context.rcvhwm = self._thread.context.sndhwm = 0  # no message is dropped, and no send blocks
+        client.load_connection_info(self._connection)
+        identity = self._session.encode()
+        for channel in ("shell", "iopub", "stdin", "control"):
+            connect = getattr(client, f"connect_{channel}")
+            socket = self._sockets[channel] = connect() if channel == "iopub" else connect(identity=identity)
+            socket.linger = 0
+            self._thread.loop.add_reader(socket.FD, self._drain, channel)
+        while True:
+            await self.ask("kernel_info_request", {})
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._heard.wait(), _ASK_AGAIN_AFTER)
+                return
+
+    def close(self, why: str) -> None:
+        """Disconnect. Requests that wait for a reply fail with WorkerLost(``why``), and so do later requests."""
+        self._closed = why
+        sockets, self._sockets = self._sockets, {}
+        for socket in sockets.values():
+            self._thread.loop.remove_reader(socket.FD)
+            socket.close(linger=0)
+        replies, self._replies = self._replies, {}
+        for reply in replies.values():
+            if not reply.done():
+                reply.set_exception(WorkerLost(why))
+                reply.exception()  # else asyncio logs an error if nothing awaits the reply
+
+    def send(
+        self,
+        kind: str,
+        content: Mapping[str, Any] | bytes,
+        *,
+        channel: str = "shell",
+        metadata: Mapping[str, Any] | bytes = b"{}",
+        buffers: Sequence[Any] = (),
+        parent: Message | None = None,
+        id: str | None = None,
+    ) -> str:
+        """Send a message on ``channel``; return its id, which is ``id`` if that is given.
+
+        A caller that sends the same content to many kernels packs it once, as bytes. ``parent`` is the message that
+        caused this one.
+
+        Raises WorkerLost if the connection is closed or not open yet.
+        """
+        if self._closed is not None:
+            raise WorkerLost(self._closed)
+        header = new_header(kind, self._session, id)
+        frames = encode(
+            self._key,
+            header,
+            content if isinstance(content, bytes) else pack(content),
+            parent=parent["header"] if parent is not None else None,
+            metadata=metadata if isinstance(metadata, bytes) else pack(metadata),
+            buffers=buffers,
+        )
+        if channel not in self._sockets:
+            raise WorkerLost("the kernel of the worker has not started yet: try again when the worker is ready")
+        self._sockets[channel].send_multipart(frames)
+        self._thread.loop.call_soon(self._drain, channel)  # sending may have consumed the signal to read
+        return str(header["msg_id"])
+
+    def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:
+        """Send a request; return the future of the reply.
+
+        Fails with WorkerLost if the kernel is or gets disconnected; it has no time limit of its own.
+        """
+        id = self.send(kind, content, channel=channel)
+        reply = self._replies[id] = asyncio.get_running_loop().create_future()
+        return reply
+
+    def _drain(self, channel: str) -> None:
+        """Read the messages that have arrived, up to `_MESSAGES_AT_ONCE` of them, and the others a little later.
+
+        ZeroMQ's file descriptor reports once that there are messages, however many there are.
+        """
+        for _ in range(_MESSAGES_AT_ONCE):
+            socket = self._sockets.get(channel)  # a message may close the kernel
+            if socket is None or not socket.EVENTS & _READABLE:
+                return
+            frames = socket.recv_multipart()
+            try:
+                self._take(channel, decode(self._key, frames))
+            except Exception:
+                _log.exception("a message from a worker's kernel could not be handled, and is dropped")
+        self._thread.loop.call_soon(self._drain, channel)
+
+    def _take(self, channel: str, message: Message) -> None:
+        """Pass a message to the request that waits for it, else to the listener.
+
+        A second reply to a request goes to the listener.
+        """
+        if channel == "iopub":
+            self._heard.set()
+        parent = message["parent_header"].get("msg_id", "")
+        reply = self._replies.pop(parent, None) if channel in ("shell", "control") else None
+        if reply is None:
+            self._listener(channel, message)
+        elif not reply.done():
+            reply.set_result(message)

@@ -1,0 +1,154 @@
+"""Names the frames of cells: ``In[3] on worker1`` instead of the name of a generated file.
+
+IPython compiles a cell under a file name that tells a reader nothing, in a directory of its process. The process that
+compiled a cell knows its number. So a worker renames the frames of cells that it ran, and the notebook renames those of
+functions that were defined in its own cells and sent to workers.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ipykernel.compiler import get_file_name
+
+import nbdist
+from nbdist.errors import NbdistError, UsageError
+from nbdist.wire.pickling import culprit
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["cell_number", "install", "missing_here", "rename_cell_frames", "rename_frames", "trim_tracebacks"]
+
+_FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
+"""A frame in a formatted traceback of Python: indent, file, line, function and source line."""
+
+_OURS = os.path.dirname(nbdist.__file__) + os.sep
+
+_shell: Any = None
+_number: int | None = None
+"""The number of the cell that runs or ran last."""
+
+
+def install(shell: InteractiveShell, worker: str | None) -> None:
+    """Name the frames of cells by their numbers in this process; in a worker, add the worker's name.
+
+    Called once in a process.
+    """
+    global _shell
+    _shell = shell
+    _follow_numbers(shell)
+    culprit.name_file[:] = [_name_file]
+    if worker is None:
+        return
+    plain: Callable[[str], tuple[str, str] | None] = shell.compile.format_code_name
+
+    def with_worker(name: str) -> tuple[str, str] | None:
+        found = plain(name)
+        return found and (found[0], f"{found[1]} on {worker}")
+
+    shell.compile.format_code_name = with_worker  # type: ignore[method-assign]
+
+
+def cell_number() -> int | None:
+    """Return the number of the cell that runs or ran last in this process; None before the first."""
+    return _number
+
+
+def missing_here(text: str) -> str:
+    """Return the name that a worker's NameError misses, if this notebook has such a variable; else ""."""
+    found = re.match(r"name '(\w+)' is not defined", text)
+    return found[1] if found and _shell is not None and found[1] in _shell.user_ns else ""
+
+
+def _name_file(file: str) -> str:
+    """Return the name by which a reader knows a cell's file, such as ``cell 3``; "" for other files."""
+    number = _shell.compile._filename_map.get(file) if _shell is not None else None
+    return "" if number is None else f"cell {number}"
+
+
+def _follow_numbers(shell: InteractiveShell) -> None:
+    """Note the number of every cell that the shell compiles.
+
+    The shell's own count is that of this cell or of the next one, depending on IPython's version.
+    """
+    cache: Any = shell.compile.cache
+
+    def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
+        global _number
+        _number = number or _number
+        return cache(transformed, number, *args, **kwargs)
+
+    shell.compile.cache = noting  # type: ignore[method-assign, assignment]
+
+
+def rename_frames(text: str, worker: str) -> str:
+    """Return a worker's formatted traceback with the frames of this process's cells named by their numbers."""
+    if _shell is None:
+        return text
+    numbers: dict[str, int] = _shell.compile._filename_map
+
+    def rename(match: re.Match[str]) -> str:
+        indent, file, line, function, source = match.groups()
+        if file not in numbers:
+            return match[0]
+        code = source.strip() or linecache.getline(file, int(line)).strip()
+        shown = f"{indent}  {code}\n" if code else ""
+        return f"{indent}Cell In[{numbers[file]}] on {worker}, line {line}{function or ''}\n{shown}"
+
+    return _FRAME.sub(rename, text)
+
+
+def rename_cell_frames(text: str, code: str, number: int, worker: str) -> str:
+    """Return a traceback that a crashing worker wrote, with its cell named by its number."""
+    file = os.path.basename(get_file_name(code))  # a digest of the code, in a directory of the process
+    return re.sub(rf'File "[^"]*/ipykernel_\d+/{re.escape(file)}"', f"Cell In[{number}] on {worker}", text)
+
+
+def is_cell(file: str, code: str) -> bool:
+    """Return whether ``file`` is the name under which a worker has compiled this cell."""
+    return bool(os.path.basename(file) == os.path.basename(get_file_name(code)))
+
+
+def trim_tracebacks(shell: Any) -> None:
+    """Make a shell show nbdist's errors, interrupts and errors from workers without the frames inside this package.
+
+    Other errors are shown as before. Call it once for a shell.
+    """
+    shown: Any = shell.InteractiveTB.structured_traceback
+
+    def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(error, NbdistError | KeyboardInterrupt)
+        if ours or any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
+            _cut_off_our_frames(tb)
+        if not isinstance(error, UsageError):
+            return shown(kind, error, tb, *args, **kwargs)
+        # The text of a UsageError says all: its cause, inside of this package, is not shown.
+        before = error.__cause__, error.__suppress_context__
+        error.__cause__ = None
+        error.__suppress_context__ = True
+        try:
+            return shown(kind, error, tb, *args, **kwargs)
+        finally:
+            error.__cause__, error.__suppress_context__ = before
+
+    shell.InteractiveTB.structured_traceback = structured_traceback
+
+
+def _cut_off_our_frames(tb: TracebackType | None) -> None:
+    """End a traceback at the last frame outside of this package.
+
+    A traceback that lies wholly inside of this package stays as it is.
+    """
+    last = None
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(_OURS):
+            last = tb
+        tb = tb.tb_next
+    if last is not None:
+        last.tb_next = None

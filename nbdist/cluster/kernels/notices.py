@@ -1,0 +1,42 @@
+"""Words the notices of a cell on workers that failed or were stopped. Pure: errors in, a text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbdist.cluster.errors import WorkerError, grouped
+from nbdist.cluster.output.arranger import label_of, say_names
+
+__all__ = ["say_failed", "say_stopped"]
+
+_INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
+"""The names of errors that an interrupt raises, in a plain cell and in a cell with ``await``."""
+_TEXT_SHOWN = 200
+"""Characters of an error's text that a notice shows; the traceback at the cell's end has all."""
+
+
+def say_failed(errors: Sequence[WorkerError], running: Sequence[str], ends: str) -> str:
+    """Return a line for each error, and which workers still run; equal errors share a line.
+
+    ``ends`` says what ends the workers that still run, such as ``Stop ends``; "it" or "them" is added.
+    """
+    one = len(running) == 1
+    still = f"{say_names(running)} still run{'s' if one else ''}; {ends} {'it' if one else 'them'}"
+    groups = grouped(errors, lambda error: (error.name, error.text))
+    return "".join(
+        f"{label_of(tuple(error.worker for error in group))} {_say(group[0])} ({still})\n" for group in groups
+    )
+
+
+def say_stopped(errors: Sequence[WorkerError]) -> list[str]:
+    """Return where an interrupt has stopped workers, in words; workers that were stopped in one line share a text."""
+    stopped = [error for error in errors if error.name in _INTERRUPTS and error.text]
+    groups = grouped(stopped, lambda error: error.text)
+    return [f"{say_names([error.worker for error in group])} {group[0].text}" for group in groups]
+
+
+def _say(error: WorkerError) -> str:
+    """Return an error in one line, cut to `_TEXT_SHOWN` characters."""
+    text = error.text.strip().partition("\n")[0]
+    text = text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"
+    return f"{error.name}: {text}" if text else error.name

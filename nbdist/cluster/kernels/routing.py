@@ -1,0 +1,131 @@
+"""Routes the messages of workers' kernels to the cells that caused them, even after these cells have ended.
+
+::
+
+    iopub   a fence     the `settle` that waits for it
+            names       `Worker.names`, for completion
+            a cell's    `Cell.on_output`
+            a call's    `Origin.on_output`
+            a widget's  `Relayed.on_output`
+    shell               `Cell.on_reply`
+    stdin               `Cell.on_input`
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.comms import Comms
+from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.output.origins import Origin, Origins
+from nbdist.cluster.worker.output import FENCE, NAMES
+from nbdist.cluster.workers import Worker
+
+__all__ = ["Router"]
+
+_CELLS_KEPT = 2000
+"""The number of execute requests, one for each worker of a cell, whose cells are kept for late output.
+
+The oldest request of a cell that has ended is forgotten first.
+"""
+
+
+class Router:
+    """Knows to which cell a message belongs. All methods but `settle` are for the kernel thread."""
+
+    def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
+        self.origins = Origins(thread, names)
+        self.comms = Comms(thread)
+        self._thread = thread
+        self._cells: OrderedDict[str, Cell] = OrderedDict()
+        self._fences: dict[str, _Fence] = {}
+
+    def expect(self, id: str, cell: Cell) -> None:
+        """Register a cell for the messages that belong to the request ``id``.
+
+        Called before the request is sent. The oldest cell that has ended is forgotten when there are too many.
+        """
+        self._cells[id] = cell
+        if len(self._cells) > _CELLS_KEPT:
+            done = next((old for old, known in self._cells.items() if known.done), None)
+            if done is not None:
+                del self._cells[done]
+
+    def on_message(self, worker: Worker, channel: str, message: Message) -> None:
+        """Handle a message of a kernel that is not a reply to `Kernel.ask`.
+
+        A reply or a request for input whose cell is not known is dropped.
+        """
+        if channel == "iopub":
+            self._on_output(worker, message)
+            return
+        cell = self._cells.get(message["parent_header"].get("msg_id", ""))
+        if cell is not None and channel == "shell":
+            cell.on_reply(worker.name, message["content"])
+        elif cell is not None and channel == "stdin":
+            cell.on_input(worker.name, message)
+
+    def _on_output(self, worker: Worker, message: Message) -> None:
+        """Find the cell, call or widget message to which output belongs, and pass the output on.
+
+        Text also goes to the worker's print log. Output without a known cause is not shown.
+        """
+        kind, content = message["msg_type"], message["content"]
+        if kind == FENCE:
+            if (fence := self._fences.get(content["token"])) is not None:
+                fence.pass_one()
+            return
+        if kind == NAMES:
+            worker.names = content["names"]
+            return
+        if kind == "execute_input":  # an earlier cell's errors do not explain how this one ends
+            worker.stderr.clear()
+        if kind.startswith("comm_"):
+            self.comms.from_worker(worker, message)
+        id = message["parent_header"].get("msg_id", "")
+        found = self._cells.get(id) or self.origins.find(id) or self.comms.find(message)
+        if kind == "stream":
+            worker.remember(content["name"], content["text"], found.number if found is not None else 0)
+        if found is not None:
+            found.on_output(worker.name, message)
+
+    # -- at the end of a cell -----------------------------------------------------------------
+
+    def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool], within: float) -> None:
+        """Show the output of a cell's calls once all of it has arrived, or after ``within`` seconds.
+
+        ``ask(worker, token)`` makes a worker send a mark behind its output so far, and returns whether the worker could
+        be asked. Blocks the calling thread, which must not be the kernel thread.
+        """
+        token = os.urandom(8).hex()
+        self._fences[token] = fence = _Fence(len(workers))
+        for worker in workers:
+            if not ask(worker.name, token):
+                fence.pass_one()
+        fence.all_passed.wait(within)
+        del self._fences[token]
+
+        async def finish() -> None:
+            origin.finish()
+
+        self._thread.run(finish()).result()
+
+
+class _Fence:
+    """A gate that opens when ``awaited`` workers have passed it."""
+
+    def __init__(self, awaited: int) -> None:
+        self.all_passed = threading.Event()
+        self._awaited = awaited
+        self._lock = threading.Lock()
+
+    def pass_one(self) -> None:
+        """Count one worker that has sent its mark, or could not be asked."""
+        with self._lock:
+            self._awaited -= 1
+            if self._awaited <= 0:
+                self.all_passed.set()

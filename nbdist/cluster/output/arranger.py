@@ -1,0 +1,143 @@
+"""Arranges the output of several workers in one place. Pure: messages go in, messages to show come out.
+
+Three arrangers do this; `nbdist.cluster.output.outlet.make_arranger` picks one::
+
+    Straight   one worker            messages pass as they come
+    Live       several, watched      every line gets its worker's name; identical lines are shown once; each worker
+                                     has a line of its own for its progress bar
+    Grouped    several, not watched  all output is held back to the end and shown by worker, in the workers' order, so
+                                     that it is the same from one run to the next
+
+This module holds the interface of the arrangers, `Straight`, and the helpers that all share.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = [
+    "FOLD_AFTER",
+    "LEFT_OUT",
+    "OUTPUT",
+    "Arranger",
+    "Published",
+    "Straight",
+    "label_of",
+    "say_left_out",
+    "say_names",
+]
+
+FOLD_AFTER = 0.1
+"""Seconds that a line waits for other workers to print the same. Read it as ``arranger.FOLD_AFTER``: tests set it."""
+
+LEFT_OUT = "nbdist_left_out"
+"""The kind of an internal message that stands for lines left out; front ends get `say_left_out` in its place."""
+
+OUTPUT = ("stream", "display_data", "execute_result", "error", LEFT_OUT)
+"""The message kinds that take a place below the cell. Others change what is there, or concern a widget."""
+
+_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
+"""A name that ends in a number without leading zeros."""
+
+
+class Published(NamedTuple):
+    """A Jupyter message to show: its type, content, metadata and buffers."""
+
+    kind: str
+    content: Mapping[str, Any]
+    metadata: Mapping[str, Any] = {}
+    buffers: Sequence[Any] = ()
+
+
+class Arranger:
+    """Takes messages of workers, and returns the messages to show. ``now`` is in seconds, of any one clock."""
+
+    labels = True
+    """False if the output is shown without the workers' names."""
+
+    def feed(self, worker: str, message: Published, now: float) -> list[Published]:
+        """Take a message of a worker; return what to show now.
+
+        The result may lack this message, which is then held back, and contain earlier ones.
+        """
+        raise NotImplementedError
+
+    def flush(self, now: float) -> list[Published]:
+        """Return what is due at the time ``now``.
+
+        The caller calls this at the time that `next_flush` gave; calling it earlier or more often is harmless.
+        """
+        return []
+
+    def next_flush(self) -> float | None:
+        """Return when `flush` is due next; None if nothing waits.
+
+        The caller asks after each call of another method, and sets its timer anew.
+        """
+        return None
+
+    def ended(self, worker: str, now: float) -> list[Published]:
+        """Note that a worker has ended the cell, so that no line waits for it; return what to show now.
+
+        Called once for each worker. Threads that the cell started may still print afterwards.
+        """
+        return []
+
+    def finish(self, now: float) -> list[Published]:
+        """Return everything that was held back: all workers have ended.
+
+        Output may still be fed afterwards, from threads that the cell has left running, and is shown too.
+        """
+        return []
+
+
+class Straight(Arranger):
+    """Shows one worker's output as it comes, without its name, as if the cell had run in the notebook's kernel."""
+
+    labels = False
+
+    def feed(self, worker: str, message: Published, now: float) -> list[Published]:
+        """Return the message as it is; a message that stands for lines left out becomes a line that says so."""
+        return [say_left_out(message, [worker]) if message.kind == LEFT_OUT else message]
+
+
+def say_left_out(message: Published, workers: Sequence[str], label: str = "") -> Published:
+    """Return the line that says how many lines of these workers are left out, and which magic shows them."""
+    lines, cell = message.content["lines"], message.content["cell"]
+    text = f"{lines:,} lines left out: `%dist_log {say_names(workers)} --cell {cell}`"
+    return Published("stream", {"name": "stdout", "text": f"{label}{text}\n"})
+
+
+def say_names(names: Sequence[str]) -> str:
+    """Return several workers' names as a short text, with ranges of their numbers.
+
+    Names with different prefixes, or without a number, are listed in full.
+
+    Example:
+        >>> say_names(["worker0", "worker1", "worker2", "worker5"])
+        'worker0-2,5'
+    """
+    if len(names) == 1:
+        return names[0]
+    parts = [_NUMBERED.fullmatch(name) for name in names]
+    prefixes = {part[1] for part in parts if part}
+    if not all(parts) or len(prefixes) != 1:
+        return ",".join(names)
+    numbers = sorted({int(part[2]) for part in parts if part})
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    said = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ",".join(map(str, span)) for span in spans]
+    return prefixes.pop() + ",".join(said)
+
+
+@functools.lru_cache(maxsize=256)
+def label_of(names: tuple[str, ...]) -> str:
+    """Return the label before a line that these workers printed, such as ``[worker0-3]``."""
+    return f"[{say_names(names)}]"

@@ -1,0 +1,134 @@
+"""Arranges the output of several workers where nobody watches: as a log that is the same from one run to the next.
+
+All output is held back until the workers have ended, so that the order does not depend on which worker was faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbdist.cluster.output import arranger
+from nbdist.cluster.output.arranger import OUTPUT, Arranger, Published
+from nbdist.cluster.output.line_cutting import Lines
+from nbdist.cluster.output.pieces import OutputItem, display_id, merged, updated, with_own_id
+
+__all__ = ["Grouped"]
+
+
+class _Held:
+    """The messages of one worker, held back."""
+
+    def __init__(self) -> None:
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Drop what is held: the worker has cleared its output."""
+        self.messages: list[Published] = []
+        self.clear = False
+        """True after a ``clear_output`` that waits for the next output."""
+        self._displays: dict[str, list[int]] = {}
+        """The places in `messages` of the displays with an id."""
+
+    def add(self, message: Published) -> None:
+        """Append a message; first drop the earlier ones if the worker wanted that with its next output."""
+        if self.clear:
+            self.wipe()
+        if (id := display_id(message)) is not None:
+            self._displays.setdefault(id, []).append(len(self.messages))
+        self.messages.append(message)
+
+    def update(self, message: Published) -> bool:
+        """Change the held displays that have the update's id; return whether there were any.
+
+        An update without such a display is for one that was shown before.
+        """
+        places = self._displays.get(display_id(message) or "", [])
+        for place in places:
+            self.messages[place] = updated(self.messages[place], message)
+        return bool(places)
+
+
+class Grouped(Arranger):
+    """Holds all output back to the end, and shows it by worker.
+
+    Threads that a cell has left running may print after the end. That output is shown `arranger.FOLD_AFTER` seconds
+    later, grouped in the same way.
+    """
+
+    def __init__(self, workers: Sequence[str]) -> None:
+        self._held = {name: _Held() for name in workers}
+        self._finished = False
+        self._late: float | None = None
+        """When output that came after the end is due; None if there is none."""
+
+    def feed(self, worker: str, message: Published, now: float) -> list[Published]:
+        """Hold a message back. Messages of widgets, and updates of displays that are shown already, pass.
+
+        A ``clear_output`` drops what the worker has printed so far, at once or with its next output.
+        """
+        message = with_own_id(worker, message)
+        held = self._held.setdefault(worker, _Held())
+        if message.kind == "clear_output":
+            if message.content.get("wait"):
+                held.clear = True
+            else:
+                held.wipe()
+        elif message.kind == "update_display_data":
+            return [] if held.update(message) else [message]
+        elif message.kind not in OUTPUT:
+            return [message]
+        elif message.kind != "stream" or message.content["text"]:
+            held.add(message)
+            if self._finished and self._late is None:
+                self._late = now + arranger.FOLD_AFTER
+        return []
+
+    def next_flush(self) -> float | None:
+        """Return when output that came after the end is due; None if there is none."""
+        return self._late
+
+    def flush(self, now: float) -> list[Published]:
+        """Return the output that came after the end, once it is due."""
+        return self.finish(now) if self._late is not None and now >= self._late else []
+
+    def finish(self, now: float) -> list[Published]:
+        """Return all output by worker; workers with the same output share one copy of it."""
+        groups: dict[tuple[str, ...], tuple[list[str], list[OutputItem]]] = {}
+        for worker, held in self._held.items():
+            items = _settled(worker, held.messages)
+            alike = tuple(item.key or f"of {worker} alone" for item in items)
+            groups.setdefault(alike, ([], items))[0].append(worker)
+        published: list[Published] = []
+        for workers, items in groups.values():
+            for item in items:
+                item.workers = workers
+                published += item.render()
+        self._held = {worker: _Held() for worker in self._held}
+        self._finished, self._late = True, None
+        return merged(published)
+
+
+def _settled(worker: str, said: Sequence[Published]) -> list[OutputItem]:
+    """Return one worker's output as items, in an order that does not depend on when its streams were flushed.
+
+    Between two displays, all text of stdout comes before that of stderr.
+    """
+    lines = Lines(worker)
+    items: list[OutputItem] = []
+    part: list[OutputItem] = []
+
+    def end_part() -> None:
+        items.extend(item for item in part if item.stream == "stdout")
+        items.extend(item for item in part if item.stream == "stderr")
+        part.clear()
+
+    for message in said:
+        for item in lines.take(message, 0.0):
+            if item.message is not None:
+                end_part()
+                items.append(item)
+            else:
+                part.append(item)
+    part += lines.rest(0.0)
+    end_part()
+    return items

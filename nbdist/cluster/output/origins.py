@@ -1,0 +1,82 @@
+"""Shows what functions print for RPCs: under the cell that called them, with the worker's name before each line."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from nbdist.cluster.kernels import labels
+from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.output.arranger import Published
+from nbdist.cluster.output.outlet import Outlet, make_arranger
+from nbdist.cluster.output.sinks import Sink, current_sink
+
+__all__ = ["Origin", "Origins"]
+
+_CELLS_KEPT = 500
+"""The number of cells that are kept; late output of calls of older cells is not shown."""
+
+
+class Origin:
+    """A cell of the notebook that called functions on workers. Shows the output of these calls.
+
+    The arranger is told at once that all workers have ended: a call's output need not wait for other workers, which may
+    not have been called.
+    """
+
+    def __init__(self, thread: KernelThread, names: Sequence[str], sink: Sink) -> None:
+        self.sink = sink
+        self.number = labels.cell_number() or 0
+        self._outlet = Outlet(thread, make_arranger(names, sink, labels=True), sink, self.number)
+        for name in names:
+            thread.soon(self._outlet.ended, name)  # no line waits for other workers to print the same
+
+    def on_output(self, worker: str, message: Message) -> None:
+        """Show output that a worker sent for a call of this cell. Called in the kernel thread.
+
+        The output may come after the cell's end.
+        """
+        kind = message["msg_type"]
+        if kind in ("status", "execute_input", "iopub_welcome"):
+            return
+        self._outlet.feed(
+            worker, Published(kind, message["content"], message.get("metadata") or {}, message.get("buffers") or ())
+        )
+
+    def finish(self) -> None:
+        """Show the output that is held back. Called by `settle`, once the calls' output has arrived or is late."""
+        self._outlet.finish()
+
+
+class Origins:
+    """The cells of the notebook that have called functions on workers."""
+
+    def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
+        self._thread = thread
+        self._names = names
+        self._known: OrderedDict[str, Origin] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def current(self) -> str:
+        """Return the key of the place where the calling thread's output is shown; make its `Origin` at first.
+
+        The key travels with the calls that the thread makes.
+        """
+        sink = current_sink()
+        key = sink.key
+        if key not in self._known:
+            with self._lock:
+                if key in self._known:  # another thread of the cell was first; output would come to two places
+                    return key
+                self._known[key] = Origin(self._thread, self._names, sink)
+                if len(self._known) > _CELLS_KEPT:
+                    self._known.popitem(last=False)
+        return key
+
+    def find(self, key: str) -> Origin | None:
+        """Return the cell with this key; None if there is none.
+
+        Only the newest `_CELLS_KEPT` cells are known.
+        """
+        return self._known.get(key)

@@ -1,0 +1,63 @@
+"""Saves the text that a worker writes to standard error just before it crashes.
+
+Text that C code writes goes through a pipe, which a thread of ipykernel reads. A crashing process usually holds the
+GIL: ipykernel's thread would take the text out of the pipe and then never get to show it. Therefore::
+
+    pipe ── tee: copy ──> log file          first (`_watch`)
+     └───── read: remove ──> notebook       then
+     └───── read ──> log file               by the zygote, if text is left when the worker is dead (`hand_over`)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+from nbdist.cluster.processes.zygote import leave_last_words
+
+__all__ = ["guard_streams", "hand_over"]
+
+_SIZE = 1 << 16
+"""Bytes copied at once: all that a pipe holds."""
+
+
+def guard_streams() -> None:
+    """Make ipykernel copy text to the log before it removes it from the pipe. Call before the kernel starts.
+
+    On systems without ``tee`` it does nothing, and the last words may be lost.
+    """
+    from ipykernel.iostream import OutStream
+
+    if hasattr(ctypes.CDLL(None), "tee"):  # only Linux has tee
+        stream: Any = OutStream
+        stream._watch_pipe_fd = _watch
+
+
+def hand_over() -> None:
+    """Let the zygote read the pipe of standard error after this worker's death. Call once the kernel has made it."""
+    pipe = getattr(sys.stderr, "_fid", None)
+    leave_last_words([pipe] if pipe is not None else [])
+
+
+def _watch(stream: Any) -> None:
+    """Read a stream's pipe until the stream closes, in the thread in which ipykernel would do so.
+
+    ``tee`` copies what is in the pipe without removing it. It waits for text without the GIL.
+    """
+    if stream._fid is None:
+        return
+    libc = ctypes.CDLL(None)
+    seen, copy = os.pipe()
+    try:
+        while (size := libc.tee(stream._fid, copy, _SIZE, 0)) > 0 and stream._should_watch:
+            data = os.read(seen, size)
+            os.write(stream._original_stdstream_copy, data)
+            os.read(stream._fid, size)
+            stream.write(data.decode(errors="replace"))
+    except Exception:
+        stream._exc = sys.exc_info()  # where ipykernel looks for the error of this thread
+    finally:
+        os.close(seen)
+        os.close(copy)

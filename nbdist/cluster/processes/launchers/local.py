@@ -1,0 +1,140 @@
+"""`LocalLauncher`: runs workers as processes of this host, forked from a zygote that has imported torch for them.
+
+Importing torch is most of the time that a cluster needs to start. Therefore ``%load_ext nbdist`` calls `prepare`: it
+starts a zygote that imports torch while the notebook imports it, too. The next cluster takes that zygote.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from nbdist.channel.resources import require_files
+from nbdist.cluster.processes.run_directory import make_folder
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.processes.worker_processes import Processes
+
+__all__ = ["LocalLauncher", "discard", "prepare"]
+
+_ENTRY = "nbdist.cluster.worker.kernel:main"
+"""The function that a worker process calls."""
+
+_PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker.imports")
+_LAST_WORDS_LETTERS = 20_000
+"""Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
+_ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # else the debugger writes a warning
+
+# With the second variable, torch asks NVML which GPUs there are. If it asked CUDA, forking would not be safe any more.
+_ZYGOTE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment variables of the zygote. Workers have other ones, and set their own number of threads."""
+
+_FILES_NEEDED = 10
+"""Files that this process must be able to open before it starts a zygote: with fewer it could not even clean up."""
+_prepared: Processes | None = None
+"""The zygote that waits for the next cluster."""
+
+
+def prepare() -> None:
+    """Start a zygote for the next cluster, if forking is allowed. Does nothing while one waits.
+
+    It saves the next cluster the time of the imports; `discard` ends it.
+    """
+    global _prepared
+    if _prepared is None and _may_fork():
+        _prepared = _start_zygote()
+
+
+def discard() -> None:
+    """End the zygote that `prepare` has started, if no cluster has taken it.
+
+    Harmless on a second call, and in a forked process.
+    """
+    global _prepared
+    prepared, _prepared = _prepared, None
+    if prepared is not None and prepared.owner == os.getpid():
+        prepared.close()
+
+
+def _take() -> Processes:
+    """Return the zygote that `prepare` has started, if it can still be used; else a new one."""
+    global _prepared
+    prepared, _prepared = _prepared, None
+    if prepared is not None and prepared.owner == os.getpid():  # else it is the zygote of this fork's parent
+        if prepared.usable:
+            return prepared
+        prepared.close()
+    return _start_zygote()
+
+
+def _start_zygote() -> Processes:
+    """Start a zygote in a new run directory. Raises ResourceError if this process has too many files open."""
+    environment = {**_ENVIRONMENT, **os.environ, **_ZYGOTE_ENVIRONMENT}
+    require_files(_FILES_NEEDED, "the process that starts workers cannot start")
+    folder = make_folder()
+    try:
+        return Processes(folder, _nobody, preload=_PRELOAD, fork=_may_fork(), environment=environment)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # no zygote lives that could do it
+        raise
+
+
+def _may_fork() -> bool:
+    """Return whether the user allows forking: ``NBDIST_FORK=0`` forbids it."""
+    return os.environ.get("NBDIST_FORK", "1") != "0"
+
+
+def _nobody(name: str, code: int) -> None:
+    """Do nothing: the ``on_end`` of a zygote that no cluster has taken, and which has no workers."""
+
+
+class LocalLauncher:
+    """The default launcher: processes of this host. See `Launcher` for its methods.
+
+    Every worker gets an equal share of the host's cores for its threads, unless the user sets ``OMP_NUM_THREADS``.
+    """
+
+    def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
+        threads = str(max(1, (os.cpu_count() or 1) // count))
+        self._defaults = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads}  # else each worker uses all cores
+        self._processes = _take()
+        self._processes.on_end = on_end
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self._processes.folder
+
+    def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
+        """Import modules in the zygote, once for all workers, which share their memory.
+
+        The future fails with UsageError if a module cannot be imported. Call it before `start`.
+        """
+        return self._processes.preload(modules, {**environment, **_ZYGOTE_ENVIRONMENT})
+
+    def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
+        """Start a worker; return the future of its pid. An environment overrides this launcher's defaults.
+
+        The future fails with WorkerLost if the process cannot be made.
+        """
+        return self._processes.start(setup.name, _ENTRY, [setup.encode()], {**self._defaults, **environment})
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a worker; do nothing if it has ended."""
+        self._processes.signal(name, number)
+
+    def last_words(self, name: str) -> str:
+        """Return the end of the worker's log: what it wrote to standard error outside of cells.
+
+        Complete only after the zygote has reported the worker's end, when it has read the worker's last words.
+        """
+        try:
+            return self._processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()
+        except OSError:
+            return ""
+
+    def close(self) -> None:
+        """Kill all workers and the zygote, and remove the run directory."""
+        self._processes.close()

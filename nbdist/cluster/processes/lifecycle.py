@@ -1,0 +1,376 @@
+"""Starts the workers of a cluster, forms their process group, restarts and ends them.
+
+The words are those of `Worker.step`; ``progress`` is called with each of them, but for the first and the last::
+
+                  each worker by itself                    all workers together
+                  ┌───────────────────────────────────┐    ┌──────────────────┐
+    launch        bring_up                                 _begin_group
+    "starting" ─> "process" ─> "kernel" ──> "rpc" ───────> "process group" ──> "ready" ──> "ended"
+                  its pid      it answers   it has run     it has run                      close
+                  is known     requests     `join()`       `group(generation)`
+
+A worker that is restarted alone goes from "rpc" to "ready". The process group then forms again, as the next generation
+in a folder of its own: at once if all workers are idle, else in `after_cell` of the last cell (`_group_is_due`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from nbdist.channel.resources import full_disk_in_words
+from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.processes import group_store
+from nbdist.cluster.processes.launchers import Launcher, find_launcher
+from nbdist.cluster.processes.setup import WorkerSetup, group_folder
+from nbdist.cluster.spec import Spec
+from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
+
+__all__ = ["Lifecycle"]
+
+_log = logging.getLogger("nbdist.cluster")
+_NOT_FORMED = "the process group did not form anew after a restart: %s; `%%dist_restart -p` tries again"
+
+_LAST_OUTPUT_WITHIN = 0.03
+"""Seconds after the end of a process during which its last output may arrive; its cells fail only afterwards."""
+
+_KERNELS_END_WITHIN = 1.0
+"""Seconds for idle kernels to end by themselves when the cluster shuts down."""
+
+_POLL = 0.005
+"""Seconds between two looks whether processes have ended."""
+
+
+class Lifecycle:
+    """Starts, restarts and ends the workers of one cluster.
+
+    Methods wait in the calling thread for coroutines, which run in the kernel thread. ``listener(worker, channel,
+    message)`` gets what kernels send unasked, and ``reached(worker, step)`` each step of a worker, in that thread.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        backend: str,
+        workers: Sequence[Worker],
+        thread: KernelThread,
+        listener: Callable[[Worker, str, Message], None],
+        reached: Callable[[str, str], None],
+    ) -> None:
+        self._spec = spec
+        self._backend = backend
+        self._workers = workers
+        self._thread = thread
+        self._listener = listener
+        self._reached_step = reached
+        self._generation = 0
+        """The number of the process group that has formed last, or forms now; 0 for none."""
+        self._group_is_due = False
+        """True if the process group must form anew once all workers are idle. Only the kernel thread uses this."""
+        self._begun: dict[str, Future[int]] = {}
+        """By name: the futures of the pids of workers that `launch` has started, until `bring_up` waits for them."""
+        self.launcher: Launcher = find_launcher(spec.launcher)(spec.count, self._on_end)
+        self.folder = self.launcher.folder
+        self._preloading = self.launcher.preload(spec.preload, self._surroundings()) if spec.preload else None
+        """The imports that the first workers wait for; None once they are done, or if there are none."""
+        self._master_port = _free_port()
+
+    @property
+    def meeting(self) -> str:
+        """The ``init_method`` of the RPC world."""
+        return f"file://{self.folder}/members"
+
+    # -- up -----------------------------------------------------------------------------------
+
+    def launch(self, workers: Sequence[Worker]) -> None:
+        """Ask the launcher for a process for each worker. Does not wait: `bring_up` does.
+
+        `Cluster` starts its own RPC agent between the two, while the workers start.
+        """
+        self._begun = {worker.name: self._launch(worker) for worker in workers}
+
+    def _launch(self, worker: Worker) -> Future[int]:
+        """Start a worker's next process; return the future of its pid. Where that fails, the worker is lost.
+
+        The error of the launcher is raised at once, or by the future.
+        """
+        worker.prepare(self._thread, self.folder, self._listener)
+        setup = WorkerSetup(
+            name=worker.name,
+            id=worker.id,
+            rank=worker.rank,
+            world_size=self._spec.count,
+            connection_file=str(worker.connection_file(self.folder)),
+            folder=str(self.folder),
+            meeting=self.meeting,
+            master_port=self._master_port,
+            backend=self._backend,
+            gpu=worker.gpu,
+            device=worker.device,
+            seed=self._spec.seed,
+        )
+        try:
+            return self.launcher.start(setup, self._environment(worker))
+        except BaseException:
+            worker.lose("could not be started")
+            worker.ended.set()  # no process will end, and `kill` waits for this
+            raise
+
+    @staticmethod
+    def _surroundings() -> dict[str, str]:
+        """Return the environment variables of all workers: this process's, and matplotlib drawing below cells."""
+        environment = dict(os.environ)
+        environment.pop("JPY_PARENT_PID", None)  # this kernel's parent, which a worker would take for its own and watch
+        environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+        return environment
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        """Return the environment variables of a worker, which tell it its GPUs."""
+        environment = self._surroundings()
+        if worker.gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._spec.visible_gpus(worker.gpu)
+        return environment
+
+    def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
+        """Wait until launched workers are ready; if these are all workers, they form the process group, too.
+
+        Raises StartError if they are late or a step fails, WorkerLost if one dies.
+        """
+
+        # Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
+        async def reach(worker: Worker) -> None:
+            worker.pid = await asyncio.wrap_future(self._begun.pop(worker.name))
+            self._reached(worker, "process")
+            assert worker.kernel is not None
+            await worker.kernel.open()
+            self._reached(worker, "kernel")
+            await worker.call("join()")
+            self._reached(worker, "rpc")
+
+        async def all_steps() -> None:
+            if self._preloading is not None:
+                await asyncio.wrap_future(self._preloading)
+                self._preloading = None
+            await first_error([asyncio.create_task(reach(worker)) for worker in workers])
+            # If only some were restarted, the others may be busy: `Cluster` then decides when the group forms.
+            if len(workers) == len(self._workers):
+                await self._form_group()
+            for worker in workers:
+                self._reached(worker, "ready")
+
+        self._in_time(all_steps(), deadline)
+
+    def form_group(self, deadline: float) -> None:
+        """Form the process group of all workers anew and wait until it has formed, unless the backend is none.
+
+        Raises WorkerLost if a worker is dead, StartError if the group has not formed by ``deadline``.
+        """
+        self._in_time(self._form_group(), deadline)
+
+    def form_group_once_idle(self, deadline: float) -> list[str]:
+        """Form the process group of all workers anew: now if all are idle, else as soon as they are.
+
+        Returns the names of the workers that are not idle, dead ones included; empty if the group has formed, or if the
+        cluster has no process group.
+        """
+        if self._backend == "none":
+            return []
+
+        # In the kernel thread, where cells begin and end: none can end between the look and the note.
+        async def look() -> list[str]:
+            busy = [worker.name for worker in self._workers if worker.state != "idle"]
+            self._group_is_due = bool(busy)
+            return busy
+
+        busy = self._thread.run(look()).result()
+        if not busy:
+            self.form_group(deadline)
+        return busy
+
+    def after_cell(self) -> None:
+        """Form the process group if it is due and all workers are idle. In the kernel thread, after each cell.
+
+        Returns at once, but the workers are told first: the cells that they are sent next run in the new group.
+        """
+        if not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
+            return
+
+        async def see_through(forming: Coroutine[Any, Any, None]) -> None:
+            try:
+                async with asyncio.timeout(self._spec.timeout):
+                    await forming
+            except Exception as error:
+                _log.error(_NOT_FORMED, error)
+
+        try:
+            self._thread.loop.create_task(see_through(self._begin_group()))
+        except Exception as error:  # must not keep the cell from ending
+            _log.error(_NOT_FORMED, error)
+
+    async def _form_group(self) -> None:
+        """Form the next process group and wait for it, unless the cluster has none."""
+        if self._backend != "none":
+            await self._begin_group()
+
+    def _begin_group(self) -> Coroutine[Any, Any, None]:
+        """Tell all workers to form the next process group; return a coroutine that waits until it has formed.
+
+        Raises WorkerLost at once if a worker is dead. If one fails, the others are released, and the coroutine raises
+        its error. The folder of the previous generation is removed in the end. In the kernel thread.
+        """
+        for worker in self._workers:
+            if not worker.alive:
+                raise lost_error(worker)
+        before, folder = (self.folder / group_folder(self._generation + more) for more in (0, 1))
+        folder.mkdir(mode=0o700)
+        self._generation += 1
+        self._group_is_due = False  # last: what fails before is tried again after the next cell
+
+        async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
+            await call
+            if worker.step != "ready":
+                self._reached(worker, "process group")
+
+        forming = [formed(worker, worker.call(f"group({self._generation})")) for worker in self._workers]
+
+        async def all_formed() -> None:
+            try:
+                await first_error([asyncio.create_task(waiting) for waiting in forming])
+            except BaseException as error:
+                # The other workers wait in the store for the one that failed; only the store can end that wait.
+                group_store.end(folder, f"the process group did not form: {error or type(error).__name__}")
+                raise
+            finally:
+                shutil.rmtree(before, ignore_errors=True)
+
+        return all_formed()
+
+    def _reached(self, worker: Worker, step: str) -> None:
+        """Note that a worker has reached a step, and tell the user's ``progress``. In the kernel thread."""
+        worker.step = step
+        with contextlib.suppress(Exception):  # an error of a view must not keep the cluster from starting
+            self._reached_step(worker.name, step)
+
+    def _in_time(
+        self, work: Coroutine[Any, Any, None], deadline: float, otherwise: str = "the process group did not form"
+    ) -> None:
+        """Run a coroutine in the kernel thread; where it is not done by ``deadline``, raise StartError.
+
+        The error names the modules to preload, if these are not imported yet; else the workers that are not ready; if
+        all are ready, it says ``otherwise``.
+        """
+
+        async def limited() -> None:
+            await asyncio.wait_for(work, max(0.0, deadline - time.monotonic()))
+
+        running = self._thread.run(limited())
+        # A worker that finds the disk full can often not even write down why it ends, so this process looks as well.
+        try:
+            with full_disk_in_words(self.folder, "a worker ended"):
+                running.result()
+        except KeyboardInterrupt:
+            running.cancel()
+            raise
+        except TimeoutError:
+            if self._preloading is not None:
+                names = ", ".join(self._spec.preload)
+                raise StartError(
+                    f"{names} could not be imported within {self._spec.timeout:g} s, the timeout: set a longer one "
+                    "with `%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
+                ) from None
+            late = [f"{w.name} ({w.lost or f'last step: {w.step}'})" for w in self._workers if w.step != "ready"]
+            who = ", ".join(late) or otherwise
+            raise StartError(
+                f"not all workers were ready within {self._spec.timeout:g} s: {who}; a longer timeout is "
+                "`%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
+            ) from None
+
+    # -- down ---------------------------------------------------------------------------------
+
+    def kill(self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float) -> None:
+        """Kill workers; wait until their processes have ended and they are no members of the RPC world any more.
+
+        Their cells fail. ``is_member(name)`` returns whether the RPC world still counts a worker as a member. Raises
+        StartError after ``deadline``.
+        """
+
+        def is_gone(worker: Worker) -> bool:
+            return (worker.ended.is_set() or worker.pid is None) and not is_member(worker.name)
+
+        async def kill() -> None:
+            for worker in workers:
+                self.launcher.signal(worker.name, signal.SIGKILL)  # also a lost worker's: its process may live
+                worker.lose("was restarted", "run the cell again")
+            while not all(map(is_gone, workers)):
+                await asyncio.sleep(_POLL)
+
+        self._in_time(kill(), deadline, "the killed workers have not ended")
+
+    def say_goodbye(self) -> None:
+        """Ask idle kernels to end, so that their exit handlers run; wait at most `_KERNELS_END_WITHIN` seconds.
+
+        Errors are ignored: `close` kills the workers that remain.
+        """
+
+        # The control channel is served while a kernel is idle and while it works: busy workers are not asked at all.
+        async def ask() -> None:
+            asked = [worker for worker in self._workers if worker.alive and not worker.cells]
+            for worker in asked:
+                assert worker.kernel is not None
+                worker.kernel.send("shutdown_request", {"restart": False}, channel="control")
+            deadline = time.monotonic() + _KERNELS_END_WITHIN
+            while any(worker.alive for worker in asked) and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL)
+
+        with contextlib.suppress(Exception):
+            self._thread.run(ask()).result(2 * _KERNELS_END_WITHIN)
+
+    def close(self) -> None:
+        """Kill all workers, remove the run directory, and fail the cells that still run.
+
+        Returns when the processes have ended. The cells fail a moment later, in the kernel thread.
+        """
+        self.launcher.close()
+        for worker in self._workers:
+            worker.step = "ended"
+        self._thread.soon(self._lose_all)
+
+    def _lose_all(self) -> None:
+        """Fail the cells that still run, as the cluster has been shut down. In the kernel thread."""
+        for worker in self._workers:
+            worker.lose("has been shut down with its cluster", "`%dist_init` starts another")
+            if worker.print_log is not None:
+                worker.print_log.close()
+
+    def _on_end(self, name: str, code: int) -> None:
+        """Note that a worker's process has ended; its cells fail a moment later. In a thread of the launcher's.
+
+        The delay lets the last output arrive first.
+        """
+        worker = next(worker for worker in self._workers if worker.name == name)
+        worker.exit(code)
+        self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._ended, worker, worker.lives, code)
+
+    def _ended(self, worker: Worker, life: int, code: int) -> None:
+        """Fail the cells of a worker whose process has ended in this life. In the kernel thread.
+
+        ``life`` is the number of the process: does nothing if the worker has been restarted meanwhile.
+        """
+        if worker.lives == life:  # else the worker has been restarted meanwhile
+            worker.end(code, self.launcher.last_words(worker.name))
+
+
+def _free_port() -> int:
+    """Return a port on which nothing listens now. Another process may take it before the user's code does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

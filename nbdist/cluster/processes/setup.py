@@ -1,0 +1,54 @@
+"""`WorkerSetup`: what a worker must know about itself and its cluster when its process starts."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["WorkerSetup", "group_folder"]
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """One worker's place in its cluster, passed as JSON to the entry of its process: `cluster.worker.kernel.main`."""
+
+    name: str
+    id: int
+    """Its id in the RPC world, of which the notebook is a member too."""
+    rank: int
+    """Its rank in the process group, of which the notebook is no member."""
+    world_size: int
+    """The number of workers in the process group."""
+    connection_file: str
+    """The path of its kernel's connection file."""
+    folder: str
+    """The run directory."""
+    meeting: str
+    """The ``init_method`` of the RPC world."""
+    master_port: int
+    """A free port, at which nbdist does not listen, for a process group that user code forms by ``env://``."""
+    backend: str
+    """The backend of the process group; ``none`` for no process group."""
+    gpu: int | None = None
+    """The number of its GPU as the user knows it."""
+    device: str = "cpu"
+    """Its device as torch in its process calls it."""
+    seed: int | None = None
+    """The cluster's seed; the worker adds its rank. None for random numbers that differ in every run."""
+    master_address: str = "127.0.0.1"
+
+    def encode(self) -> str:
+        """Return this setup as JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> WorkerSetup:
+        """Return the setup that `encode` has written."""
+        return msgspec.json.decode(text, type=cls)
+
+
+def group_folder(generation: int) -> str:
+    """Return the name, within the run directory, of the folder where the workers form their process group.
+
+    Each time the group forms, it has a new number (`generation`) and a folder of its own, so that workers cannot read
+    what an earlier attempt wrote.
+    """
+    return f"group-{generation}"

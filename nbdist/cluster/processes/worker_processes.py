@@ -1,0 +1,306 @@
+"""`Processes`: starts, signals and ends the worker processes of one cluster, by way of a zygote. For `LocalLauncher`.
+
+The module `nbdist.cluster.processes.zygote` has a drawing of both sides, and defines the messages between them. What
+the zygote answers arrives in one thread, `_read`, and settles futures, which other threads wait for::
+
+    request                     event that answers it       what waits
+    (the constructor)           Ready                       `ready`
+    Preload                     Preloaded                   the future of `preload`
+    Start                       Started or Failed           the future of `start`
+    Signal                      none
+    (a worker ends)             Ended                       `on_end` is called
+    (the zygote ends)           the line closes             all of these: `_zygote_ended`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from nbdist.cluster.processes.zygote import (
+    MessageSocket,
+    Preload,
+    Preloaded,
+    ProcessEnded,
+    ProcessFailed,
+    Setup,
+    Signal,
+    Start,
+    Started,
+    ZygoteReady,
+)
+from nbdist.errors import UsageError, WorkerLost
+
+__all__ = ["Processes", "describe_exit"]
+
+_log = logging.getLogger("nbdist.cluster")
+_BOOT = "from nbdist.cluster.processes.zygote import main; main()"
+"""The code that the zygote's interpreter runs, after it has taken over this process's ``sys.path``."""
+
+
+class Processes:
+    """A zygote and the workers that it has started. Its methods may be called in any thread.
+
+    A thread of its own reads what the zygote sends. It calls ``on_end(name, code)`` once for every worker that ends,
+    where ``code`` is the exit code, or minus the number of the signal that killed the worker.
+
+    Args:
+        folder: The run directory, which must exist and contain nothing else: it is removed at the end.
+        on_end: See above. It may be replaced as long as no worker has been started.
+        preload: Modules that the zygote imports at once. One that cannot be imported costs only a warning.
+        fork: Whether to fork workers where that is safe.
+        environment: The zygote's environment variables; None for those of this process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        on_end: Callable[[str, int], None],
+        *,
+        preload: Sequence[str] = (),
+        fork: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.on_end = on_end
+        self.owner = os.getpid()
+        """The process that started the zygote, and alone may use this object: not one that was forked from it."""
+        self._lock = threading.Lock()
+        self._starting: dict[str, Future[int]] = {}
+        """The workers that have been asked for and not been answered, by name."""
+        self._living: dict[str, int] = {}
+        self._ready: Future[ZygoteReady] = Future()
+        self._preloading: Future[None] = Future()
+        self._closing = False
+        """True once no worker can be started any more: `close` was called, or the zygote has ended."""
+        ours, theirs = socket.socketpair()
+        setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork)
+        with contextlib.ExitStack() as undo, theirs, (folder / "zygote.log").open("wb") as log:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {_BOOT}", msgspec.json.encode(setup)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=None if environment is None else dict(environment),
+            )
+            undo.pop_all()
+        self._line = MessageSocket(ours)
+        self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
+        self._thread.start()
+
+    def ready(self, timeout: float | None = None) -> ZygoteReady:
+        """Wait until the zygote has done its imports; return how they went.
+
+        Raises WorkerLost if the zygote has ended, TimeoutError after ``timeout`` seconds.
+        """
+        return self._ready.result(timeout)
+
+    def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:
+        """Let the zygote import more modules. Call this at most once, before any worker is started.
+
+        The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends.
+        """
+        self._line.send(Preload(list(modules), _environment(environment), os.getcwd(), _path()))
+        return self._preloading
+
+    def start(
+        self,
+        name: str,
+        entry: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Future[int]:
+        """Start a worker that calls ``entry``, a ``module:function``; return the future of its pid.
+
+        The future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
+        UsageError if a worker of that name lives.
+        """
+        with self._lock:
+            if self._closing:
+                raise WorkerLost(
+                    f"{name} cannot start: the process that starts workers has ended; "
+                    "shut this cluster down and start another"
+                )
+            if name in self._living or name in self._starting:
+                raise UsageError(f"a worker called {name!r} runs already")
+            future = self._starting[name] = Future[int]()
+        start = Start(
+            name,
+            entry,
+            list(arguments),
+            _environment(environment),
+            os.getcwd(),
+            str(self.log(name)),
+            _path(),
+        )
+        self._line.send(start)
+        return future
+
+    def log(self, name: str) -> Path:
+        """Return the file that gets the worker's standard output and error where nothing captures them."""
+        return self.folder / f"{name}.log"
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a worker; do nothing if it has ended."""
+        self._line.send(Signal(name, number))
+
+    @property
+    def living(self) -> dict[str, int]:
+        """The pids of the workers that live, by name, as far as the zygote has reported.
+
+        A worker that has just died may still be among them.
+        """
+        with self._lock:
+            return dict(self._living)
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process id."""
+        return self._process.pid
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the zygote lives, so that it can start workers.
+
+        A prepared zygote may have died before a cluster takes it.
+        """
+        return not self._closing and self._process.poll() is None
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Kill all workers and the processes that they started, wait for that, and remove the run directory.
+
+        The zygote does it. If it has not ended after ``timeout`` seconds, it is killed, and the workers die with it.
+        """
+        with self._lock:
+            self._closing = True
+        with contextlib.suppress(OSError):  # the socket was closed by an earlier call
+            # The zygote ends when it reads the end of the line.
+            self._line.socket.shutdown(socket.SHUT_WR)
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        if threading.current_thread() is not self._thread:  # else `on_end` has called this, in that thread
+            self._thread.join(timeout)
+        self._line.socket.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- what the zygote says -----------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Handle the zygote's events until it ends. In a thread of its own."""
+        while (lines := self._line.receive()) is not None:
+            for line in lines:
+                self._take(
+                    msgspec.json.decode(line, type=ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded)
+                )
+        self._zygote_ended()
+
+    def _take(self, event: ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded) -> None:
+        """Handle one event of the zygote's, as in the table above."""
+        if isinstance(event, ZygoteReady):
+            for complaint in event.complaints:
+                _log.warning(
+                    "a module could not be imported for all workers before they start; each worker will try again: %s",
+                    complaint,
+                )
+            self._ready.set_result(event)
+        elif isinstance(event, Preloaded):
+            self._imported(event)
+        elif isinstance(event, Started):
+            with self._lock:
+                self._living[event.name] = event.pid
+                future = self._starting.pop(event.name)
+            if future.set_running_or_notify_cancel():
+                future.set_result(event.pid)
+        elif isinstance(event, ProcessFailed):
+            with self._lock:
+                future = self._starting.pop(event.name)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(WorkerLost(f"{event.name} cannot start: {event.why}"))
+        else:
+            with self._lock:
+                self._living.pop(event.name, None)
+            self.on_end(event.name, event.code)
+
+    def _imported(self, event: Preloaded) -> None:
+        """Settle the future of `preload`; warn if workers will not share the imports, since they cannot be forked.
+
+        Modules that cannot be imported fail the future with UsageError.
+        """
+        if not event.forks:
+            why = (
+                "one of them has begun a thread, or uses a GPU" if self.ready().forks else "workers are not forked here"
+            )
+            _log.warning("each worker has to import the modules to preload by itself: %s", why)
+        if self._preloading.set_running_or_notify_cancel():
+            if event.complaints:
+                self._preloading.set_exception(
+                    UsageError(f"cannot import {'; '.join(event.complaints)}. Correct the modules to preload")
+                )
+            else:
+                self._preloading.set_result(None)
+
+    def _zygote_ended(self) -> None:
+        """Fail all futures that wait for the zygote, which has ended; report its workers, which Linux has killed.
+
+        Called once, by the thread that reads. `on_end` is called for each worker with SIGKILL as the code.
+        """
+        said = ""
+        with self._lock:
+            self._closing = True
+            living, self._living = self._living, {}
+            starting, self._starting = self._starting, {}
+        with contextlib.suppress(OSError):
+            said = (self.folder / "zygote.log").read_text(errors="replace").strip()
+        error = WorkerLost(
+            "the process that starts workers has ended, so no worker can live; shut this cluster down and start another"
+            f"{': ' + said[-2000:] if said else ''}"
+        )
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        if not self._preloading.done() and self._preloading.set_running_or_notify_cancel():
+            self._preloading.set_exception(error)
+        for future in starting.values():
+            if future.set_running_or_notify_cancel():  # False if the caller has cancelled it
+                future.set_exception(error)
+        for name in living:
+            self.on_end(name, -signal.SIGKILL)
+
+
+def _environment(given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return these environment variables, or a copy of this process's."""
+    return dict(os.environ if given is None else given)
+
+
+def _path() -> list[str]:
+    """Return ``sys.path`` with absolute entries; ``""``, which stands for the current directory, stays."""
+    return [entry and os.path.abspath(entry) for entry in sys.path]
+
+
+def describe_exit(code: int) -> str:
+    """Return in words how a process ended; ``code`` is its exit code, or minus the signal that killed it."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = {"SIGKILL": " (out of memory, or killed by hand)", "SIGSEGV": " (a crash in native code)"}.get(name, "")
+    return f"was killed by {name}{hint}"

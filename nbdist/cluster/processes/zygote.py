@@ -1,0 +1,587 @@
+"""The zygote: the process that imports torch once, forks the workers, and cleans up after them.
+
+::
+
+    the owner: the notebook               the zygote                                    the workers
+    ┌───────────┐  Preload, Start, Signal  ┌─────────┐  fork, or spawn: `_start`         ┌─────────┐
+    │ Processes │ ───────────────────────> │ _Zygote │ ────────────────────────────────> │ worker0 │ ──> processes
+    │           │ <─────────────────────── │         │ ────────────────────────────────> │ worker1 │     that it starts
+    └───────────┘  Ready, Preloaded,       └─────────┘                                   └─────────┘
+                   Started, Failed, Ended
+                   over a socket pair: `MessageSocket`
+
+    this one ends              the zygote notices by         and then
+    a worker                   SIGCHLD                       `_reap`: kills the worker's process group, reads its last
+                                                             words, sends Ended
+    the owner, even killed     the line closes; `_owner`     `_end`: kills everything that was started from here,
+                               becomes readable              removes the run directory, exits
+    the zygote, killed         (Linux kills the workers: `_die_with`)
+
+The zygote stands between the notebook and its workers because it must outlive both to clean up. It runs no code of the
+user's, except for imports before the first worker starts, and holds no lock, so nothing keeps it from that.
+
+Workers are spawned, and start more slowly, where forking is not safe (another thread runs, or the zygote has used a
+GPU), not possible, or not wanted (``NBDIST_FORK=0``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+__all__ = [
+    "ProcessEnded",
+    "ProcessFailed",
+    "MessageSocket",
+    "Preload",
+    "Preloaded",
+    "ZygoteReady",
+    "Setup",
+    "Signal",
+    "Start",
+    "Started",
+    "leave_last_words",
+    "main",
+    "spawned",
+]
+
+_PDEATHSIG, _SUBREAPER = 1, 36
+"""Options of prctl: the signal to get when the parent dies; adopt the orphans of descendants."""
+
+_THREAD_ENDS_WITHIN = 0.3
+"""Seconds for which the system may still list a thread that has been joined."""
+LAST_WORDS = "NBDIST_LAST_WORDS"
+"""The environment variable that tells a worker the file number of its socket for `leave_last_words`."""
+
+_SPAWN = "from nbdist.cluster.processes.zygote import spawned; spawned()"
+
+
+class Setup(msgspec.Struct):
+    """The zygote's only argument, as JSON."""
+
+    line: int
+    """The file number of the zygote's end of the socket pair."""
+    folder: str
+    """The run directory, which the zygote removes when it ends."""
+    owner: int
+    """The pid of the process that started the zygote. The zygote ends when that process ends."""
+    preload: list[str]
+    """Modules to import before any worker starts."""
+    fork: bool = True
+    """True to fork workers where that is safe; else they are spawned."""
+
+
+class Preload(msgspec.Struct, tag="preload"):
+    """Request: import more modules, before the first worker starts, as the owner would import them now."""
+
+    modules: list[str]
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
+    """The owner's ``sys.path``."""
+
+
+class Start(msgspec.Struct, tag="start"):
+    """Request: start a worker process."""
+
+    name: str
+    entry: str
+    """``module:function``, which the worker calls with the arguments."""
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+    log: str
+    """The file that gets standard output and error, but for the time in which ipykernel captures them."""
+    path: list[str]
+    """The worker's ``sys.path``."""
+
+
+class Signal(msgspec.Struct, tag="signal"):
+    """Request: send a signal to a worker. Only its parent can be sure that the pid has not been reused."""
+
+    name: str
+    number: int
+
+
+class ZygoteReady(msgspec.Struct, tag="ready"):
+    """Event: the imports of `Setup` are done."""
+
+    forks: bool
+    """True if workers will be forked, False if they will be spawned."""
+    complaints: list[str]
+    """The modules that could not be imported, each with its error."""
+
+
+class Preloaded(msgspec.Struct, tag="preloaded"):
+    """Event: the imports of `Preload` are done. Its fields are those of `ZygoteReady`."""
+
+    forks: bool
+    complaints: list[str]
+
+
+class Started(msgspec.Struct, tag="started"):
+    """Event: a worker process exists."""
+
+    name: str
+    pid: int
+
+
+class ProcessFailed(msgspec.Struct, tag="failed"):
+    """Event: a worker process could not be made."""
+
+    name: str
+    why: str
+
+
+class ProcessEnded(msgspec.Struct, tag="ended"):
+    """Event: a worker process has ended, with its exit code or minus the number of the signal that killed it."""
+
+    name: str
+    code: int
+
+
+class MessageSocket:
+    """One end of the socket between owner and zygote, which carries one JSON message per text line."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._buffer = b""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; do nothing if the other side has closed."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.sendall(msgspec.json.encode(message) + b"\n")
+
+    def receive(self) -> list[bytes] | None:
+        """Wait for data; return the lines that are now complete, perhaps none. None if the other side has closed."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return lines
+
+
+def main() -> None:
+    """Run the zygote, the entry of its process; in a process that it forks, run the worker."""
+    start = _Zygote(msgspec.json.decode(sys.argv[1], type=Setup)).serve()
+    if start is not None:
+        _become(start)
+
+
+def spawned() -> None:
+    """Run a worker that was spawned; its request comes on standard input, which then becomes empty.
+
+    It takes the place of forking where that is forbidden or unsafe.
+    """
+    parent, start = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[int, Start])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _die_with(parent)
+    _become(start)
+
+
+def _become(start: Start) -> None:
+    """Call the entry of a worker, in its directory and with its path.
+
+    Returns when the entry returns.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the zygote ignores SIGINT, and its children inherit that
+    os.chdir(start.directory)
+    sys.path[:] = start.path
+    sys.argv = [start.entry, *start.arguments]
+    module, _, function = start.entry.partition(":")
+    getattr(importlib.import_module(module), function)(*start.arguments)
+
+
+class _Zygote:
+    """The zygote's state: the line to the owner, and the workers that live, by pid."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._line = MessageSocket(socket.socket(fileno=setup.line))
+        self._line.socket.set_inheritable(False)
+        self._workers: dict[int, str] = {}
+        """The names of the workers that have not been reaped, by pid."""
+        self._unread: dict[int, tuple[socket.socket, str]] = {}
+        """By worker: the socket in which its pipes wait for `_read_last_words`, and the path of its log."""
+        self._forks = False
+        """True if workers are forked. Decided after the imports, and again after those of `Preload`."""
+        self._set: dict[str, str] = {}
+        self._added: list[str] = []
+        """The variables that the imports of `Preload` have set, and the entries they have added to ``sys.path``."""
+        self._wakeup, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """A pipe that becomes readable when a signal has come, so that `_listen` wakes."""
+        self._owner = _open_process(setup.owner)
+        """A file that becomes readable when the owner ends; -1 if there is none."""
+
+    def serve(self) -> Start | None:
+        """Import, then serve requests until the owner ends, and exit by `_end`.
+
+        Returns in a forked worker only: the request to start that worker. `main` then runs the worker on a stack that
+        has no frame of the zygote's.
+        """
+        me = os.getpid()
+        _prctl(_SUBREAPER, 1)
+        self._heed_signals()
+        try:
+            complaints = self._import(self._setup.preload)
+            self._forks = self._setup.fork and hasattr(os, "fork") and _is_safe_to_fork()
+            self._line.send(ZygoteReady(self._forks, complaints))
+            return self._listen()
+        finally:
+            if os.getpid() == me:
+                self._end()
+
+    def _heed_signals(self) -> None:
+        """Ignore Ctrl-C, end at SIGTERM, and wake `_listen` when a child ends."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+
+    def _import(self, modules: Sequence[str]) -> list[str]:
+        """Import modules; return the names and errors of those that cannot be imported.
+
+        This takes seconds, during which nothing is read from the line. A thread watches for the owner's end meanwhile.
+        It is joined before this returns, because a process with two threads cannot fork safely.
+        """
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch_owner, args=(done,))
+        watch.start()
+        complaints = []
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except _Ended:
+                raise
+            except (Exception, SystemExit) as error:  # a module that is a program may call sys.exit
+                complaints.append(f"{name}: {type(error).__name__}: {error}")
+        done.set()
+        watch.join()
+        gc.collect()
+        gc.freeze()  # so that a worker's garbage collector does not write to shared pages, which copies them
+        return complaints
+
+    def _watch_owner(self, done: threading.Event) -> None:
+        """End everything if the owner ends before ``done`` is set, looking every 50 ms. In a thread of its own.
+
+        It ends the zygote while an import keeps its main thread busy.
+        """
+        poller = select.poll()
+        poller.register(self._line.socket, select.POLLRDHUP)
+        if self._owner >= 0:
+            poller.register(self._owner, select.POLLIN)
+        while not done.is_set():
+            if poller.poll(50):
+                self._end()  # with the processes that an import may have started
+
+    def _listen(self) -> Start | None:
+        """Serve requests and ends of children. In a forked worker, returns its request, else None."""
+        poller = select.poll()
+        poller.register(self._line.socket, select.POLLIN)
+        poller.register(self._wakeup, select.POLLIN)
+        if self._owner >= 0:
+            poller.register(self._owner, select.POLLIN)
+        while True:
+            for file, _ in poller.poll():
+                if file == self._owner:
+                    return None
+                if file == self._wakeup:
+                    os.read(self._wakeup, 4096)
+                    self._reap()
+                    continue
+                lines = self._line.receive()
+                if lines is None:
+                    return None
+                for line in lines:
+                    request: Preload | Start | Signal = msgspec.json.decode(line, type=Preload | Start | Signal)
+                    if isinstance(request, Signal):
+                        self._signal(request)
+                    elif isinstance(request, Preload):
+                        self._preload(request)
+                    elif self._start(request):
+                        return request
+
+    # -- starting -----------------------------------------------------------------------------
+
+    def _preload(self, request: Preload) -> None:
+        """Import modules in the owner's present environment, directory and path, and send Preloaded.
+
+        An import may start a thread or use a GPU. From then on workers are spawned, and have nothing of these imports.
+        """
+        complaints = []
+        if self._forks:  # a spawned worker would not have the modules
+            os.environ.update(request.environment)
+            os.chdir(request.directory)
+            sys.path[:] = request.path
+            before = dict(os.environ)
+            complaints = self._import(request.modules)
+            # Workers get what the imports have set in the environment. Signal handlers they have set are replaced.
+            self._set = {name: value for name, value in os.environ.items() if before.get(name) != value}
+            self._added = [entry for entry in sys.path if entry not in request.path]
+            self._heed_signals()
+            self._forks = _is_safe_to_fork()
+        self._line.send(Preloaded(self._forks, complaints))
+
+    def _start(self, start: Start) -> bool:
+        """Start a worker and send Started or Failed; return True in the forked worker itself, else False.
+
+        The worker and the zygote share a socket pair, over which the worker leaves its last words: `leave_last_words`.
+        """
+        # A forked worker would write text that is still buffered here a second time.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        ours, theirs = socket.socketpair()
+        start.environment[LAST_WORDS] = str(theirs.fileno())
+        try:
+            pid = os.fork() if self._forks else self._spawn(start, theirs.fileno())
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            self._line.send(ProcessFailed(start.name, str(error)))
+            return False
+        if pid == 0:
+            try:
+                ours.close()
+                theirs.detach()  # stays open: `leave_last_words` finds it by its number
+                self._settle_in(start, parent)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            return True
+        theirs.close()
+        self._workers[pid] = start.name
+        self._unread[pid] = ours, start.log
+        self._line.send(Started(start.name, pid))
+        return False
+
+    def _settle_in(self, start: Start, parent: int) -> None:
+        """In a forked worker, give up the zygote's session, handlers and files, and take the request's environment.
+
+        The files matter: if a worker kept the line open, the owner would not notice the death of the zygote.
+        """
+        os.setsid()
+        _die_with(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for file in (self._wakeup, self._wake, self._owner):
+            if file >= 0:
+                os.close(file)
+        self._line.socket.close()
+        self._workers.clear()
+        for other, _ in self._unread.values():
+            other.close()
+        # Standard input is empty; output and error go to the log, as `_spawn` arranges it for a spawned worker.
+        log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for file, standard in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(file, standard)
+        os.close(log)
+        os.close(null)
+        os.environ.clear()
+        os.environ.update(start.environment)
+        os.environ.update(self._set)
+        start.path += self._added
+        _reseed()
+
+    @staticmethod
+    def _spawn(start: Start, inherited: int) -> int:
+        """Start a worker in a fresh interpreter, which inherits one file; return its pid. `spawned` runs there."""
+        boot = f"import sys; sys.path[:] = {start.path!r}; {_SPAWN}"
+        with open(start.log, "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", boot],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=start.environment,
+                pass_fds=[inherited],
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(msgspec.json.encode((os.getpid(), start)))
+        process.returncode = 0  # keeps Popen from waiting for the process, which `_reap` does
+        return process.pid
+
+    # -- ending -------------------------------------------------------------------------------
+
+    def _signal(self, request: Signal) -> None:
+        """Send a signal to a worker; do nothing if it has been reaped.
+
+        A name that no worker has is ignored, too.
+        """
+        for pid, name in self._workers.items():
+            if name == request.name:
+                os.kill(pid, request.number)
+
+    def _reap(self) -> None:
+        """Reap all children that have ended, and send Ended for each that is a worker.
+
+        The others are orphans: a process that a worker started becomes ours when the worker ends. Those in the worker's
+        process group are killed here; a process that has left the group lives until `_end`.
+        """
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            if found.si_pid in self._workers:
+                _kill_group(found.si_pid)  # before waitpid, after which the number may be another process's
+            _, status = os.waitpid(found.si_pid, 0)
+            name = self._workers.pop(found.si_pid, None)
+            if name is not None:
+                _read_last_words(*self._unread.pop(found.si_pid))
+                self._line.send(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
+
+    def _end(self) -> None:
+        """Kill every process that was started from here, remove the run directory, and exit.
+
+        Loops until there are no children, because killing a process makes its children those of the zygote.
+        """
+        for pid in list(self._workers):
+            _kill_group(pid)
+        while children := _children():  # as the subreaper, the zygote gets the children of killed processes
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        shutil.rmtree(self._setup.folder, ignore_errors=True)
+        os._exit(0)  # an ordinary exit takes long for all these modules
+
+
+class _Ended(SystemExit):
+    """Raised by SIGTERM: the zygote ends, with its workers."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended(0)
+
+
+def leave_last_words(streams: Sequence[int]) -> None:
+    """In a worker, let the zygote read what is left in these pipes if the worker dies. Works once; then does nothing.
+
+    The worker sends the pipes' file descriptors in a message that the zygote receives only after the worker's death, so
+    until then only the worker reads them.
+    """
+    number = os.environ.pop(LAST_WORDS, None)
+    if number is not None:
+        with socket.socket(fileno=int(number)) as line:
+            socket.send_fds(line, [b"!"], list(streams))
+
+
+def _read_last_words(line: socket.socket, log: str) -> None:
+    """Append to a dead worker's log what it left in the pipes that it sent with `leave_last_words`."""
+    with line, contextlib.suppress(OSError), open(log, "ab") as file:
+        line.setblocking(False)
+        _, pipes, _, _ = socket.recv_fds(line, 1, 4)
+        for pipe in pipes:
+            os.set_blocking(pipe, False)
+            with contextlib.suppress(BlockingIOError), open(pipe, "rb", buffering=0) as left:
+                while data := left.read(1 << 16):
+                    file.write(data)
+
+
+def _open_process(pid: int) -> int:
+    """Return a file that becomes readable when the owner ends; -1 if there is no such file. Exits if it has ended.
+
+    The line alone would not do: it stays open as long as a process lives that the owner has forked.
+    """
+    try:
+        file = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1  # the line must do
+    if os.getppid() != pid:
+        os._exit(0)
+    return file
+
+
+def _die_with(parent: int) -> None:
+    """Let Linux kill this process when its parent dies, even while a thread holds the GIL; exit if it is dead."""
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set an attribute of this process, where the system has such attributes."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has prctl
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a worker and the processes in its process group, whose number is the worker's pid.
+
+    A group that has ended is no error.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _is_safe_to_fork() -> bool:
+    """Return whether a forked worker would be sound: this process has one thread, and has not used a GPU.
+
+    A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork. Waits a
+    moment for threads that are ending.
+    """
+    deadline = time.monotonic() + _THREAD_ENDS_WITHIN
+    while _threads() > 1:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)
+    torch = sys.modules.get("torch")
+    return torch is None or not torch.cuda.is_initialized()
+
+
+def _threads() -> int:
+    """Return the number of threads of this process, those of C libraries included where Linux lists them."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
+
+
+def _children() -> list[int]:
+    """Return the pids of this process's children, zombies included."""
+    me, found = str(os.getpid()), []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if path.read_text().rpartition(")")[2].split()[1] == me:
+                found.append(int(path.parent.name))
+    return found
+
+
+def _reseed() -> None:
+    """Seed the random generators again: else all forked workers would draw the same numbers.
+
+    Called in each forked worker, before the user's code.
+    """
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()

@@ -1,0 +1,12 @@
+"""The code of nbdist that only runs inside of worker processes.
+
+====================  ==========================================================
+`imports`             what the zygote imports for all of them
+`kernel`              makes an ipykernel a worker
+`output`              sends prints to the cells that caused them
+`tasks`, `values`     the worker's side of `Cluster.executor` and `Cluster.push`
+`collectives`         the process group, and how its collectives end
+`gloo`, `gloo_waits`  gloo's connections and waits
+`collective_errors`   torch's errors of collectives as ours
+====================  ==========================================================
+"""

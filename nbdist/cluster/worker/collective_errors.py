@@ -1,0 +1,107 @@
+"""Turns torch's error of a failed collective into WorkerLost or GroupError, where the error leaves the user's code.
+
+There are two such places: the end of a cell (`install`), and the end of a function that runs for a call
+(`raise_translated`). Inside the user's own ``try``, the error stays torch's.
+
+At the end of a cell, an interrupt also gets a text that says where it has stopped the cell. In a cell with ``await``
+the interrupt is a CancelledError.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from asyncio import CancelledError
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from nbdist.cluster.standing import say_where
+from nbdist.cluster.worker.collectives import translate
+from nbdist.errors import GroupError, WorkerLost
+
+__all__ = ["install", "raise_translated"]
+
+_TORCHS = os.path.dirname(torch.__file__) + os.sep
+"""The folder of torch's code."""
+
+
+def raise_translated(error: RuntimeError | ValueError) -> None:
+    """Raise the error that says why a collective failed, if nbdist knows; else return.
+
+    After that the caller raises the error as it is.
+    """
+    said = translate(error)
+    if said is not None:
+        raise said from (None if isinstance(said, GroupError) else error)
+
+
+def install(shell: Any) -> None:
+    """Make the cells of a shell fail with WorkerLost or GroupError if that is the reason for torch's error.
+
+    Replaces two methods of the shell: ``showtraceback``, which shows the error and sends it to the notebook, and
+    ``run_code``, whose result keeps it.
+    """
+    plain_run, plain_show = shell.run_code, shell.showtraceback
+    translated: tuple[Any, Any] = None, None  # torch's error, and the error in its place
+
+    async def run_code(code: Any, result: Any = None, **options: Any) -> Any:
+        nonlocal translated
+        failed = await plain_run(code, result, **options)
+        if result is not None and translated[0] is not None and result.error_in_exec is translated[0]:
+            result.error_in_exec = translated[1]
+        translated = None, None
+        return failed
+
+    def showtraceback(exc_tuple: Any = None, *args: Any, **options: Any) -> Any:
+        nonlocal translated
+        if options.get("running_compiled_code"):
+            error = exc_tuple[1] if exc_tuple is not None else sys.exception()
+            if error is not None and type(error) in (KeyboardInterrupt, CancelledError):
+                exc_tuple = _say_where_stopped(error)
+            said = translate(error)
+            if error is not None and said is not None:
+                translated = error, said
+                said.__traceback__ = _up_to_torch(error.__traceback__)
+                return _show_without_cause(plain_show, said, *args, **options)
+        return plain_show(exc_tuple, *args, **options)
+
+    shell.run_code, shell.showtraceback = run_code, showtraceback
+
+
+def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError, *args: Any, **options: Any) -> Any:
+    """Show an error with the first line of torch's error below it, without torch's frames.
+
+    Every worker of a group would show its own copy of these frames, which say nothing about the user's code. The error
+    object keeps torch's error as its cause.
+    """
+    said.__suppress_context__ = True
+    cause, said.__cause__ = said.__cause__, None
+    if cause is not None:
+        said.add_note(f"torch's error was {type(cause).__name__}: {str(cause).partition(chr(10))[0]}")
+    try:
+        return show((type(said), said, said.__traceback__), *args, **options)
+    finally:
+        said.__cause__ = cause
+
+
+def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
+    """Give an interrupt its text, and drop torch's frames and the error that the interrupt has caused in torch.
+
+    Returns the interrupt as ``exc_info`` does.
+    """
+    if not error.args and (where := say_where(error.__traceback__)):
+        error.args = (f"stopped in {where}",)
+    if translate(error.__context__) is not None:
+        error.__suppress_context__ = True
+        error.__traceback__ = _up_to_torch(error.__traceback__)
+    return type(error), error, error.__traceback__
+
+
+def _up_to_torch(tb: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback before the first frame of torch."""
+    if tb is None or tb.tb_frame.f_code.co_filename.startswith(_TORCHS):
+        return None
+    return TracebackType(_up_to_torch(tb.tb_next), tb.tb_frame, tb.tb_lasti, tb.tb_lineno)

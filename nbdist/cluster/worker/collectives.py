@@ -1,0 +1,365 @@
+"""Forms the process group of a worker, and ends collectives after the death of a member or an interrupt.
+
+A collective waits in C++ until all other members have come, and ignores signals. Shutting the connections of its
+process group down ends it (see `nbdist.cluster.worker.gloo`)::
+
+    initialise ──> formed ──┬── a member dies: `_on_lost` ──> all groups with the dead member are left
+        ^                   └── an interrupt: `break_off` ──> the group of the collective that a thread waits in is left
+        │                                                     │
+        │                          torch raises RuntimeError in the threads that wait; `translate` turns it, outside
+        │                          of the user's own ``try``, into WorkerLost (a member died) or GroupError
+        └─── `%dist_restart`: the process group forms anew ───┘
+
+To leave a group is to shut its connections in this process. A group that was left, or that is from before the last
+forming, stays unusable, and so do DDP and FSDP wrappers that hold it. Other groups continue.
+
+gloo forgets one kind of wait when a connection ends: the wait for a transfer that is half done. A worker that leaves a
+group ends these waits itself: `nbdist.cluster.worker.gloo_waits`. A limit: another worker that was just sending to an
+interrupted one may continue to wait, because its group has other connections. An interrupt of that worker ends this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+
+from nbdist.cluster.processes.group_store import GroupStore
+from nbdist.cluster.processes.setup import WorkerSetup, group_folder
+from nbdist.cluster.worker import gloo
+from nbdist.cluster.worker.gloo_waits import CutTransfers
+from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
+from nbdist.torch_private import is_process_group_known, process_groups, restart_group_numbers
+
+if TYPE_CHECKING:
+    from nbdist.rpc.agent import Agent
+    from nbdist.wire.messages import Record
+
+__all__ = ["break_off", "follow", "initialise", "translate"]
+
+_LOOK_EVERY = 0.05
+"""Seconds between two looks, while a group forms, whether another worker has failed to form it."""
+
+_DEATH_KNOWN_WITHIN = 1.0
+"""Seconds within which a worker learns of a death, after another survivor has shut its connections."""
+
+_NEW_GROUP_WITHIN = 5.0
+"""Seconds after a death during which groups that are just forming are kept from waiting for the dead member."""
+
+_LOOKS_FOR_CUT, _LOOK_FOR_CUT_EVERY = 40, 0.25
+"""The number of looks for cut transfers after connections were shut, and the seconds between two looks.
+
+Not a time limit, because the process may be stopped for a while at that moment.
+"""
+
+_POLL = 0.01
+_PROCESS = re.compile(r" \(process \d+ has ended\)")
+"""A part of the RPC agent's text that differs from one run to the next, and so is left out."""
+
+_GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pipe|not connected)", re.DOTALL)
+"""The texts of gloo's errors when a connection has been shut, at either end."""
+
+_TORCHS = os.path.dirname(torch.__file__) + os.sep
+_NO_GROUP = "Default process group has not been initialized"
+"""A part of torch's error where there is no process group."""
+_GROUP_DESTROYED = "is not initialized in the world group map"
+"""A part of torch's error for a group that has been destroyed."""
+
+_BROKEN_OFF = "an interrupt has broken this process group off; `%dist_restart -p` forms it anew"
+_NOT_YET = (
+    "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
+)
+_OLD = (
+    "this process group is from before the last %dist_restart, after which a new one has formed: make it again with "
+    "dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
+)
+
+dist: Any = torch.distributed  # Any: torch does not declare what this module exports
+_agent: Agent | None = None
+"""This worker's agent, which reports the deaths of members."""
+_store: GroupStore | None = None
+"""The store of the process group. C++ does not keep the Python object alive, so this module does."""
+_formed = False
+"""True once the present process group has formed."""
+_forms_group = False
+"""True if the cluster has a process group: its backend is not "none"."""
+_lost: dict[int, str] = {}
+"""By rank: how each member of the present group that has died was lost, in words."""
+_loops_before: set[bytes] = set()
+"""The addresses of loops that are older than the present group: an object that holds an old group keeps its loop."""
+_broken = False
+"""True once an interrupt has broken off a collective of the present group, on this worker."""
+_breaking = threading.Lock()
+"""Held while connections are shut and while the group changes, so that no connection of the next group is shut."""
+
+
+def follow(agent: Agent, backend: str) -> None:
+    """Let this worker's agent report members that die, and end collectives of calls that are interrupted.
+
+    `nbdist.cluster.worker.kernel.join` calls this once, when the agent has started. ``backend`` is "gloo", "nccl" or
+    "none".
+    """
+    global _agent, _forms_group
+    _agent, _forms_group = agent, backend != "none"
+    agent.on_lost(_on_lost)
+    agent.stopping.break_off = break_off
+
+
+def initialise(told: WorkerSetup, generation: int) -> None:
+    """Form the process group number ``generation`` with all other workers; destroy the previous group first.
+
+    Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if a member has died.
+    """
+    global _broken, _formed, _loops_before, _store
+    with _breaking:
+        if dist.is_initialized():
+            # No wait in an old group can end well any more, and code that still holds one must get an error.
+            all_of_them = bool(_broken or _lost)
+            _shut([loop for loop in _loops() if all_of_them or _is_known(loop.address)])
+            dist.destroy_process_group()
+        _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
+        _broken = _formed = False
+        _lost.clear()
+        _store = GroupStore(Path(told.folder, group_folder(generation)))
+    with contextlib.ExitStack() as stack:
+        if told.device.startswith("cuda"):
+            stack.enter_context(torch.cuda.device(told.device))
+        # torch counts the groups that a process makes, failed attempts too, and uses the count in the store's keys. A
+        # worker that was started later has another count, so without this the workers would not find each other.
+        restart_group_numbers()
+        stack.enter_context(_leaving_with(_store, told.world_size))
+        if _agent is not None:
+            _store.enter(_agent.me.incarnation, told.rank)
+        dist.init_process_group(told.backend, store=_store, rank=told.rank, world_size=told.world_size)
+    with _breaking:
+        _formed = True
+        for rank in list(_lost):  # members that died while the group formed
+            _leave_groups_of(rank)
+
+
+@contextlib.contextmanager
+def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
+    """End the forming of the group in this process, with RendezvousError, if another worker fails to form it.
+
+    A wait in the store raises by itself when another worker fails. But a process that is done with the store waits in
+    gloo for the connections of its peers, without end. A second thread makes these connections in the peers' place.
+    """
+    formed = threading.Event()
+
+    def watch() -> None:
+        while not formed.wait(_LOOK_EVERY):
+            if store.ended:
+                for loop in _loops():
+                    gloo.connect_for_peers(loop, world_size)
+
+    thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
+    thread.start()
+    try:
+        yield
+        if store.ended:
+            raise RendezvousError(store.ended)  # the group may consist of connections that `connect_for_peers` made
+    finally:
+        formed.set()
+        thread.join()
+
+
+# -- a member dies ----------------------------------------------------------------------------------------------
+
+
+def _on_lost(record: Record, why: str) -> None:
+    """Leave the groups of a lost worker, in a thread: the agent calls this and must not wait."""
+    threading.Thread(target=_lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
+
+
+def _lose(record: Record, why: str) -> None:
+    """Leave the groups of a lost worker, and keep new groups from waiting for it.
+
+    Does nothing if the worker is no member of the present group, such as an earlier process of the same name.
+    """
+    with _breaking:
+        # By incarnation, not by name: a worker that was restarted under the same name is another member.
+        rank = _store.rank_of(record.incarnation) if _store is not None else None
+        if rank is None:
+            return  # it is no member of the present group
+        _lost[rank] = f"{record.name} {_PROCESS.sub('', why)}"
+        if not _formed:
+            return  # the notebook learns of the death, too, and ends the forming
+        _leave_groups_of(rank)
+    _keep_new_groups_from_waiting()
+
+
+def _leave_groups_of(rank: int) -> None:
+    """Shut the connections of each group that contains a dead member.
+
+    Collectives that wait in these groups fail at once, in the user's threads, and the groups stay unusable.
+    """
+    assert _store is not None
+    _store.lost = _say_lost()
+    groups = process_groups()
+    names = [(loop, _store.group_at(loop.address)) for loop in _loops()]
+    # A group without a known name was made with a store of the user's own, or is just forming: it is left, too.
+    _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
+
+
+def _keep_new_groups_from_waiting() -> None:
+    """End the forming of groups by the user's ``new_group``, which may wait for connections of the dead member.
+
+    Looks for `_NEW_GROUP_WITHIN` seconds, as long as there are such groups.
+    """
+    deadline = time.monotonic() + _NEW_GROUP_WITHIN
+    while time.monotonic() < deadline:
+        with _breaking:
+            if not _lost or _store is None:
+                return  # the group has formed anew meanwhile
+            groups = process_groups()
+            unknown = [loop for loop in _loops() if _store.group_at(loop.address) not in groups]
+            forming = [loop for loop in unknown if loop.address not in _loops_before]
+            for loop in forming:
+                gloo.connect_for_peers(loop, dist.get_world_size())
+        if not forming:
+            return
+        time.sleep(_LOOK_EVERY)
+
+
+def _loops() -> list[gloo.Loop]:
+    """Return the loops of all process groups; before torch 2.13, of those that the store knows."""
+    return gloo.loops(_is_known)
+
+
+def _is_known(address: bytes) -> bool:
+    """Return whether the present store knows a group with this address."""
+    return _store is not None and _store.group_at(address) is not None
+
+
+def _shut(loops: Sequence[gloo.Loop]) -> int:
+    """Shut the connections of these loops down, and end waits that gloo forgets; return the number of connections.
+
+    gloo's waits then fail at once. The loops stay, since gloo owns their files; a second call finds the same sockets
+    and is harmless.
+    """
+    count = sum(map(gloo.shut, loops))
+    # Even if none was open: gloo itself has closed the connections to a dead member, and has forgotten cut transfers.
+    threading.Thread(target=_end_cut_transfers, name="nbdist-cut-transfers", daemon=True).start()
+    return count
+
+
+def _end_cut_transfers() -> None:
+    """End the waits for cut transfers during the next seconds. In a thread of its own."""
+    cut = CutTransfers()
+    for _ in range(_LOOKS_FOR_CUT):
+        time.sleep(_LOOK_FOR_CUT_EVERY)
+        cut.end()
+
+
+def _say_lost() -> str:
+    """Return the text of the WorkerLost for all members that have died."""
+    who = "; ".join(_lost.values())
+    return (
+        f"{who}, and a process group with a dead member cannot be used any more\n"
+        "`%dist_restart` starts dead workers again, and forms the process group anew once all workers are idle"
+    )
+
+
+def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
+    """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
+
+    Waits up to `_DEATH_KNOWN_WITHIN` seconds: another survivor may shut its connections before the agent of this worker
+    learns of the death. If no member has died by then, an interrupt broke the group off, here or on another worker.
+    """
+    if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
+        return None
+    text = str(error)
+    if isinstance(error, ValueError) and _NO_GROUP in text and not dist.is_initialized():
+        return GroupError(_NOT_YET) if _forms_group else None
+    if _store is None or not (_GROUP_DESTROYED in text or _GLOO_LEFT.search(text)):
+        return None
+    if _GROUP_DESTROYED in text or _is_of_old_group(error):
+        return GroupError(_OLD)
+    deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
+    while not (_lost or _broken) and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    if not _lost:
+        return GroupError(_BROKEN_OFF)
+    lost = WorkerLost(_say_lost())
+    lost.__cause__ = error
+    return lost
+
+
+def _is_of_old_group(error: BaseException) -> bool:
+    """Return whether a group in the frames of an error, or of a DDP or FSDP wrapper there, has been destroyed.
+
+    It explains errors of torch that do not say that the group is gone, as after a restart.
+    """
+    tb = error.__traceback__
+    while tb is not None:
+        found = tb.tb_frame.f_locals
+        wrapper = getattr(found.get("self"), "__dict__", {})  # of DDP or FSDP, if this is a method of one
+        for group in (found.get("group"), wrapper.get("process_group")):
+            if isinstance(group, dist.ProcessGroup) and not is_process_group_known(group):
+                return True
+        tb = tb.tb_next
+    return False
+
+
+# -- an interrupt -----------------------------------------------------------------------------------------------
+
+
+def break_off(thread: int | None = None) -> str:
+    """End the collective that a thread waits in; return in words what was done, or an empty text for nothing.
+
+    Called, in another thread, when an interrupt has had no effect. Leaves the group of that collective, and groups
+    without a known name; all groups if the thread's frames do not tell which one it is. ``thread`` is the thread's
+    ident; None for the main thread.
+    """
+    global _broken
+    ident = threading.main_thread().ident if thread is None else thread
+    with _breaking:
+        if not (dist.is_available() and dist.is_initialized()):
+            return ""
+        waits, group = _collective_of(ident or 0)
+        if not waits:
+            return ""
+        name_of = _store.group_at if _store is not None else lambda _: None
+        left = [loop for loop in _loops() if group is None or name_of(loop.address) in (group, None)]
+        if not _shut(left):
+            return ""
+        _broken = True
+    return "its process group was broken off; `%dist_restart -p` forms it anew"
+
+
+def _collective_of(ident: int) -> tuple[bool, str | None]:
+    """Return whether a thread waits in a collective, and the name of the group; None where the group is unknown."""
+    # A thread that waits in C++ is in a system call, and its innermost Python frame is the one that called into C++.
+    frame = sys._current_frames().get(ident)
+    thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
+    if frame is None or thread is None or gloo.system_call(thread.native_id or 0)[:1] == ["running"]:
+        return False, None
+    if not frame.f_code.co_filename.startswith(_TORCHS):
+        return _method_called(frame) == "wait", None  # ``wait`` of the handle of an asynchronous collective
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCHS):
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
+            group = frame.f_locals["group"]
+            return True, getattr(dist.group.WORLD if group is None else group, "group_name", None)
+        frame = frame.f_back
+    return True, None
+
+
+def _method_called(frame: FrameType) -> str:
+    """Return the name of the method that a frame is calling: the attribute that it has loaded last."""
+    name = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = str(instruction.argval)
+    return name

@@ -1,0 +1,232 @@
+"""A worker: a stock ipykernel, plus an RPC agent and a member of the process group in the same process.
+
+=================  =====================  =======================================================================
+step               caller                 function in this module
+=================  =====================  =======================================================================
+process            the zygote             `main`: runs the kernel until it is told to shut down
+kernel             the kernel (``--ext``) `load_ipython_extension`: turns the kernel into a worker
+rpc                the notebook           `join`: makes the worker a member of the RPC world
+process group      the notebook           `group`: forms the process group with the other workers
+=================  =====================  =======================================================================
+
+The notebook calls `join` and `group` by silent cells, so that it knows how far each worker is and which step failed.
+Cells, output, completion and interrupts use the kernel's channels; the RPC agent has its own sockets and threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbdist.cluster.processes.last_words import guard_streams, hand_over
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.worker import collectives
+from nbdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["WHERE_SIGNAL", "group", "join", "main", "setup", "where_file"]
+
+WHERE_SIGNAL = signal.SIGRTMAX - 3
+"""The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
+
+_CALLS_STOP_WITHIN = 1.2
+"""Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer."""
+
+_setup: WorkerSetup | None = None
+"""Set by `main`; None in a process that is no worker."""
+
+
+def setup() -> WorkerSetup:
+    """Return this worker's setup. Raises UsageError in a process that is no worker of a cluster."""
+    if _setup is None:
+        raise UsageError("this process is not a worker of a cluster; only a worker has a setup")
+    return _setup
+
+
+def main(told: str) -> None:
+    """Run a worker: the entry of its process. ``told`` is its `WorkerSetup` as JSON.
+
+    Returns when the kernel has been asked to shut down. Crash reports go to the worker's log, which is standard error
+    before the kernel replaces it. The log is emptied once the kernel runs: what comes afterwards may say why it died.
+    """
+    global _setup
+    _setup = WorkerSetup.decode(told)
+    _set_environment(_setup)
+    log = os.dup(2)  # the kernel replaces standard error
+    faulthandler.enable(file=log, all_threads=False)
+    _write_where_asked(_setup)
+    from ipykernel.kernelapp import IPKernelApp
+
+    guard_streams()
+    app = IPKernelApp.instance()
+    app.initialize(
+        [
+            f"--f={_setup.connection_file}",
+            "--ext=nbdist.cluster.worker.kernel",
+            "--HistoryManager.enabled=False",  # else the worker writes to the user's IPython history
+            "--InteractiveShell.cache_size=1000",
+            "--Session.packer=nbdist.cluster.kernels.jupyter_wire.pack",
+            "--Session.unpacker=nbdist.cluster.kernels.jupyter_wire.unpack",
+        ]
+    )
+    app.log.setLevel(logging.WARNING)  # else each message is formatted, and then dropped by a handler
+    hand_over()
+    with contextlib.suppress(OSError):
+        os.ftruncate(log, 0)  # drops the kernel's hints on how to connect other clients
+    atexit.register(_leave)  # exit handlers run last first: after the user's, before the kernel's
+    while True:
+        app.start()
+        if app.kernel._shutdown_message is not None:
+            return
+        # A KeyboardInterrupt between two cells has ended the loop, although it was meant for neither: start it again.
+
+
+def _leave() -> None:
+    """Exit at once: the kernel's own end may take seconds, and an ordinary exit copies pages shared with the zygote.
+
+    Registered with `atexit`, so that it runs after the user's own exit handlers. It never returns.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _set_environment(told: WorkerSetup) -> None:
+    """Set the variables that torch's ``env://`` reads, and keep connections of process groups on this host.
+
+    Called before the kernel starts, so that cells and everything that they start have these variables.
+    """
+    os.environ.update(
+        RANK=str(told.rank),
+        LOCAL_RANK=str(told.rank),
+        WORLD_SIZE=str(told.world_size),
+        LOCAL_WORLD_SIZE=str(told.world_size),
+        MASTER_ADDR=told.master_address,
+        MASTER_PORT=str(told.master_port),
+    )
+    if told.master_address == "127.0.0.1":
+        # All workers are on this host. Connections of gloo and NCCL are not authenticated, so no other host may reach
+        # them, whatever interface the environment names for programs that span hosts.
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+
+
+def _write_where_asked(told: WorkerSetup) -> None:
+    """Write the frames of the main thread to `where_file` at each `WHERE_SIGNAL`. The handler is C code: no GIL."""
+    file = open(where_file(told.folder, told.name), "a")  # noqa: SIM115 (it stays open: a handler writes to it)
+    faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
+
+
+def where_file(folder: str, name: str) -> str:
+    """Return the path of the file to which a worker writes where its main thread is; `Question` reads it."""
+    return os.path.join(folder, f"{name}.where")
+
+
+# -- the extension ------------------------------------------------------------------------------
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Make a starting kernel a worker: its device, seed, tracebacks, output, and the names that cells have.
+
+    ``--ext`` names this module, so the kernel calls this function before it serves requests.
+    """
+    import torch
+
+    from nbdist import autograd, rpc
+    from nbdist.cluster.kernels import labels
+    from nbdist.cluster.kernels.shell_channel import answer_through_stream
+    from nbdist.cluster.worker import collective_errors, output
+
+    answer_through_stream(getattr(shell, "kernel", None))
+    told = setup()
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if threads.isdecimal():
+        torch.set_num_threads(int(threads))  # the zygote has started torch with another number
+    device = torch.device(told.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _seed(told)
+    labels.install(shell, told.name)
+    labels.trim_tracebacks(shell)
+    collective_errors.install(shell)
+    given = {
+        "rank": told.rank,
+        "world_size": told.world_size,
+        "device": device,
+        "gpu_id": told.gpu,
+        "torch": torch,
+        "dist": torch.distributed,
+        "rpc": rpc,
+        "dist_autograd": autograd,
+        "__rank__": told.rank,  # the names in programs for nbdistributed
+        "__world_size__": told.world_size,
+    }
+    output.install(shell, given)
+
+
+def _seed(told: WorkerSetup) -> None:
+    """Seed this worker's random generators with the cluster's seed plus the rank. Without a seed, make torch's differ.
+
+    Those of Python and numpy differ already: a forked worker has seeded them again, a spawned one for the first time.
+    """
+    import torch
+
+    if told.seed is None:
+        torch.seed()  # torch's first seed is the same in every process
+        return
+    own = told.seed + told.rank
+    random.seed(own)
+    torch.manual_seed(own)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(own % 2**32)
+
+
+# -- the steps of coming up ---------------------------------------------------------------------
+
+
+def join() -> None:
+    """Start the RPC agent and join the RPC world. Returns when this worker is a member.
+
+    The notebook calls this once in each life of a worker; its errors become the notebook's StartError, and a second
+    call is a UsageError. From then on calls have the cell that they belong to, collectives end when a member dies, and
+    tracebacks of calls name cells by their numbers.
+    """
+    from nbdist.cluster.inspection import process_memory
+    from nbdist.cluster.kernels import labels
+    from nbdist.cluster.worker import output
+    from nbdist.rpc.api import initialize
+    from nbdist.rpc.calls import failures
+    from nbdist.rpc.options import RpcBackendOptions
+
+    told = setup()
+    agent = initialize(
+        told.name,
+        told.id,
+        None,
+        RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0),
+        hosted=Path(told.folder),
+    )
+    agent.stopping.patience = _CALLS_STOP_WITHIN
+    output.follow(agent)
+    collectives.follow(agent, told.backend)
+    failures.on_text(labels.rename_frames)
+    process_memory.mark_start()
+
+
+def group(generation: int) -> None:
+    """Form the process group number ``generation`` with the other workers; leave the previous one first.
+
+    Waits for them. Does nothing in a cluster without a process group. Raises what `collectives.initialise` does.
+    """
+    told = setup()
+    if told.backend != "none":
+        collectives.initialise(told, generation)

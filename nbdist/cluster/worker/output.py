@@ -1,0 +1,280 @@
+"""Sends a worker's output to the cell that caused it, from RPC threads too, and keeps the values of cells.
+
+Every call carries its *origin*, the key by which the notebook knows the cell that makes the call. While a function
+runs for the call, the origin is the parent id of all output of its thread, and travels on with nested calls.
+
+With each execute request the notebook sends a description of the cell, in the metadata under `METADATA`::
+
+    number   the cell's number, for ``In[3]`` in tracebacks
+    above    how many lines stand above the code in the page's cell
+    keep     whether to keep the value of the last expression for `take_last_value`
+    origin   the key of the notebook's cell, for calls that this cell makes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.autocall import IPyAutocall
+
+from nbdist.cluster.kernels.page_lines import Page, follow_page
+from nbdist.cluster.worker.collective_errors import raise_translated
+from nbdist.errors import RemoteError, UsageError
+from nbdist.rpc.functions import async_execution
+from nbdist.rpc.futures import Future
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["FENCE", "METADATA", "NAMES", "call_off", "fence", "follow", "install", "take_last_value"]
+
+METADATA = "nbdist"
+"""The key, in the metadata of an execute request, under which the notebook describes the cell."""
+
+FENCE = "nbdist_fence"
+"""The type of a message that marks a place in a worker's output: everything before it has been sent."""
+
+_CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
+"""The types of requests that run user code, and so become the parent of its output."""
+
+NAMES = "nbdist_names"
+"""The type of a message that lists the user's names on a worker."""
+
+_KEPT_AT_MOST = 1000
+"""The most called-off cells to remember. Of more kept values than this, the oldest that are settled are dropped."""
+
+_shell: Any = None
+"""This worker's shell; None in any other process."""
+_names_given: frozenset[str] = frozenset()
+"""The names that cells have without a variable of the user's, such as ``rank``."""
+_names_told: list[str] = []
+"""The names that the notebook was sent last."""
+_called_off: dict[str, None] = {}
+"""The requests of cells that must not run, the oldest first."""
+_values: dict[str, Future[Any]] = {}
+"""The kept values by the ids of their requests. A value and whoever asks for it may come in either order."""
+_keeping = threading.Lock()
+"""Guards `_values`: cells end in the main thread, values are asked for in RPC threads."""
+_numbered = ""
+"""The request whose number the shell has been given."""
+
+
+def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
+    """Give cells the names ``given``, number them as the notebook does, and keep the values that it will ask for.
+
+    Called once in a process.
+    """
+    global _shell, _names_given
+    _shell = shell
+    _names_given = frozenset(given)
+    _shell.push(dict(given), interactive=False)  # so that `%who` does not list them
+    _shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
+    shell.input_transformers_cleanup.append(_number)  # runs before the shell reads its own count
+    shell.events.register("post_run_cell", _after)
+    _keep_parent(shell)
+    follow_page(_shell.compile, _page)
+
+
+class _Exit(IPyAutocall):
+    """Takes the place of `exit` and `quit`, with or without brackets: IPython's would end the kernel unnoticed."""
+
+    rewrite = False
+
+    def __call__(self, *_: object) -> None:
+        raise UsageError(
+            "a cell cannot end its worker: %dist_restart restarts a worker, and %dist_shutdown ends all workers"
+        )
+
+
+_exit: Any = _Exit()  # type: ignore[no-untyped-call]
+
+
+def _keep_parent(shell: Any) -> None:
+    """Keep the last cell as parent of the output of threads when the kernel gets other requests, such as completion.
+
+    Without this, the output of a thread that a cell has started would be lost once the user presses Tab.
+    """
+    plain = shell.set_parent
+
+    def set_parent(parent: dict[str, Any]) -> None:
+        if parent.get("header", {}).get("msg_type") in _CAUSES:
+            plain(parent)
+
+    shell.set_parent = set_parent
+
+
+def follow(agent: Agent) -> None:
+    """Make the agent send an origin with each call, and run each call that it serves as part of the call's origin.
+
+    Called once, by `nbdist.cluster.worker.kernel.join`.
+    """
+    agent.know_cells(_origin, _as_part_of)
+
+
+def fence(token: str) -> None:
+    """Send a mark behind all output so far; the notebook, which knows the ``token``, waits for it. Runs by RPC.
+
+    The notebook then knows that it has all output of the calls that ran before.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _publish(FENCE, {"token": token})
+
+
+def _told() -> tuple[str, dict[str, Any]]:
+    """Return the id of the present request, and what the notebook said of its cell, as in the list above."""
+    parent = _shell.parent_header or {}
+    return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
+
+
+def call_off(id: str) -> None:
+    """Make the cell with this request id fail, instead of running, when its turn comes. Runs by RPC.
+
+    A cell that has begun is not affected: an interrupt ends that one.
+    """
+    _called_off[id] = None
+    if len(_called_off) > _KEPT_AT_MOST:
+        del _called_off[next(iter(_called_off))]
+
+
+def _page() -> Page | None:
+    """Return the present cell and its place in the page's cell; None if the notebook has not said where it is."""
+    told = _told()[1]
+    return Page(_shell.parent_header["content"]["code"], told["above"]) if "above" in told else None
+
+
+class _CalledOff(Exception):
+    """The error of a cell that was interrupted before it began; the notebook sees it as a KeyboardInterrupt."""
+
+    def _render_traceback_(self) -> list[str]:
+        return ["KeyboardInterrupt: the cell was interrupted before it began"]
+
+
+_CalledOff.__name__ = "KeyboardInterrupt"
+
+
+def _number(lines: list[str]) -> list[str]:
+    """Give the shell the cell's number, before it compiles the lines. Raises if the cell was called off.
+
+    IPython calls this for all code that it transforms, also for a magic's; a cell keeps its number.
+    """
+    global _numbered
+    id, told = _told()
+    if id in _called_off:  # the id stays: after an error the kernel transforms the cell again
+        raise _CalledOff
+    if "number" in told and id != _numbered:  # once a cell: magics such as %%time transform their code as well
+        _shell.execution_count, _numbered = told["number"], id
+    return lines
+
+
+def _tell_names() -> None:
+    """Send the names of the user's variables to the notebook, which completes them while this worker is busy.
+
+    Sends nothing if they have not changed. Names that begin with ``_``, and IPython's own, are left out.
+    """
+    global _names_told
+    hidden = _shell.user_ns_hidden
+    names = [name for name in list(_shell.user_ns) if name[:1] != "_" and (name not in hidden or name in _names_given)]
+    if names != _names_told:
+        _names_told = names
+        _publish(NAMES, {"names": names})
+
+
+def _publish(kind: str, content: dict[str, Any]) -> None:
+    """Send a message of nbdist's own to the notebook, on the channel of output. Text not yet flushed comes later."""
+    kernel = _shell.kernel
+    kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
+
+
+def _after(result: Any) -> None:
+    """Send the names after each cell, and keep its value if the notebook has asked for that. In the main thread.
+
+    IPython calls it, after a failed cell, too: the kept value is then an error.
+    """
+    id, told = _told()
+    _tell_names()
+    if told.get("keep"):
+        value = _value_of(id)
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            # A new error: the cell's own would keep the cell's frames alive, and with them their variables.
+            value.try_settle(None, RemoteError(f"{type(error).__name__}: {error}"))
+        else:
+            value.try_settle(result.result, None)
+
+
+@async_execution
+def take_last_value(id: str) -> Future[Any]:
+    """Return the future of the value of a cell's last expression; ``id`` is that of the cell's request.
+
+    Runs by RPC, before or after the cell. The cell must have been sent with ``keep``, and the value can be taken once:
+    another future would never be settled. It fails with RemoteError if the cell fails.
+    """
+    value = _value_of(id)
+    value.add_done_callback(lambda _: _values.pop(id, None))
+    return value
+
+
+def _value_of(id: str) -> Future[Any]:
+    """Return the future for the value of the cell with this request id; make one if there is none yet.
+
+    The cell and the notebook's request for the value may come in either order.
+    """
+    with _keeping:
+        if id not in _values:
+            _values[id] = Future()
+            if len(_values) > _KEPT_AT_MOST:
+                # Most of these are values of cells that failed, for which nobody asks.
+                for old in [old for old, value in _values.items() if value.done()][: _KEPT_AT_MOST // 2]:
+                    del _values[old]
+        return _values[id]
+
+
+def _origin() -> str:
+    """Return the origin of calls made now, in the calling thread: the notebook's cell, else this worker's request."""
+    id, told = _told()
+    return str(told.get("origin", id))
+
+
+@contextlib.contextmanager
+def _as_part_of(origin: str) -> Iterator[None]:
+    """Run a call's function as part of its origin, to which output goes. Translates torch's error of a dead member.
+
+    Only the calling thread's parent is changed, so calls of several cells can run at once. An empty origin, as of calls
+    that no cell has made, changes nothing.
+    """
+    parent = {"header": {"msg_id": origin}}
+    undo: Callable[[], object] | None = None
+    if origin and hasattr(_shell, "set_thread_parent"):  # since ipykernel 7.4
+        undo = partial(_shell.reset_thread_parent, _shell.set_thread_parent(parent))
+    elif origin:
+        undo = _set_parent_by_hand(parent)
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise_translated(error)
+        raise
+    finally:
+        if undo is not None:
+            undo()
+
+
+def _set_parent_by_hand(parent: dict[str, Any]) -> Callable[[], None]:
+    """Set the parent of this thread's output, as ipykernel 7.4's `set_thread_parent` does; return what undoes that."""
+    values: dict[Any, Any] = {_shell: parent}
+    for source in (_shell.displayhook, _shell.display_pub, sys.stdout, sys.stderr):
+        values[source] = parent["header"]
+    resets = [(source._parent_header, source._parent_header.set(value)) for source, value in values.items()]
+
+    def undo() -> None:
+        for variable, token in resets:
+            variable.reset(token)
+
+    return undo

@@ -1,0 +1,96 @@
+"""Computes when the operations of a pipeline's step ran, and when they would have run if sending took no time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from nbdist import registry
+from nbdist.nn.schedules import Op, OpTimes, Table, simulate
+
+__all__ = ["PipelineTimeline"]
+
+
+class PipelineTimeline:
+    """The operations of one step by worker, as `Pipeline.timeline` returns them. A notebook shows it as a picture.
+
+    A *bubble* is time in which a worker ran no operation.
+
+    Attributes:
+        workers: the names of the workers, in the order of the rows.
+        stages: the number of stages.
+        step: the count of the step; the first step is 0.
+        rows: for each worker, its operations with their start and end, in seconds from the step's first operation.
+        ideal: as ``rows``, if sending took no time, every operation began as early as it could, and took the median
+            time of its stage and direction.
+    """
+
+    def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[OpTimes]], step: int) -> None:
+        """Take the times of one clock, and shift them so that the first operation begins at 0."""
+        first = min((row[0].start for row in rows if row), default=0.0)
+        self.workers = list(workers)
+        self.stages = stages
+        self.step = step
+        self.rows = [[OpTimes(span.op, span.start - first, span.end - first) for span in row] for row in rows]
+        self.ideal = simulate(self.table, stages, self._median().__getitem__)
+
+    @property
+    def table(self) -> Table:
+        """The schedule: for each worker, its operations in order."""
+        return [[span.op for span in row] for row in self.rows]
+
+    @property
+    def seconds(self) -> float:
+        """The length of the step in seconds, from the start of the first operation to the end of the last."""
+        return _length(self.rows)
+
+    @property
+    def ideal_seconds(self) -> float:
+        """The length in seconds of the ``ideal`` schedule."""
+        return _length(self.ideal)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the workers' time, from 0 to 1, in which they ran no operation."""
+        return _bubble(self.rows)
+
+    @property
+    def ideal_bubble(self) -> float:
+        """The part of the workers' time, from 0 to 1, that would be bubbles in the ``ideal`` schedule."""
+        return _bubble(self.ideal)
+
+    def _median(self) -> dict[Op, float]:
+        """Return for each operation the median seconds of all operations of the same stage and direction."""
+        by_kind: dict[tuple[str, int], list[float]] = {}
+        for row in self.rows:
+            for op, start, end in row:
+                by_kind.setdefault((op.kind, op.stage), []).append(end - start)
+        medians = {kind: statistics.median(times) for kind, times in by_kind.items()}
+        return {op: medians[op.kind, op.stage] for row in self.table for op in row}
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [
+                f"step {self.step}: {self.seconds * 1e3:.1f} ms, bubbles {self.bubble:.0%}; "
+                f"ideal {self.ideal_seconds * 1e3:.1f} ms, bubbles {self.ideal_bubble:.0%}",
+                *(
+                    f"{name}: busy {sum(span.end - span.start for span in row) * 1e3:.1f} ms, {len(row)} operations"
+                    for name, row in zip(self.workers, self.rows, strict=True)
+                ),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return registry.draw(self)["text/html"]
+
+
+def _length(rows: Sequence[Sequence[OpTimes]]) -> float:
+    """Return when the last operation ends, in seconds."""
+    return max((row[-1].end for row in rows if row), default=0.0)
+
+
+def _bubble(rows: Sequence[Sequence[OpTimes]]) -> float:
+    """Return the part of the rows' time, from 0 to 1, in which no operation runs."""
+    whole = _length(rows) * len(rows)
+    busy = sum(span.end - span.start for row in rows for span in row)
+    return 1 - busy / whole if whole else 0.0

@@ -1,0 +1,217 @@
+"""Answers calls: encodes what the function returned or raised, and releases what the call held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from nbdist import trace
+from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
+from nbdist.rpc.calls.arrivals import Arrival
+from nbdist.rpc.calls.failures import describe
+from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.futures import Promise, outcome_of
+from nbdist.rpc.links import Links
+from nbdist.rpc.recording import Served
+from nbdist.rpc.references.forker import MessageForker
+from nbdist.rpc.references.table import References
+from nbdist.rpc.shared_tensors import Sharing
+from nbdist.torch_private import is_torch_future
+from nbdist.wire import codec
+from nbdist.wire.messages import Payload, Recording, Reply, State
+from nbdist.wire.pickling import names
+from nbdist.wire.tensors import Slot
+
+__all__ = ["Answers", "Asked"]
+
+
+class Asked(Arrival):
+    """The part of a call that is needed to answer it."""
+
+    context: Any = None
+    """The autograd context in which the call was made; None for a call that is not recorded."""
+    value: Promise[Any] | None = None
+    """The value that the call works on, while it runs; None for a call that works on none."""
+
+
+class Answers:
+    """Sends one agent's answers: exactly one for each call."""
+
+    def __init__(
+        self,
+        name: str,
+        exchange: Exchange,
+        links: Links,
+        references: References,
+        sharing: Sharing,
+        recorder: Served,
+        activate: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Answer as agent ``name``.
+
+        ``activate()`` is entered by a thread that answers for the agent and is not one of its threads.
+        """
+        self._name = name
+        self._exchange = exchange
+        self._links = links
+        self._references = references
+        self._spaces = sharing.spaces
+        self._recorder = recorder
+        self._activate = activate
+
+    def give(self, asked: Asked, result: Any) -> None:
+        """Answer with the function's return value, or keep the value here if the caller asked for a reference.
+
+        A result that cannot be encoded becomes the error of the call. Called by the thread that ran the function, or
+        the one that completed its future.
+        """
+        call = asked.call
+        if call.result is not None:
+            # First reply, then publish the value: whoever gets the value then finds the reference confirmed.
+            state = self._references.announce(call.result.rref, result, None)
+            self._reply(asked, True, Payload(), [], state)
+            self._references.fulfil(call.result.rref, result, None)
+            self._finish(asked)
+            return
+        # An atom or one small tensor, as almost all results are.
+        usual = codec.encode_usual_result(result, self._spaces.get(asked.sender))
+        if usual is not None:
+            self._reply(asked, True, *usual)
+            self._finish(asked)
+            return
+        forker = MessageForker(self._references, asked.sender)
+        try:
+            encoded = self._encode(asked, result, forker)
+        except BaseException as error:
+            forker.take_back()
+            if isinstance(error, EncodeError):
+                what = names.display_name(type(result))
+                error = EncodeError(f"the result of {call.function} (a {what}) {error}")
+            self.fail(asked, error)
+            return
+        # Tensors that were recorded have an edge in the autograd graph: the reply must name it.
+        recording = None
+        if encoded.recorded:
+            recording = self._recorder.outgoing(asked.context, asked.sender, encoded.recorded, call.function)
+        self._reply(
+            asked, True, encoded.payload, encoded.frames, holds=forker, recording=recording, slots=encoded.slots
+        )
+        self._finish(asked)
+
+    def give_later(self, asked: Asked, future: Any) -> None:
+        """Answer once a future is done: the function is marked as asynchronous (`ASYNC_MARK`) and returned the future.
+
+        A return value that is no future fails the call.
+        """
+        if not is_torch_future(future):
+            error = UsageError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but got {type(future).__name__}"
+            )
+            self.fail(asked, error)
+            return
+
+        def finish(done: Any) -> None:
+            """Answer with the future's outcome, in whichever thread completed the future."""
+            with self._activate():
+                result, failed = outcome_of(done)
+                if failed is None:
+                    self.give(asked, result)
+                else:
+                    self.fail(asked, failed)
+
+        future.add_done_callback(finish)
+
+    def fail(self, asked: Asked, error: BaseException) -> None:
+        """Answer with an error. If the caller asked for a reference, the error takes the place of the value."""
+        call, failure, value = asked.call, None, asked.value
+        if call.target is not None and value is not None and value.done() and value.exception() is error:
+            # An earlier call failed to make the value. The error was described then, and is passed on unchanged.
+            failure = self._references.failure(call.target)
+        failure = failure or describe(error, self._name, call.function)
+        state = None
+        if call.result is not None:
+            error.__traceback__ = None  # its frames would keep the arguments as long as the reference lives
+            state = self._references.announce(call.result.rref, None, error, failure)
+        trace.emit("call.failed", agent=self._name, function=call.function, error=error, note=failure[2])
+        encoded = codec.encode(failure, by_value=True)
+        self._reply(asked, False, encoded.payload, encoded.frames, state)
+        if call.result is not None:
+            self._references.fulfil(call.result.rref, None, error)
+        self._finish(asked)
+
+    def refuse(self, asked: Asked, error: MissingDefinition) -> None:
+        """Tell the caller that a definition is missing here, by a reply that lists all that the call names.
+
+        The function has not run; the caller may repeat the call with the definitions. If the call names no definitions,
+        it fails with the error instead: a repeat would not help.
+        """
+        missing = asked.call.payload.definitions
+        if not missing:
+            self.fail(asked, error)
+            return
+        asked.value = None
+        self._references.refuse(asked)
+        self._reply(asked, False, Payload(), [], missing=missing)
+
+    def _encode(self, asked: Asked, result: Any, forker: MessageForker) -> codec.Encoded:
+        """Encode a result for the caller, by value; if a definition cannot travel by value, by its name.
+
+        Raises EncodeError if the result cannot be sent either way; `give` then takes the forks back.
+        """
+        # The caller's device map says where the tensors of the result go: it is read backwards.
+        connection, recording = self._links.connections.get(asked.sender), asked.call.recording
+        if connection is None:  # the caller is gone
+            receiver, device_map, known = "", None, set[str]()
+        else:
+            receiver, known = connection.record.name, connection.peer.definitions
+            device_map = connection.record.device_maps.get(self._name)
+        encode = partial(
+            codec.encode,
+            forker=forker,
+            devices={theirs: ours for ours, theirs in device_map.items()} if device_map else None,
+            receiver=receiver,
+            record=asked.context is not None and recording is not None and recording.grad,
+            space=self._spaces.get(asked.sender),
+        )
+        try:
+            return encode(result, by_value=True, known=known)
+        except EncodeError:
+            # The caller may know by its name a definition of `__main__` that cannot travel by value.
+            forker.take_back()
+            return encode(result)
+
+    def _reply(
+        self,
+        asked: Asked,
+        ok: bool,
+        payload: Payload,
+        frames: Any,
+        state: State | None = None,
+        holds: MessageForker | None = None,
+        missing: list[tuple[str, str]] | None = None,
+        recording: Recording | None = None,
+        slots: Sequence[Slot] = (),
+    ) -> None:
+        """Post the reply; do nothing if the caller is gone.
+
+        ``missing`` is `Reply.missing`, and ``state`` describes a value that stays here.
+        """
+        reply = Reply(asked.call.id, ok, payload, state, missing or [], recording)
+        try:
+            self._links.post(asked.sender, reply, frames, holds, slots)
+        except NbdistError:  # the caller is gone
+            return
+
+    def _finish(self, asked: Asked) -> None:
+        """Forget a call that is answered, and release the values that it held. Called once for each call.
+
+        A second call for the same call would raise KeyError.
+        """
+        asked.value = None
+        with self._exchange.lock:
+            instructions = self._exchange.answered(asked)
+        if instructions:
+            self._references.perform(instructions)

@@ -1,0 +1,281 @@
+"""Makes calls: finds the callee, checks the arguments, names the function, and hands the call to a `Sender`.
+
+`nbdist.rpc.calls.outcomes` ends the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from nbdist.channel.contract import ChannelError
+from nbdist.errors import NbdistError, UnknownWorker, UsageError, WorkerLost
+from nbdist.ids import IdSource
+from nbdist.rpc.calls.outcomes import Outcomes
+from nbdist.rpc.calls.sender import Sender
+from nbdist.rpc.futures import Future, Latch, Promise
+from nbdist.rpc.references.rref import RRef, local_type
+from nbdist.rpc.references.table import References
+from nbdist.rpc.world.members import Membership, WorkerInfo
+from nbdist.wire.messages import Fork, Mode, Record
+from nbdist.wire.pickling import names
+
+__all__ = ["Caller"]
+
+To = str | int | WorkerInfo
+"""The destination of a call: a worker's name, its id or its `WorkerInfo`."""
+
+_ARGS, _KWARGS = (tuple, list, type(None)), (dict, type(None))
+"""The usual types of the arguments of a call; only other types are checked more closely."""
+
+
+class Caller:
+    """The caller's side of one agent's calls."""
+
+    def __init__(
+        self, membership: Membership, ids: IdSource, references: References, outcomes: Outcomes, sender: Sender
+    ) -> None:
+        self.read_as_guest: Callable[[Latch], None] | None = None
+        """Reads the answer in the thread that waits for it; None if the channel has no place for such a guest."""
+        self.expect: Callable[[], None] | None = None
+        """Called right before a call whose answer the calling thread reads itself (`Channel.expect`)."""
+        self._membership = membership
+        self._me = membership.me.incarnation
+        self._ids = ids
+        self._references = references
+        self._outcomes = outcomes
+        self._sender = sender
+        self._send = sender.send
+
+    # -- the ways to call ---------------------------------------------------------------------
+
+    def sync(
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> Any:
+        """Call a function, wait for its result and return it, or raise its error.
+
+        This thread may read messages while it waits (`nbdist.rpc.calls.waiting_reader`). Ctrl-C ends the wait. Raises
+        WorkerLost if the worker is gone, UnknownWorker if there has never been one, and EncodeError if an argument
+        cannot be sent.
+        """
+        outcome = Latch(self.expect)
+        self._call(to, function, args, kwargs, timeout, outcome)
+        return outcome.wait(self.read_as_guest)
+
+    def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
+        """Call a function; return the latch on which the calling thread waits. It has failed if the worker is gone.
+
+        Raises UnknownWorker if there has never been such a worker, and EncodeError if an argument cannot be sent.
+        """
+        outcome = Latch()
+        try:
+            self._call(to, function, args, None, timeout, outcome)
+        except WorkerLost as error:
+            outcome.try_settle(None, error.with_traceback(None))  # the frames refer to the outcome
+        return outcome
+
+    def asynchronous(
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> Future[Any]:
+        """Call a function; return a Future of its result. The future has failed if the worker is gone.
+
+        Raises UnknownWorker if there has never been such a worker, and EncodeError if an argument cannot be sent.
+        """
+        future: Future[Any] = Future()
+        try:
+            self._call(to, function, args, kwargs, timeout, future)
+        except WorkerLost as error:
+            return _failed(error.with_traceback(None))  # the frames refer to the arguments and to ``future``
+        return future
+
+    def remote(
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> RRef[Any]:
+        """Call a function; return an RRef to its result, which stays with the worker that ran the function.
+
+        Raises WorkerLost if the worker is gone, UnknownWorker if there has never been one, and EncodeError if an
+        argument cannot be sent. Later failures show where the RRef is used.
+        """
+        _check(function, args, kwargs)
+        owner = self.find(to)
+        named = names.describe(function)
+        body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
+        return self._create(owner, Mode.REMOTE, named.label, body, timeout, builtin=named.builtin)
+
+    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+        """Return a copy of a referenced value, fetched from its owner; on the owner, the value itself.
+
+        Waits until the value exists, for ``timeout`` seconds at most. Raises the error of the call that should have
+        made it.
+        """
+        if rref._fork is None:
+            return self._references.local_value(rref._id, self._sender.timeout_of(timeout))
+        owner = self._owner(rref)
+        outcome = Latch(self.expect)
+        self._send(owner, Mode.FETCH, "to_here", None, timeout, outcome, target=rref)
+        return outcome.wait(self.read_as_guest)
+
+    def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a referenced value on its owner; wait for the result and return it.
+
+        Raises the method's error, RpcTimeout or WorkerLost.
+        """
+        outcome = Latch(self.expect)
+        self._method(rref, name, timeout, args, kwargs, outcome)
+        return outcome.wait(self.read_as_guest)
+
+    def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of a referenced value on its owner; return a Future of the result.
+
+        Raises what is known to be wrong with the reference (`RRef.check_alive`) at once.
+        """
+        future: Future[Any] = Future()
+        self._method(rref, name, timeout, args, kwargs, future)
+        return future
+
+    def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Call a method of a referenced value on its owner; return an RRef to the result.
+
+        Raises AttributeError, without sending anything, if the value's class is known here and lacks the method.
+        """
+        rref.check_alive()
+        state = rref.state
+        cls = local_type(state) if state is not None else None
+        if cls is not None and not hasattr(cls, name) and not hasattr(cls, "__getattr__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        owner = self._owner(rref)
+        label = f"{cls.__name__}.{name}" if cls is not None else name
+        return self._create(owner, Mode.METHOD_REMOTE, label, (name, args, kwargs), timeout, target=rref)
+
+    # -- finding the callee -------------------------------------------------------------------
+
+    def find(self, to: To) -> Record:
+        """Return the record of the living member that ``to`` names.
+
+        Raises:
+            WorkerLost: The member is gone; the message says why.
+            UnknownWorker: There has never been such a member.
+        """
+        try:
+            return self._membership.find(to)
+        except UnknownWorker:
+            why = self._membership.why_gone(to)
+            if why is None:
+                raise
+            name = to.name if isinstance(to, WorkerInfo) else to
+            raise WorkerLost(f"{name if isinstance(name, str) else f'the worker with id {name}'} {why}") from None
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        outcome: Promise[Any] | Latch,
+    ) -> None:
+        """Send a call of a function whose end settles ``outcome``.
+
+        The usual case comes first: a callable, arguments of the usual types, and a living worker's name.
+        """
+        if not callable(function) or type(args) not in _ARGS or type(kwargs) not in _KWARGS:
+            _check(function, args, kwargs)
+        callee = (self._membership.names.get(to) if type(to) is str else None) or self.find(to)
+        named = names.describe(function)
+        body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
+        self._send(callee, Mode.CALL, named.label, body, timeout, outcome, builtin=named.builtin)
+
+    def _method(
+        self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
+    ) -> None:
+        """Send a call of a method of a referenced value whose end settles ``outcome``.
+
+        The label, for errors and displays, names the value's class if this worker knows it.
+        """
+        rref.check_alive()
+        state = rref.state
+        label = f"{state.qualname}.{name}" if state is not None else name
+        body = (name, args, kwargs)
+        self._send(self._owner(rref), Mode.METHOD, label, body, timeout, outcome, target=rref)
+
+    def _owner(self, rref: RRef[Any]) -> Record:
+        """Return the record of a reference's owner; raise WorkerLost if the owner is gone."""
+        record = self._membership.get(rref._owner)
+        if record is None:
+            raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone, and the value with it")
+        return record
+
+    def _create(
+        self,
+        owner: Record,
+        mode: Mode,
+        label: str,
+        body: Any,
+        timeout: float,
+        *,
+        builtin: bool = False,
+        target: RRef[Any] | None = None,
+    ) -> RRef[Any]:
+        """Send a call whose result stays with ``owner``; return the RRef to the result.
+
+        The fork of the new reference is registered here before the call goes out. If the call cannot be sent, the
+        reference is marked as failed. A ChannelError is raised later, where the reference is used; other errors are
+        raised here.
+        """
+        rref_id, fork_id = self._ids.next(), self._ids.next()
+        mine = owner.incarnation == self._me
+        creation: Promise[Any] = Promise()
+        result = Fork(rref_id, fork_id, owner.incarnation, self._me)
+        rref: RRef[Any] | None = None
+        try:
+            if mine:
+                self._references.own(rref_id)
+            else:
+                self._references.begin(rref_id, fork_id, owner.incarnation)
+            rref = self._references.refer(rref_id, None if mine else fork_id, owner.incarnation, creation)
+            try:
+                self._send(owner, mode, label, body, timeout, creation, builtin=builtin, target=target, result=result)
+            except ChannelError as error:
+                self._outcomes.creation_failed(result, error, may_exist=False)
+                creation.try_settle(None, error.with_traceback(None))  # the frames refer to the reference
+            return rref
+        except BaseException as error:
+            if rref is None:  # Ctrl-C came: this hold ends at once, and releases the value
+                self._references.hold(rref_id, None if mine else fork_id)
+            if not mine:  # after Ctrl-C the call may have gone out
+                self._references.fail(fork_id, may_exist=not isinstance(error, NbdistError))
+            raise
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    """Return a future that has failed. It is made here, so that no frame of the error refers to it."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _check(function: Any, args: Any, kwargs: Any) -> None:
+    """Raise TypeError or UsageError if a function, its arguments or its keyword arguments are of a wrong type."""
+    if not callable(function):
+        raise TypeError(f"function should be callable, not {type(function).__name__}")
+    if args is not None and not isinstance(args, list | tuple):
+        raise TypeError(f"args must be a tuple, not {type(args).__name__}: write args=({cast(Any, args)!r},)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise UsageError(f"kwargs must be a dict, not {type(kwargs).__name__}")

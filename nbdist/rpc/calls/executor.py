@@ -1,0 +1,267 @@
+"""Runs the calls that other agents make here; `nbdist.rpc.calls.answers` answers them.
+
+First the reading thread tells `nbdist.rpc.exchange.Exchange` what the call refers to, before any later message is
+handled. The call waits, without a thread, until its references are confirmed and the value that it works on exists.
+Only then does it become a job for the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from nbdist import trace
+from nbdist.errors import MissingDefinition, NbdistError, WorkerLost
+from nbdist.rpc.calls.answers import Answers, Asked
+from nbdist.rpc.dispatch import Job
+from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.links import Links
+from nbdist.rpc.recording import Attach, Served
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.references.table import References
+from nbdist.rpc.world.members import Membership
+from nbdist.wire import codec
+from nbdist.wire.messages import Call, Mode
+from nbdist.wire.pickling import definitions, names
+
+__all__ = ["ASYNC_MARK", "Executor", "Request"]
+
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute by which torch, too, marks a function that returns a Future for its result."""
+
+
+class Stoppable(Protocol):
+    """Stops calls while they run; `nbdist.rpc.calls.stopping.Stopping` is one."""
+
+    def begin(self, key: tuple[int, int]) -> None:
+        """Allow a call to be stopped in this thread, until `end`.
+
+        ``key``: the caller, and the caller's number for the call. Raises KeyboardInterrupt if the call was stopped
+        already.
+        """
+
+    def end(self, key: tuple[int, int]) -> None:
+        """Stop allowing a call to be stopped: its function has returned.
+
+        A KeyboardInterrupt that was not raised yet is taken back.
+        """
+
+
+class Executor:
+    """The callee's side of one agent's calls: runs the functions that other agents call here."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        membership: Membership,
+        links: Links,
+        references: References,
+        recorder: Served,
+        answers: Answers,
+    ) -> None:
+        self.around: Callable[[str], AbstractContextManager[None]] | None = None
+        """Returns a context manager to enter around each call that runs here; takes `Call.origin`. May be None."""
+        self.stopping: Stoppable
+        """Stops the calls that run here."""
+        self.name = membership.me.name
+        """The agent's name, for traces."""
+        self.pid = membership.me.pid
+        """The agent's process. A function that returns in another process has forked."""
+        self.exchange = exchange
+        self.membership = membership
+        self.links = links
+        self.references = references
+        self.recorder = recorder
+        """Records calls in an autograd context."""
+        self.answers = answers
+
+    def doing(self) -> str:
+        """Describe the oldest call that is not answered here, and count the others; an empty text if there is none."""
+        running = self.exchange.doing()
+        if not running:
+            return ""
+        first = running[0]
+        more = f" and {len(running) - 1} more" if len(running) > 1 else ""
+        name = self.membership.name_of(first.sender)
+        return f"{first.call.function} for {name} since {time.monotonic() - first.since:.1f} s{more}"
+
+    def on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
+        """Register a call that has come; return the job that runs it, or None while the call has to wait.
+
+        Called by the reading thread, under `Agent._turn`, so that later messages find the call registered. A call that
+        waits is submitted to the pool by the event that lets it go on.
+        """
+        request, exchange = Request(self, call, sender, frames), self.exchange
+        payload = call.payload
+        # Almost all calls refer to no values: they wait for nothing, and need no lock.
+        if call.target is None and call.result is None and not payload.forks:
+            exchange.came_alone(request)
+            if call.recording is None:
+                request.decoded = codec.decode_early(payload, frames)
+            else:
+                request.decode_early()
+            return request.run
+        if call.result is not None:
+            self.references.expect(call.result.rref)
+        with exchange.lock:
+            going_on = exchange.came(request, [fork.fork for fork in payload.forks])
+        is_ready = request in going_on
+        # Calls that waited for the value which this call makes. They run on other threads.
+        if going_on != [request]:
+            self.references.resume([other for other in going_on if other is not request])
+        if is_ready and call.target is None:
+            request.decode_early()
+        return request.run if is_ready else None
+
+
+class Request(Asked):
+    """A call on its way through this worker: decoded, run, answered."""
+
+    def __init__(self, executor: Executor, call: Call, sender: int, frames: list[bytes]) -> None:
+        super().__init__(call, sender)
+        self._executor = executor
+        self._frames = frames
+        """The frames after the envelope; empty once the call is decoded."""
+        self._references: list[RRef[Any]] = executor.references.accept(call.payload.forks) if call.payload.forks else []
+        """The references that the call brought, as objects of this worker."""
+        self.decoded: Any = codec.NOT_DECODED
+        """The function and its arguments if they were decoded early, else `codec.NOT_DECODED`."""
+        self._began = False
+        """True once the function has been called, which happens at most once (G2)."""
+        if call.recording is not None:
+            self.context = executor.recorder.enter(call.recording, sender)
+
+    # -- in the reading thread ----------------------------------------------------------------
+
+    def decode_early(self) -> None:
+        """Decode the call in the reading thread if that is quick and runs no user code.
+
+        This happens before another thread is woken to read: making tensors releases the GIL, and the woken thread would
+        take it. If the call cannot be decoded here, `run` decodes it.
+        """
+        if self.context is None:
+            self.decoded = codec.decode_early(self.call.payload, self._frames, self._references)
+        elif codec.decodes_quickly(self.call.payload, self._frames):
+            with contextlib.suppress(NbdistError):  # `run` gets the same error again, and answers with it
+                self.decoded = codec.decode(self.call.payload, self._frames, self._references, self._attach())
+
+    def _attach(self) -> Attach | None:
+        """Return the function that joins the tensors of a recorded call to the graph; None for other calls."""
+        recording = self.call.recording
+        if self.context is None or recording is None:
+            return None
+        return self._executor.recorder.incoming(self.context, recording, self.sender, self.call.function)
+
+    # -- in a thread of the pool --------------------------------------------------------------
+
+    def end_unheard(self) -> None:
+        """Fail a call that has not begun, because its caller is lost.
+
+        Other workers that refer to the value which the call was to make get the error.
+        """
+        caller = self._executor.membership.name_of(self.sender)
+        error = WorkerLost(f"{caller} was lost before its call of {self.call.function} could begin here")
+        self._executor.answers.fail(self, error)
+
+    def run(self) -> None:
+        """Run the function and answer, or refuse the call if a definition is missing. In a thread of the pool.
+
+        Every error of the function, SystemExit included, becomes the answer.
+        """
+        around, answers = self._executor.around, self._executor.answers
+        try:
+            if around is None:
+                result, is_async = self.invoke()
+            else:
+                with around(self.call.origin):
+                    result, is_async = self.invoke()
+        except BaseException as error:
+            # Only before the function has begun: the error may also come from a call that the function made.
+            if isinstance(error, MissingDefinition) and not self._began:
+                answers.refuse(self, error)
+                return
+            if os.getpid() != self._executor.pid:
+                _leave_fork(error)
+            answers.fail(self, error)
+        else:
+            if os.getpid() != self._executor.pid:
+                _leave_fork(None)
+            if is_async:
+                answers.give_later(self, result)
+            else:
+                answers.give(self, result)
+            del result  # the frames of an error in it may refer to this one
+
+    def invoke(self) -> tuple[Any, bool]:
+        """Run the function; return its result, and whether the result is a future that holds the result.
+
+        A fetch returns the value that it works on. `Stopping` looks for this frame: the frames inside of it are the
+        user's.
+        """
+        call = self.call
+        if call.target is not None:
+            self.value = self._executor.references.target(call.target)
+            if call.mode == Mode.FETCH:
+                return self.value.value(), False
+        # The body is large, or decoding it runs user code: so it is decoded here, in the job.
+        if self.decoded is codec.NOT_DECODED:
+            self.decoded = codec.decode(call.payload, self._frames, self._references, self._attach())
+        function, args, kwargs = self.decoded
+        if function is None:
+            function = definitions.get_own(*call.payload.definitions[0])
+        # This object refers to the arguments no longer: they live until the function returns, not until the answer.
+        self.decoded, self._frames, self._references = None, [], []
+        # The caller has these definitions. If we have equal ones, results may refer to them by name.
+        if call.payload.definitions:
+            peer = self._executor.links.peer(self.sender)
+            if peer is not None:
+                for _, digest in call.payload.definitions:
+                    peer.definitions.add(digest)
+        # A method is looked up on the value.
+        if self.value is not None:
+            value = self.value.value()
+            is_async = hasattr(getattr(type(value), function, None), ASYNC_MARK)
+            function = getattr(value, function)
+        else:
+            if isinstance(function, str):
+                function = names.resolve(function)
+            is_async = hasattr(function, ASYNC_MARK)
+        executor, key = self._executor, (self.sender, call.id)
+        if trace.listeners:
+            what = {"callee": function, "args": args}
+            trace.emit("call.run", agent=executor.name, function=call.function, id=call.id, **what)
+        self._began = True
+        try:
+            executor.stopping.begin(key)
+            if self.context is None or call.recording is None:
+                return function(*args, **kwargs), is_async
+            with executor.recorder.running(self.context, call.recording):
+                return function(*args, **kwargs), is_async
+        finally:
+            executor.stopping.end(key)
+            if trace.listeners:
+                trace.emit("call.ran", agent=executor.name, function=call.function, id=call.id)
+
+
+def _leave_fork(error: BaseException | None) -> None:
+    """End a forked child in which the function has returned or raised: the parent answers the call.
+
+    This thread, the only one of the child, would otherwise wait for the parent's messages. ``error`` is printed, and
+    makes the exit code 1; SystemExit chooses the code itself, and is not printed.
+    """
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

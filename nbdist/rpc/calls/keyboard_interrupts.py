@@ -1,0 +1,130 @@
+"""Ctrl-C in waits that Python cannot end, and in a main thread that the kernel does not wake.
+
+Two things keep Ctrl-C from ending a wait:
+
+- The kernel gives a process's signal to any one of its threads. Python runs the handler in the main thread, which does
+  not notice if it sleeps and another thread got the signal. So a watching thread, which sees every signal arrive,
+  wakes the main thread with another signal (`_WAKE_SIGNAL`).
+- A wait for a future of torch's own sleeps in C++, where no handler of Python runs until it returns. A callback of ours
+  may be what completes this future. (`nbdist.rpc.calls.collecting` waits in Python for a list with a future of ours in
+  it.) So if the main thread stays inside ``torch/futures`` after Ctrl-C, the watching thread fails the calls that the
+  main thread made. Then the wait returns, and Python raises the KeyboardInterrupt that has been pending meanwhile.
+
+The watching thread reads the wakeup file of the `signal` module, to which Python's C code writes each signal's number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+__all__ = ["InterruptWatch"]
+
+_LOOK_EVERY = 0.02
+"""Seconds between two looks at the main thread after Ctrl-C."""
+_LOOK_FOR = 1.0
+"""Seconds for which the main thread is looked at after Ctrl-C."""
+_WAKE_SIGNAL = signal.SIGURG
+"""A signal to the main thread alone, sent so that the main thread runs the handlers of other signals."""
+
+_TORCH_FUTURES = os.path.join("torch", "futures", "__init__.py")
+
+
+class InterruptWatch:
+    """Wakes the main thread at Ctrl-C, and calls ``give_up`` while the main thread stays in a wait of torch's own.
+
+    Make it in the main thread. It takes the wakeup file of the `signal` module, and passes on what it reads there.
+    """
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self._give_up = give_up
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closed = False
+        # Only the main thread can set the wakeup file. An earlier file gets everything that this thread reads.
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if signal.getsignal(_WAKE_SIGNAL) in (
+            signal.SIG_DFL,
+            signal.SIG_IGN,
+        ):  # else a user's handler: `_wake` sends none
+            signal.signal(_WAKE_SIGNAL, _nothing)
+        self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, give_up: Callable[[], None]) -> InterruptWatch | None:
+        """Start a watch if this is the main thread, the only one that can; else return None.
+
+        ``give_up`` is called while the main thread sleeps in a wait of torch's own after Ctrl-C; it must end the wait.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        return cls(give_up)
+
+    def _run(self) -> None:
+        """Read the numbers of the signals that arrive, in the watching thread, until `close`."""
+        while not self._closed:
+            select.select([self._read], [], [])
+            if self._closed:
+                return  # the file may be gone
+            with contextlib.suppress(OSError):
+                numbers = os.read(self._read, 512)
+                if self._before >= 0:
+                    os.write(self._before, numbers)
+                if signal.SIGINT in numbers:
+                    self._wake()
+                    self._look()
+
+    def _wake(self) -> None:
+        """Make the main thread run the handlers that are due; without effect if it has run them already."""
+        if signal.getsignal(_WAKE_SIGNAL) is _nothing:
+            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
+
+    def _look(self) -> None:
+        """Call ``give_up`` again and again while the main thread stays in torch's own wait, for a second at most.
+
+        ``give_up`` fails the calls that the main thread waits for there.
+        """
+        deadline = time.monotonic() + _LOOK_FOR
+        while time.monotonic() < deadline and not self._closed:
+            time.sleep(_LOOK_EVERY)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            if frame is None or not frame.f_code.co_filename.endswith(_TORCH_FUTURES):
+                return
+            self._give_up()
+
+    def close(self) -> None:
+        """Stop watching, and restore the earlier wakeup file and handler. Closing twice is harmless.
+
+        Only the main thread can restore them; in another thread, the file stays open for the rest of the process.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"\0")
+        self._thread.join(0.5)
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread can take the file back from `signal`: it must stay open
+        _put_back(self._before)
+        if signal.getsignal(_WAKE_SIGNAL) is _nothing:
+            signal.signal(_WAKE_SIGNAL, signal.SIG_DFL)
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handle the signal that only wakes the main thread."""
+
+
+def _put_back(wakeup_file: int) -> None:
+    try:
+        signal.set_wakeup_fd(wakeup_file)
+    except (OSError, ValueError):  # the owner of this file has closed it meanwhile
+        signal.set_wakeup_fd(-1)

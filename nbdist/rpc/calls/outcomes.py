@@ -1,0 +1,273 @@
+"""Ends the calls of an agent: with an answer, or without one.
+
+Whoever takes a call out of the table (`PendingCalls`) settles it. So each call ends once, whatever comes first: the
+answer, the time limit, the loss of the callee, or the user's Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from nbdist import trace
+from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
+from nbdist.rpc.calls.failures import rebuild
+from nbdist.rpc.calls.pending import Pending, PendingCalls
+from nbdist.rpc.dispatch import Job
+from nbdist.rpc.futures import Latch, Promise, without_first_frame
+from nbdist.rpc.links import Links
+from nbdist.rpc.recording import Attach, Replied
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.references.table import References, creation_error
+from nbdist.wire import codec
+from nbdist.wire.messages import Fork, Record, Reply, Stop
+
+__all__ = ["Outcomes"]
+
+
+class Outcomes:
+    """Ends the calls that one agent has made: with the answer, or with an error if there is none."""
+
+    def __init__(
+        self,
+        me: Record,
+        pending: PendingCalls,
+        references: References,
+        links: Links,
+        recorder: Replied,
+        submit: Callable[[Job], None],
+    ) -> None:
+        self._me = me
+        self._pending = pending
+        self._references = references
+        self._links = links
+        self._recorder = recorder
+        self._submit = submit
+        self._ending = pending.ending
+        """`PendingCalls.ending`: the calls that left the table and that a job is going to end or repeat."""
+
+    def close(self, why: str) -> None:
+        """End all calls with `WorkerLost`: those in the table, and those whose job will not run any more.
+
+        ``why`` completes "worker0 ...". The agent calls this twice, before and after its threads end.
+        """
+        for call in self._pending.all():
+            self._pending.pop(call.id)
+            self._ending[call] = None
+        for call in list(self._ending):
+            error = WorkerLost(f"{self._me.name} {why} before {call.worker} had answered")
+            call.outcome.try_settle(None, error)  # nothing else: in a forked child, locks of other threads stay taken
+
+    def _later(self, job: Callable[[Pending], None], call: Pending) -> Job:
+        """Return a job that ends a call, or sends it again. If the job never runs, `close` ends the call."""
+        self._ending[call] = None
+        return partial(job, call)
+
+    # -- ending with an answer ----------------------------------------------------------------
+
+    def on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
+        """Handle an answer: settle its call, or return the job that does.
+
+        Called by the reading thread, under `Agent._turn`. That thread settles a call itself only if that is quick and
+        runs no user code. If the callee lacks a definition, the job sends the call again with the definitions, or fails
+        it. An answer whose call has ended already is dropped.
+        """
+        references = self._references.accept(reply.payload.forks) if reply.payload.forks else []
+        call = self._pending.answered(reply.id, sender)
+        if call is None:
+            if reply.missing:
+                self._abandon(sender, reply.id)
+            return None  # too late; the references that it brought are released at once
+        if reply.missing:
+            peer = self._links.peer(sender)
+            if peer is not None:
+                lacking = {digest for _, digest in reply.missing}
+                # The callee has run nothing. From now on these definitions go to it by value.
+                peer.lacking.update(lacking)
+                peer.definitions.difference_update(lacking)
+            if call.again is None:
+                names = ", ".join(name for name, _ in reply.missing)
+                error = MissingDefinition(
+                    f"{call.worker} no longer has the definition of {names} that it had; call again to send it along"
+                )
+                return self._later(partial(self.unrepeated, error=error), call)
+            again = call.again
+            return self._later(lambda _: again(), call)
+        # The callee has run the call, so it has the definitions that the call named.
+        if call.definitions:
+            peer = self._links.peer(sender)
+            if peer is not None:
+                peer.definitions.update(digest for _, digest in call.definitions if digest not in peer.lacking)
+        if call.result is not None:
+            # The reply to a `remote()` call confirms the fork.
+            self._references.confirm(call.result.fork, reply.state)
+        # One thread waits, and no callback can run: settle the call here if decoding is quick.
+        if type(call.outcome) is Latch and reply.ok:
+            if reply.recording is None:
+                value = codec.decode_early(reply.payload, frames, references)
+                if value is not codec.NOT_DECODED:
+                    self.end(call, value, None)
+                    return None
+            elif codec.decodes_quickly(reply.payload, frames):
+                self._settle(call, reply, frames, references)
+                return None
+        # A reference was made; there is no value to decode. Callbacks run in a job.
+        if type(call.outcome) is Promise and reply.ok and not frames:
+            self.end(call, None, None, self._submit)
+            return None
+        return self._later(partial(self._settle, reply=reply, frames=frames, references=references), call)
+
+    def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
+        """Decode an answer and end its call with the value or the error.
+
+        An error of the decoding ends the call, too, with a note that says where the value came from.
+        """
+        outcome: Any = None
+        error: BaseException | None = None
+        try:
+            if frames:
+                attach = self._attach(call, reply) if reply.recording is not None else None
+                outcome = codec.decode(reply.payload, frames, references, attach)
+            if not reply.ok:
+                outcome, error = None, rebuild(outcome)
+        except BaseException as failed:
+            outcome, error = None, without_first_frame(failed)  # without this frame, which refers to the call
+            if reply.ok and isinstance(failed, NbdistError):
+                error.add_note(f"while the result of {call.function} from {call.worker} was decoded")
+        self.end(call, outcome, error)
+
+    def _attach(self, call: Pending, reply: Reply) -> Attach | None:
+        """Return the function that joins the tensors of an answer to the graph; None outside of an autograd context."""
+        if reply.recording is None:
+            return None
+        context = self._recorder.enter(reply.recording, call.to)
+        if context is None:
+            return None
+        return self._recorder.incoming(context, reply.recording, call.to, call.function)
+
+    def end(
+        self,
+        call: Pending,
+        outcome: Any,
+        error: BaseException | None,
+        submit: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """Settle a call with a value or an error. The call must have left the table.
+
+        Callbacks of the outcome run in the calling thread, or in a job if ``submit`` is given. A call that was settled
+        before stays as it is.
+        """
+        if call.again is not None:
+            call.drop_repeat()
+        if self._ending:
+            self._ending.pop(call, None)
+        if trace.listeners:
+            trace.emit("call.ended", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
+        if submit is not None and isinstance(call.outcome, Promise):
+            call.outcome.try_settle(outcome, error, submit)
+        else:
+            call.outcome.try_settle(outcome, error)
+
+    # -- ending without an answer -------------------------------------------------------------
+
+    def _fail(self, call: Pending, error: BaseException, *, may_exist: bool) -> None:
+        """End a call without an answer.
+
+        ``may_exist``: whether the callee may have made the value, and must be told to drop it.
+        """
+        if call.result is not None:
+            self.creation_failed(call.result, error, may_exist=may_exist)
+        self.end(call, None, error)
+
+    def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
+        """Mark the reference that a call was to make as failed: using it raises an error with the reason ``why``.
+
+        If this agent itself was to own the value, everything that waits for the value gets the error.
+        """
+        if result.owner == self._me.incarnation:
+            self._references.settle(result.rref, None, creation_error(why))
+        else:
+            self._references.fail(result.fork, may_exist=may_exist)
+
+    def unsent(self, result: Fork | None, outcome: Promise[Any], error: BaseException) -> None:
+        """End a call that a finaliser or signal handler made, and that the other thread could not send.
+
+        Its future raises ``error``, and so does using the reference that it was to make.
+        """
+        if result is not None:
+            self.creation_failed(result, error, may_exist=False)
+        outcome.try_settle(None, error)
+
+    def run_due(self, now: float) -> None:
+        """End the calls that have timed out, in a job; ping the callees of calls whose time is half over.
+
+        Called by the reading thread, under `Agent._turn`. The callee's answer to the ping goes into the text of a later
+        timeout.
+        """
+        half, over = self._pending.due(now)
+        for worker in {call.to for call in half}:
+            self._links.ask(worker)
+        errors = [(call, self._timeout_error(call, now)) for call in over]
+
+        def fail() -> None:
+            """End the calls that have timed out."""
+            for call, error in errors:
+                self._fail(call, error, may_exist=True)
+
+        if errors:
+            self._ending.update((call, None) for call in over)
+            self._submit(fail)
+
+    def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:
+        """Return the error for a call that has timed out, with what is known of the callee.
+
+        It is made in the reading thread, while the connection still knows whether the call had arrived.
+        """
+        status = self._links.status(call.to, call.seq)
+        return RpcTimeout(
+            f"RPC ran for more than {call.timeout:g} s ({call.timeout * 1000:.0f} ms): {call.function} on "
+            f"{call.worker}; {status}"
+        )
+
+    def undelivered(self, id: int) -> None:
+        """End a call that the callee has not acknowledged in any try.
+
+        The callee may have run it all the same: only the acknowledgements may have been lost.
+        """
+        call = self._pending.pop(id)
+        if call is not None:
+            error = WorkerLost(
+                f"{call.worker} did not acknowledge the call of {call.function} in any try: see whether it still runs"
+            )
+            self._fail(call, error, may_exist=True)
+
+    def unrepeated(self, call: Pending, error: BaseException) -> None:
+        """End a call that its callee refused for lack of definitions and that is not sent again with them.
+
+        The callee is told, so that others need not wait there for the call's value.
+        """
+        self._abandon(call.to, call.id)
+        self._fail(call, error, may_exist=False)
+
+    def _abandon(self, callee: int, id: int) -> None:
+        """Tell a callee that a call which it refused will not be repeated: other calls may wait there for its value."""
+        with contextlib.suppress(NbdistError):  # if the callee is gone, nothing waits there
+            self._links.post(callee, Stop(id))
+
+    def lost(self, call: Pending, why: str, others: int) -> None:
+        """End a call whose callee is lost, unless it has ended. ``why`` completes "worker1 ...", as in `Agent.lose`."""
+        if self._pending.pop(call.id) is None:
+            return
+        more = f", and {others} other calls" if others else ""
+        since = time.monotonic() - call.started
+        error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since:.1f} s before{more}")
+        self._fail(call, error, may_exist=False)
+
+    def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:
+        """End calls that the user has given up on. The callee may still run them, and make their values."""
+        for call in calls:
+            if self._pending.pop(call.id) is not None:
+                self._fail(call, error, may_exist=True)

@@ -1,0 +1,221 @@
+"""The calls that an agent has made and that have no answer yet, and their time limits."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.ids import GlobalId
+from nbdist.rpc.futures import Latch, Promise
+from nbdist.wire.messages import Fork, Recording
+
+__all__ = ["Pending", "PendingCalls"]
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A call that has no answer yet. `asked` and `spared` change under `Exchange.lock`."""
+
+    id: int
+    """This agent's number for the call."""
+    to: int
+    """The callee's incarnation."""
+    worker: str
+    """The callee's name, for errors."""
+    function: str
+    """The function's name, for errors."""
+    outcome: Promise[Any] | Latch
+    """Settled by the end of the call."""
+    started: float
+    """The moment of the call, as of `time.monotonic`."""
+    timeout: float
+    """The time limit in seconds; 0 for no limit."""
+    thread: int
+    """The ident of the thread that made the call."""
+    result: Fork | None = None
+    """The caller's fork of the value that the call makes; None if the result comes back."""
+    target: GlobalId | None = None
+    """The id of the value that the call works on; None if it works on none."""
+    hold: object = None
+    """Keeps the target until the call has ended."""
+    seq: int = 0
+    """The number of the message that carries the call, for `Links.status`."""
+    again: Callable[[], None] | None = None
+    """Sends the call once more, with definitions (`nbdist.rpc.calls.repeats`); None if it cannot be repeated."""
+    unsent: Callable[[], None] | None = None
+    """Takes back the references of the message that was encoded in case the call is repeated."""
+    asked: bool = False
+    """True once half of its time is over and the callee was asked what it is doing."""
+    spared: float = 0.0
+    """Seconds for which its clock was stopped (`PendingCalls.freeze`)."""
+    recording: Recording | None = None
+    """The record of the call for a backward pass, if the call was made in an autograd context."""
+    definitions: Sequence[tuple[str, str]] = ()
+    """The definitions of ``__main__`` that the callee must have, by name and digest."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if one thread waits for the outcome and no other thread can see it."""
+        return type(self.outcome) is Latch
+
+    @property
+    def deadline(self) -> float:
+        """The moment at which the call times out, as of `time.monotonic`; infinite without a limit."""
+        return self.started + self.timeout + self.spared if self.timeout > 0 else math.inf
+
+    def next_due(self) -> float:
+        """Return when to look at the call next: at half of its time, then at its deadline.
+
+        At half time the callee is asked what it is doing, so that a timeout can say so.
+        """
+        return self.deadline if self.asked else self.started + self.timeout * 0.5 + self.spared
+
+    def drop_repeat(self) -> None:
+        """Note that the call will not be sent again, and free the message that was encoded for that case.
+
+        A second call does nothing.
+        """
+        unsent, self.again, self.unsent = self.unsent, None, None
+        if unsent is not None:
+            unsent()
+
+
+class PendingCalls:
+    """A table of calls by id, and a heap of their deadlines. Thread-safe."""
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        """Make an empty table. ``lock`` is taken where more than one operation on a dict is needed."""
+        self.numbers = itertools.count(1)
+        """The ids of calls; take the next one with `next`."""
+        self.ending: dict[Pending, None] = {}
+        """The calls that left the table and that a job is going to end, or to send again."""
+        self._calls: dict[int, Pending] = {}
+        """The calls without an answer, by id."""
+        self._due: list[tuple[float, int]] = []
+        """A heap of (next moment to look at the call, id). Calls that have ended stay in it until their moment."""
+        self._frozen: set[int] = set()
+        """The agents that want all clocks stopped."""
+        self._frozen_at = 0.0
+        self._lock = lock
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def unended(self) -> int:
+        """The number of calls that have not ended: those in the table, and those in `ending`."""
+        return len(self._calls) + len(self.ending)
+
+    def add(self, call: Pending) -> None:
+        """Add a call that is about to be sent, for the first time or again."""
+        # Computed first: a bad time limit must raise before the call is in the table, and a new object may make Python
+        # collect garbage, which must not happen under the lock.
+        half = call.started + call.timeout * 0.5, call.id
+        with self._lock:
+            self._calls[call.id] = call
+            if call.timeout > 0:
+                heapq.heappush(self._due, half)
+                if len(self._due) > 2 * len(self._calls) + 1024:
+                    self._sort()
+
+    def _sort(self) -> None:
+        """Rebuild the heap from the calls in the table. The caller holds the lock.
+
+        A user's finaliser may run in this thread meanwhile and make a call; then the heap is rebuilt once more.
+        """
+        while True:
+            due, size = self._due, len(self._due)
+            anew = [(call.next_due(), call.id) for call in self.all() if call.timeout > 0]
+            heapq.heapify(anew)
+            if self._due is due and len(due) == size:
+                self._due = anew
+                return
+
+    def pop(self, id: int) -> Pending | None:
+        """Take a call out of the table and return it; None if it is not there. Needs no lock.
+
+        Whoever gets the call must settle it.
+        """
+        return self._calls.pop(id, None)
+
+    def answered(self, id: int, sender: int) -> Pending | None:
+        """Take a call out of the table for the agent that has answered it; None if it did not go to that agent.
+
+        None also means that the call has ended before, such as by its time limit: the answer is dropped then.
+        """
+        call = self._calls.get(id)
+        return self._calls.pop(id, None) if call is not None and call.to == sender else None
+
+    def get(self, id: int) -> Pending | None:
+        """Return the call of that id, if it is in the table. Needs no lock.
+
+        None if it has ended or never was.
+        """
+        return self._calls.get(id)
+
+    def to(self, incarnation: int) -> list[Pending]:
+        """List the calls that one agent has not answered."""
+        return [call for call in self.all() if call.to == incarnation]
+
+    def all(self) -> list[Pending]:
+        """List all calls in the table. Needs no lock."""
+        return list(self._calls.values())  # one operation for the interpreter
+
+    def next_due(self) -> float:
+        """Return the earliest moment at which `due` may return a call; infinite while the clocks are stopped."""
+        due = self._due
+        return due[0][0] if due and not self._frozen else math.inf
+
+    def freeze(self, who: int, now: float) -> None:
+        """Stop the clocks of all calls, because the agent ``who`` wants it.
+
+        Repeating it for the same agent is harmless. ``now`` is the time, as of `time.monotonic`. A call that is made
+        meanwhile gets its whole time afterwards.
+        """
+        with self._lock:
+            if not self._frozen:
+                self._frozen_at = now
+            self._frozen.add(who)
+
+    def thaw(self, who: int, now: float) -> None:
+        """Restart the clocks, unless another agent still wants them stopped.
+
+        Does nothing if ``who`` did not stop any.
+        """
+        with self._lock:
+            if who not in self._frozen:
+                return
+            self._frozen.discard(who)
+            if self._frozen:
+                return
+            for call in self.all():
+                call.spared += now - max(call.started, self._frozen_at)
+            self._sort()
+
+    def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
+        """Return the calls whose half time has come, and those that have timed out. The latter leave the table.
+
+        A call in the heap that has ended is skipped. While the clocks are stopped, nothing is due.
+        """
+        half: list[Pending] = []
+        over: list[Pending] = []
+        with self._lock:
+            while self._due and self._due[0][0] <= now and not self._frozen:
+                _, id = heapq.heappop(self._due)
+                call = self._calls.get(id)
+                if call is None:
+                    continue
+                if now >= call.deadline:
+                    if self._calls.pop(id, None) is not None:  # it may be answered at this very moment
+                        over.append(call)
+                else:
+                    if not call.asked:
+                        call.asked = True
+                        half.append(call)
+                    heapq.heappush(self._due, (call.deadline, id))
+        return half, over

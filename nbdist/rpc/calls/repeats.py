@@ -1,0 +1,90 @@
+"""Sends a call again, with the definitions that the callee lacked the first time.
+
+A call that names functions or classes of our ``__main__`` goes out without their definitions, unless the callee has
+said before that it lacks one. If the callee lacks one now, it runs nothing and says so. `nbdist.rpc.calls.outcomes`
+then calls `Pending.again`, which sends the call with the definitions in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from nbdist.channel.contract import Buffer
+from nbdist.errors import NbdistError
+from nbdist.rpc.calls.outcomes import Outcomes
+from nbdist.rpc.calls.pending import Pending, PendingCalls
+from nbdist.rpc.links import Links
+from nbdist.rpc.references.forker import MessageForker
+from nbdist.wire.messages import Call
+from nbdist.wire.tensors import Slot
+
+__all__ = ["Draft", "Repeats"]
+
+
+class Draft(NamedTuple):
+    """A call that is encoded and ready to be sent."""
+
+    message: Call
+    frames: list[Buffer]
+    forker: MessageForker
+    """Knows the references in the message, to take them back if the message is not sent."""
+    slots: Sequence[Slot] = ()
+    """The copies of tensors in shared memory."""
+
+
+class Repeats:
+    """Sends calls again, with the definitions that their callees lack."""
+
+    def __init__(self, pending: PendingCalls, links: Links, outcomes: Outcomes) -> None:
+        self._pending = pending
+        self._links = links
+        self._outcomes = outcomes
+
+    def prepare(self, call: Pending, encode: Callable[[], Draft]) -> None:
+        """Make ``call.again`` send the call with the definitions in it; ``encode()`` encodes it that way.
+
+        The values sent must be those at the time of the call. So if the callee is not known to have the definitions,
+        the call is encoded right away, before the caller can change an argument. That costs time once per definition
+        and callee. An error in this encoding matters only if the repeat turns out to be needed. If the callee is known
+        to have the definitions, the call can be repeated only if its caller waits for it.
+        """
+        peer = self._links.peer(call.to)
+        if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
+            if call.is_waited_for:  # the caller waits, so it cannot change its arguments
+                call.again = partial(self.send, call, encode)
+            return
+        names_only = call.definitions
+        try:
+            spare = encode()
+        except NbdistError as error:
+            call.again = partial(self._give_up, call, error)  # raised only if the repeat is needed
+        else:
+            call.again = partial(self.send, call, lambda: spare)
+            call.unsent = spare.forker.take_back
+        call.definitions = names_only
+
+    def send(self, call: Pending, encode: Callable[[], Draft]) -> None:
+        """Send a call again and put it back into the table; if that cannot be done, end the call with the error.
+
+        Called when a callee has refused a call for lack of a definition; the call then goes out with the definitions.
+        """
+        call.again = call.unsent = None
+        try:
+            self._pending.add(call)
+            message, frames, forker, slots = encode()
+            call.seq = self._links.post(call.to, message, frames, forker, slots)
+        except BaseException as error:
+            if self._pending.pop(call.id) is not None:
+                self._outcomes.unrepeated(call, error)
+            return
+        self._links.note_call(call)
+
+    def _give_up(self, call: Pending, error: NbdistError) -> None:
+        """End a call whose repeat could not be encoded.
+
+        The callee is told that the call will not come again.
+        """
+        call.again = None
+        self._outcomes.unrepeated(call, error)

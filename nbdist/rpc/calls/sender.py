@@ -1,0 +1,280 @@
+"""Sends calls: encodes the function and its arguments, registers the call as pending, and posts the message."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nbdist import durations
+from nbdist.channel.contract import Buffer
+from nbdist.errors import EncodeError, UsageError
+from nbdist.finalisers import hand_over, this_thread
+from nbdist.rpc.calls.pending import Pending, PendingCalls
+from nbdist.rpc.calls.repeats import Draft, Repeats
+from nbdist.rpc.futures import Latch, Promise
+from nbdist.rpc.links import Links
+from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
+from nbdist.rpc.recording import Calling
+from nbdist.rpc.references.forker import MessageForker
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.references.table import References
+from nbdist.rpc.shared_tensors import Sharing
+from nbdist.wire import codec
+from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
+from nbdist.wire.pickling import culprit
+
+__all__ = ["Sender"]
+
+
+class Sender:
+    """Sends the calls of one agent."""
+
+    def __init__(
+        self,
+        options: RpcBackendOptions,
+        pending: PendingCalls,
+        links: Links,
+        references: References,
+        sharing: Sharing,
+        recorder: Calling,
+        repeats: Repeats,
+        is_deciding: Callable[[], bool],
+        on_unsent: Callable[[Fork | None, Promise[Any], BaseException], None],
+    ) -> None:
+        """Make the sender.
+
+        ``is_deciding()`` returns whether the calling thread holds `Exchange.lock`, without which no answer is handled.
+        ``on_unsent(result, outcome, error)`` ends a call that a finaliser made and that could not be sent.
+        """
+        self.origin: Callable[[], str] | None = None
+        """Returns the id of the cell for which the calling thread works; it travels with every call. None: no cells."""
+        self.rpc_timeout = time_limit(options.rpc_timeout)
+        """The time limit in seconds of a call that names none; 0 for no limit."""
+        self.expect_no_more: Callable[[], None] = _nothing
+        """Called where a call could not be sent, to undo `Latch.on_send`."""
+        self._device_maps = options.device_maps
+        """The receiver's device for each device here, by the receiver's name."""
+        self._pending = pending
+        self._links = links
+        self._references = references
+        self._spaces = sharing.spaces
+        """The shared memory for large tensors, by receiver (`Sharing.spaces`)."""
+        self._recorder = recorder
+        self._repeats = repeats
+        self._is_deciding = is_deciding
+        self._on_unsent = on_unsent
+
+    def timeout_of(self, timeout: float) -> float:
+        """Return a call's time limit in seconds: the default if ``timeout`` is negative; 0 for no limit."""
+        if timeout == UNSET_RPC_TIMEOUT:  # almost every call
+            return self.rpc_timeout
+        seconds = durations.limit(timeout)
+        return self.rpc_timeout if seconds < 0 else seconds
+
+    def send(
+        self,
+        to: Record,
+        mode: Mode,
+        label: str,
+        body: Any,
+        timeout: float,
+        outcome: Promise[Any] | Latch,
+        *,
+        builtin: bool = False,
+        target: RRef[Any] | None = None,
+        result: Fork | None = None,
+    ) -> None:
+        """Send a call. However the call ends, its end settles ``outcome``.
+
+        ``body`` is a tuple: the function or its name, the arguments, the keyword arguments. ``target`` is the reference
+        whose value the call works on; a fetch has only a target, and None as its body. ``result`` is the fork that the
+        caller has of the value which the call makes. ``timeout`` is as in `timeout_of`.
+
+        Raises the error that keeps the call from being sent, after undoing everything that was done for it.
+
+        A finaliser or signal handler may call this while its thread sends or reads messages (`nbdist.finalisers`). Then
+        another thread sends the call. A Latch as ``outcome`` means that the caller wants to wait, which is impossible
+        there, and also while the thread holds `Exchange.lock`: another thread sends the call, and UsageError is raised.
+        """
+        if this_thread.is_closed or (type(outcome) is Latch and self._is_deciding()):
+            send = partial(self.send, to, mode, label, body, timeout, builtin=builtin, target=target, result=result)
+            self._hand_over(send, outcome, result, label, to)
+            return
+        # 1. Note everything about the call.
+        call = Pending(
+            id=next(self._pending.numbers),
+            to=to.incarnation,
+            worker=to.name,
+            function=label,
+            outcome=outcome,
+            started=time.monotonic(),
+            timeout=self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.timeout_of(timeout),
+            thread=threading.get_ident(),
+            result=result,
+            target=target._id if target is not None else None,
+        )
+        if target is not None:
+            # Held until the answer, even if the reference is released: the call may be repeated, or wait at the callee.
+            call.hold = target.keep()
+        # 2. Encode it. Almost all calls take the short way: no autograd context, no reference as the target, and at
+        # most one small tensor.
+        context = self._recorder.current()
+        if context is None and target is None:
+            function, args, kwargs = body
+            peer = self._links.peer(to.incarnation) if type(function) is not str else None
+            known, lacking = (peer.definitions, peer.lacking) if peer is not None else ((), ())
+            space = self._spaces.get(to.incarnation)
+            usual = codec.encode_usual_call(function, args, kwargs, space, known, lacking)
+            if usual is not None:
+                if usual[0].definitions and type(outcome) is Latch:  # the caller waits: its arguments cannot change
+                    again = partial(self._encode, call, to, mode, builtin, body, None, None, by_value=True)
+                    call.again = partial(self._repeats.send, call, again)
+                self._send_usual(call, mode, builtin, *usual)
+                return
+        # 3. The general way. Register the call as pending before it is sent: the answer may come at once.
+        first: Draft | None = None
+        try:
+            first = self._encode(call, to, mode, builtin, body, target, context)
+            if call.definitions:
+                again = partial(self._encode, call, to, mode, builtin, body, target, context, by_value=True)
+                self._repeats.prepare(call, again)
+            self._pending.add(call)
+            if type(outcome) is Latch and outcome.on_send is not None:
+                outcome.on_send()
+            call.seq = self._links.post(call.to, first.message, first.frames, first.forker, first.slots)
+        except BaseException:
+            # Undo everything: nobody will answer this call.
+            self._pending.pop(call.id)
+            self.expect_no_more()
+            if first is not None:
+                first.forker.take_back()
+            call.drop_repeat()
+            if call.recording is not None:
+                self._recorder.withdraw(call.recording)
+            raise
+        self._links.note_call(call)
+
+    def _hand_over(
+        self, send: Callable[..., None], outcome: Promise[Any] | Latch, result: Fork | None, label: str, to: Record
+    ) -> None:
+        """Run ``send(outcome=...)`` in another thread; an error that keeps the call from being sent ends the call.
+
+        That thread encodes the arguments a moment later, outside of the calling thread's gradient mode and context.
+        """
+        told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for the latch
+
+        def try_to_send() -> None:
+            """Send the call, or end it with the error."""
+            try:
+                send(outcome=told)
+            except BaseException as error:
+                self._on_unsent(result, told, error.with_traceback(None))
+
+        hand_over(try_to_send)
+        if told is not outcome:
+            raise UsageError(_CANNOT_WAIT_HERE.format(label=label, to=to.name))
+
+    def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
+        """Send a call that needs no bookkeeping of references, recordings or definitions.
+
+        Raises the error that keeps the call from being sent; the call is not pending then.
+        """
+        origin = self.origin() if self.origin is not None else ""
+        message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
+        try:
+            # Registered before it is sent: the answer may come at once.
+            self._pending.add(call)
+            outcome = call.outcome
+            if type(outcome) is Latch and outcome.on_send is not None:
+                outcome.on_send()
+            call.seq = self._links.post(call.to, message, frames)
+        except BaseException:
+            self._pending.pop(call.id)
+            self.expect_no_more()
+            raise
+        self._links.note_call(call)
+
+    def _encode(
+        self,
+        call: Pending,
+        to: Record,
+        mode: Mode,
+        builtin: bool,
+        body: Any,
+        target: RRef[Any] | None,
+        context: Any,
+        *,
+        by_value: bool = False,
+    ) -> Draft:
+        """Encode a call and its arguments; return the message and its frames, which have not been sent.
+
+        ``by_value`` puts the definitions of ``__main__`` into the message. The call is recorded here if it belongs to
+        an autograd context. On an error, the forks made for the message are undone. EncodeError names the argument at
+        fault, which is searched for only then.
+        """
+        forker = MessageForker(self._references, to.incarnation)
+        peer = self._links.peer(to.incarnation)
+        device_map = self._device_maps.get(to.name)
+        # A repeated call is encoded by another thread, whose gradient mode does not count.
+        grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
+        try:
+            if body is None:
+                encoded = codec.Encoded(_NO_PAYLOAD, [])
+            else:
+                encoded = codec.encode(
+                    body,
+                    by_value=by_value,
+                    lacking=peer.lacking if peer is not None else (),
+                    known=peer.definitions if peer is not None and not by_value else (),
+                    forker=forker,
+                    devices={str(ours): str(theirs) for ours, theirs in device_map.items()} if device_map else None,
+                    receiver=to.name,
+                    record=context is not None and grad,
+                    space=self._spaces.get(to.incarnation),
+                )
+            call.definitions = encoded.named
+            if context is not None and call.recording is None:  # recorded once, even if the call is encoded twice
+                call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
+            elif encoded.requires_grad and context is None and grad and not by_value:
+                self._recorder.warn(call.function, to.name)
+            message = Call(
+                call.id,
+                mode,
+                call.function,
+                encoded.payload,
+                builtin,
+                call.result,
+                target._id if target is not None else None,
+                self.origin() if self.origin is not None else "",
+                call.recording,
+            )
+            forker.kept.append(call.hold)
+            return Draft(message, encoded.frames, forker, encoded.slots)
+        except BaseException as error:
+            forker.take_back()
+            if isinstance(error, EncodeError):
+                # The codec's text begins with the verb: put the noun before it.
+                found = culprit.of_call(body) if error.__cause__ is not None and isinstance(body, tuple) else ""
+                which = f"{found}, which" if found else f"an argument of {call.function} (or the function)"
+                raise EncodeError(f"{which} {error}") from (error.__cause__ or error)
+            raise
+
+
+_NO_PAYLOAD = Payload()
+
+_CANNOT_WAIT_HERE = (
+    "{label} was called on {to} by a finaliser (a __del__ or a callback of a weak reference) or a signal handler that "
+    "Python ran while this thread was sending or reading messages. It cannot wait for an answer there. The call is "
+    "made all the same, and its result is dropped. Use rpc_async in finalisers and signal handlers"
+)
+"""The error for a call that wants to wait where it cannot."""
+
+
+def _nothing() -> None:
+    """Do nothing: the channel keeps nothing that would have to be undone."""
+    pass

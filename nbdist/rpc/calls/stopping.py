@@ -1,0 +1,282 @@
+"""Stops calls where they run, once the user has given up on them.
+
+In a cluster, Ctrl-C in the notebook ends the work, not only the wait for it::
+
+    notebook                        worker1                              worker2
+    ────────                        ───────                              ───────
+    Ctrl-C in a wait
+    on_interrupt ── Stop ────────▶  on_stop: the call's thread ...
+                                      runs the function: KeyboardInterrupt is raised in it
+                                      waits for a nested call ── Stop ─▶ on_stop, and so on;
+                                        the wait for it fails
+                                      is in a collective: break_off ends the collective
+    2 s later: name what still runs
+
+A thread inside C code does not see a KeyboardInterrupt before it returns to Python; after 2 s the notebook names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import nbdist
+from nbdist.errors import Interrupted, NbdistError
+from nbdist.rpc.calls.executor import Request
+from nbdist.rpc.calls.pending import Pending
+from nbdist.rpc.dispatch import Job
+from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.here import here
+from nbdist.rpc.links import Links
+from nbdist.wire.messages import Record, Stop
+
+__all__ = ["BREAK_OFF_AFTER", "NAME_AFTER", "Stopping"]
+
+NAME_AFTER = 2.0
+"""Seconds after which a call that has not stopped is named, and after which a callee no longer tries to raise."""
+
+BREAK_OFF_AFTER = 0.4
+"""Seconds after which a call that has not stopped may be in a collective, which only `Stopping.break_off` ends."""
+
+_POLL = 0.005
+"""Seconds between two looks."""
+_OURS = os.path.dirname(nbdist.__file__)
+"""The folder of nbdist's own files."""
+_ASK_TIMEOUT = 0.5
+"""Seconds for the question where a call is that does not stop."""
+_STOPS_REMEMBERED = 1000
+"""The number of calls to stop that are remembered, because a Stop may come before its call has begun."""
+
+_RUNS_USER_CODE = Request.invoke.__code__
+"""The code whose frame separates the user's frames, inside of it, from the agent's."""
+_FOLDER_THAT_CALLS_MODULES = os.path.join(_OURS, "nn")
+"""The folder of nbdist's files that call users' modules, and restore everything whatever the modules raise."""
+_FILES_THAT_RUN_TASKS = {
+    os.path.join(_OURS, *place) for place in (("cluster", "worker", "tasks.py"), ("compat", "ipyparallel", "tasks.py"))
+}
+"""Files of nbdist that only call a user's function: KeyboardInterrupt may be raised in them as in the function."""
+_TORCHS = os.path.dirname(torch.__file__)
+"""The folder of torch's files."""
+_PYTHONS = os.path.dirname(threading.__file__)
+"""The folder of Python's own modules, inside of which installed packages may lie as well."""
+
+_Key = tuple[int, int]
+"""A running call: the caller's incarnation, and the caller's number for the call."""
+
+
+class Stopping:
+    """The part of an agent that stops calls, as caller and as callee."""
+
+    def __init__(
+        self,
+        me: Record,
+        exchange: Exchange,
+        links: Links,
+        *,
+        call: Callable[..., Any],
+        give_up: Callable[[Sequence[Pending], BaseException], None],
+        submit: Callable[[Job], None],
+    ) -> None:
+        """Start with nothing to stop.
+
+        ``call`` is `nbdist.rpc.calls.caller.Caller.sync`. ``give_up(calls, error)`` ends the waits for calls.
+        """
+        self.patience = NAME_AFTER
+        """Seconds that `on_interrupt` waits before it names the calls that still run."""
+        self.break_off: Callable[[int], object] | None = None
+        """Ends the collective in which a thread waits, by the thread's ident; None if no layer can do this."""
+        self._me = me.incarnation
+        self._pending = exchange.calls
+        self._links = links
+        self._call = call
+        self._end_waits = give_up
+        self._submit = submit
+        self._lock = exchange.lock
+        self._threads: dict[_Key, int] = {}
+        """The ident of the thread that runs a call, for the calls that can be stopped."""
+        self._stopped: dict[_Key, None] = {}
+        """The calls to stop, the oldest first; a call may be here before it begins."""
+
+    # -- the callee's side --------------------------------------------------------------------
+
+    def begin(self, key: _Key) -> None:
+        """Allow a call to be stopped in this thread until `end`, which must follow whatever this raises.
+
+        Raises KeyboardInterrupt if the call is to be stopped already.
+        """
+        with self._lock:
+            if self._stopped and key in self._stopped:
+                raise KeyboardInterrupt
+            self._threads[key] = threading.get_ident()
+
+    def end(self, key: _Key) -> None:
+        """No longer allow a call to be stopped, and take back a KeyboardInterrupt that has not been raised yet.
+
+        Called in the thread that ran the call, before it may run another one.
+        """
+        with self._lock:
+            self._threads.pop(key, None)
+            if self._stopped and self._stopped.pop(key, 0) is None:
+                _raise_in(threading.get_ident(), None)  # else the error could hit the next call in this thread
+
+    def on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
+        """Stop a call whose caller has given up on it, or prevent its start. The reading thread calls this.
+
+        If it waits for calls of its own, these are stopped and its waits end; else KeyboardInterrupt is raised in its
+        thread.
+        """
+        key = sender, message.id
+        with self._lock:
+            self._stopped[key] = None  # it may not have begun
+            if len(self._stopped) > _STOPS_REMEMBERED:
+                del self._stopped[next(iter(self._stopped))]
+            thread = self._threads.get(key)
+        if thread is None:
+            return
+        nested = [call for call in self._pending.all() if call.thread == thread]
+        self.stop(nested)
+        if nested:
+            self._submit(lambda: self._give_up(nested))
+            return
+        raised = self._try_to_raise(key)
+        if not raised or self.break_off is not None:
+            threading.Thread(target=self._insist, args=(key, raised), name="nbdist-stopping", daemon=True).start()
+
+    def stop_served(self) -> None:
+        """Stop every call that runs here, as a Stop of its caller would, except the call in the calling thread."""
+        with self._lock:
+            keys = [key for key, thread in self._threads.items() if thread != threading.get_ident()]
+        for caller, id in keys:
+            self.on_stop(Stop(id), caller, [])
+
+    def _give_up(self, nested: Sequence[Pending]) -> None:
+        """End the waits for nested calls with KeyboardInterrupt; a reference that such a call makes has Interrupted."""
+        for call in nested:
+            stopped = Interrupted("stopped: its caller was interrupted")
+            self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
+
+    def _insist(self, key: _Key, raised: bool) -> None:
+        """Retry for 2 s until KeyboardInterrupt could be raised in a call's thread.
+
+        If the call still runs `BREAK_OFF_AFTER` seconds later, break off its collective.
+        """
+        deadline = time.monotonic() + NAME_AFTER
+        while not raised and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            raised = self._try_to_raise(key)
+        deadline = time.monotonic() + BREAK_OFF_AFTER
+        while (thread := self._threads.get(key)) is not None and self.break_off is not None:
+            if time.monotonic() > deadline:
+                self.break_off(thread)
+                return
+            time.sleep(_POLL)
+
+    def _try_to_raise(self, key: _Key) -> bool:
+        """Raise KeyboardInterrupt in the thread of a call, unless it runs nbdist's code, which may hold a lock.
+
+        Returns whether it was raised, or the call has ended.
+        """
+        with self._lock:
+            thread = self._threads.get(key)
+            if thread is None:
+                return True  # it has ended
+            frame = sys._current_frames().get(thread)
+            users = False
+            while frame is not None and frame.f_code is not _RUNS_USER_CODE:
+                file = frame.f_code.co_filename
+                if file in _FILES_THAT_RUN_TASKS:
+                    users = True
+                elif file.startswith(_OURS):
+                    if not users or not file.startswith(_FOLDER_THAT_CALLS_MODULES):
+                        return False
+                elif not _is_called_by_both(file):
+                    users = True
+                frame = frame.f_back
+            _raise_in(thread, KeyboardInterrupt)
+            return True
+
+    def where(self, caller: int, id: int) -> str:
+        """Return where a running call is, in a few words; "" if it does not run.
+
+        A caller asks for it when a call has not stopped after Ctrl-C.
+        """
+        thread = self._threads.get((caller, id))
+        frame = sys._current_frames().get(thread) if thread is not None else None
+        if frame is None:
+            return ""
+        stack = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_OURS)]
+        if not stack or stack[-1].filename == threading.__file__:
+            return "C code"  # no Python frame of the user's lies between nbdist and the C function
+        return f"{stack[-1].name}, line {stack[-1].lineno} of {stack[-1].filename}"
+
+    # -- the caller's side --------------------------------------------------------------------
+
+    def stop(self, calls: Sequence[Pending]) -> None:
+        """Tell the callees of these calls to stop them. A callee that is gone is skipped.
+
+        Does not wait until they have stopped.
+        """
+        for call in calls:
+            with contextlib.suppress(NbdistError):
+                self._links.post(call.to, Stop(call.id))
+
+    def on_interrupt(self, outcome: object, error: BaseException) -> None:
+        """Stop the calls for which this thread waited when Ctrl-C came.
+
+        Waits up to 2 s for them to end. For each call that still runs then, a note on ``error`` says where it is and
+        how to end it. `nbdist.rpc.futures` calls this, in the thread that waited.
+        """
+        pending, me = self._pending, threading.get_ident()
+        calls = [call for call in pending.all() if call.outcome is outcome]
+        values = {call.target for call in calls if call.target is not None}
+        calls += [call for call in pending.all() if call.result is not None and call.result.rref in values]
+        calls = calls or [call for call in pending.all() if call.thread == me]  # a future that depends on others
+        self.stop(calls)
+        deadline = time.monotonic() + self.patience
+        while time.monotonic() < deadline and any(pending.get(call.id) for call in calls):
+            time.sleep(_POLL)
+        for call in calls:
+            if pending.get(call.id) is not None:
+                error.add_note(
+                    f"{call.worker} has not stopped running {call.function} within {self.patience:g} s"
+                    f"{self._ask_where(call)}; `%dist_restart {call.worker}` ends it"
+                )
+
+    def _ask_where(self, call: Pending) -> str:
+        """Ask a callee where a call is; return the answer as the end of a sentence.
+
+        The text is empty if the call does not run any more.
+        """
+        try:
+            found = self._call(call.worker, _where, (self._me, call.id), None, _ASK_TIMEOUT)
+        except NbdistError:
+            return " and does not say where it is"
+        return f" (it is in {found})" if found else ""
+
+
+def _where(caller: int, id: int) -> str:
+    """Return where a call runs on the current agent; called from the caller's process."""
+    return here.agent.stopping.where(caller, id) if here.agent is not None else ""
+
+
+def _is_called_by_both(file: str) -> bool:
+    """Return whether this is a file of torch or of Python itself, which nbdist and users both call.
+
+    Files of other packages, such as models, count as the user's.
+    """
+    return file.startswith(_TORCHS) or (file.startswith(_PYTHONS) and "-packages" not in file)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an error in a thread as soon as it runs Python code again; None takes back one that is not raised yet."""
+    what: Any = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

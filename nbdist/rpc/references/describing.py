@@ -1,0 +1,92 @@
+"""Describes a value to the workers that refer to it: its type, shape and size, or the error in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from nbdist.rpc.references import inert
+from nbdist.torch_private import no_torch_function
+from nbdist.wire.messages import State
+
+__all__ = ["describe_error", "describe_value", "error_line"]
+
+
+def describe_error(error: BaseException) -> State:
+    """Return the description of a value that could not be made, because of ``error``.
+
+    If the error's own ``__str__`` fails, the description says so.
+    """
+    cls = type(error)
+    try:
+        return State(cls.__module__, cls.__qualname__, error=str(error))
+    except Exception:
+        return State(cls.__module__, cls.__qualname__, error="its __str__ failed")
+
+
+def error_line(name: str, text: str) -> str:
+    """Return an error as one line: its type and the first line of its text."""
+    first = text.strip().partition("\n")[0]
+    return f"{name}: {first}" if first else name
+
+
+def describe_value(value: Any) -> State:
+    """Return the description of ``value``: its class, and for tensors, modules, arrays, texts and numbers their size.
+
+    No code of the value's class runs, see `nbdist.rpc.references.inert`. For a class of ``__main__`` the description
+    lists the public names, so that another process can complete them although it lacks the class.
+    """
+    cls = type(value)
+    if cls is torch.Tensor or cls is torch.nn.Parameter:
+        return _describe_tensor(value, getattr)
+    if issubclass(cls, torch.Tensor):
+        with no_torch_function():
+            return _describe_tensor(value, inert.tensor_fact)
+    module, qualname = inert.module_of(cls), inert.qualname_of(cls)
+    nbytes: int | None
+    if issubclass(cls, torch.nn.Module):
+        nbytes = sum(_nbytes_of(parameter) for parameter in inert.parameters_of(value))
+    else:
+        nbytes = inert.nbytes_of(value)
+    return State(module, qualname, nbytes=nbytes, names=inert.public_names(cls) if module == "__main__" else None)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], Any]) -> State:
+    """Return the description of a tensor. ``fact(tensor, name)`` reads an attribute.
+
+    A class with its own `__torch_dispatch__`, and a tensor that has no shape, are described by the class alone.
+    """
+    cls = type(value)
+    module, qualname = inert.module_of(cls), inert.qualname_of(cls)
+    if inert.user_dispatches(cls):
+        return State(module, qualname)
+    try:
+        function = fact(value, "grad_fn")
+        return State(
+            module,
+            qualname,
+            shape=list(fact(value, "shape")),
+            dtype=_dtype_name(fact(value, "dtype")),
+            device="cpu" if fact(value, "is_cpu") else str(fact(value, "device")),
+            requires_grad=fact(value, "requires_grad"),
+            grad_fn=type(function).__name__ if function is not None else None,
+            nbytes=fact(value, "nbytes") if fact(value, "layout") is torch.strided else None,
+        )
+    except RuntimeError:  # from a kind of tensor that has no shape, such as a nested one
+        return State(module, qualname)
+
+
+def _nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a parameter, without running code of a subclass."""
+    with no_torch_function():
+        nbytes: int = inert.tensor_fact(tensor, "nbytes")
+        return nbytes

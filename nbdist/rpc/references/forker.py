@@ -1,0 +1,50 @@
+"""The references in one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.references.table import References
+from nbdist.wire.messages import Fork
+
+__all__ = ["MessageForker"]
+
+
+class MessageForker:
+    """Makes forks of the references in one message, and undoes them if the message is never sent."""
+
+    def __init__(self, references: References, to: int) -> None:
+        self._references = references
+        self._to = to
+        self.is_sent = False
+        """True once the message may reach its receiver.
+
+        The forks then belong to the receiver: `take_back` leaves them alone.
+        """
+        self.handed: list[Fork] = []
+        """The forks that were made."""
+        self.kept: list[object] = []
+        """Holds on the values that the message refers to.
+
+        They end with this object, so once the message has arrived.
+        """
+
+    def fork(self, reference: RRef[Any]) -> Fork:
+        """Make a fork of ``reference`` for the receiver.
+
+        The reference is kept alive until the message has arrived. Raises RRefError or WorkerLost if the reference
+        cannot be used any more.
+        """
+        self.kept.append(reference._hold)  # before another thread releases it
+        references = self._references
+        child = references.new_id()
+        # Noted before it is made, so that `take_back` finds it even if Ctrl-C comes right after.
+        self.handed.append(Fork(reference._id, child, reference._owner, references.me))
+        return reference.hand_over(self._to, references, child)
+
+    def take_back(self) -> None:
+        """Undo the forks, unless the message may go out. A second call does nothing."""
+        if not self.is_sent:
+            self._references.take_back(self.handed, self._to)
+            self.handed = []

@@ -1,0 +1,518 @@
+"""Remote references: the objects with which a user refers to values on other workers.
+
+An `RRef` refers to a value that its owner keeps. The object itself knows only what has come with messages that had to
+be sent anyway: the owner, how far the reference has come, and, once the owner has confirmed it, the value's type and
+shape. Anything more costs a message, and the user asks for it by name: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
+
+How far a reference has come, in the word that its repr shows (`RRef._standing`; `ForkStanding` in
+`nbdist.rpc.references.forks`)::
+
+    pending ──▶ confirmed ──▶ released      by release(), also before the confirmation
+       │            │
+       │            ├──▶ failed             the function raised an error, which to_here() raises
+       │            └──▶ dead               the owner is gone
+       ├──▶ dead                            the owner is gone, or no longer has the value
+       └──▶ failed                          the call that was to make the value got no answer
+
+    on the owner: "owned here"; after the end of RPC: "ended"
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+
+from nbdist.errors import RRefError, UsageError, WorkerLost
+from nbdist.holds import Hold
+from nbdist.ids import GlobalId
+from nbdist.rpc.futures import Promise
+from nbdist.rpc.references.describing import error_line
+from nbdist.rpc.references.forks import ForkStanding
+from nbdist.rpc.references.peeking import Peek, look
+from nbdist.rpc.references.table import References, creation_error
+from nbdist.rpc.world.members import WorkerInfo
+from nbdist.wire.messages import Fork, State
+from nbdist.wire.pickling.registered import register_reference
+
+__all__ = ["Calls", "Home", "Proxy", "RRef"]
+
+T = TypeVar("T")
+
+
+class Calls(Protocol):
+    """The methods of the agent's `nbdist.rpc.calls.caller.Caller` that a reference calls."""
+
+    def sync(self, to: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: None, timeout: float) -> Any:
+        """Call a function and wait for its result.
+
+        Raises the function's error, RpcTimeout after ``timeout`` seconds (negative for the default, 0 for no limit),
+        and WorkerLost.
+        """
+
+    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+        """Return a copy of a value; on its owner, return the value itself.
+
+        Waits until the value exists. The errors are those of `RRef.to_here`, which calls this.
+        """
+
+    def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a value and wait for its result.
+
+        Called through the proxy of `RRef.rpc_sync`. Raises the method's error, RpcTimeout or WorkerLost.
+        """
+
+    def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a value, and return a Future of its result.
+
+        Called through the proxy of `RRef.rpc_async`. Does not wait; ``wait`` of the future raises the method's error.
+        """
+
+    def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a value, and return an RRef to its result.
+
+        Called through the proxy of `RRef.remote`. Does not wait; `RRef.to_here` of the result raises the method's
+        error.
+        """
+
+
+class Home(NamedTuple):
+    """The parts of the agent to which a reference belongs that the reference needs."""
+
+    references: References
+    calls: Calls
+    run_pass: Callable[[int, torch.Tensor, bool], None]
+    """Runs a backward pass: takes a context's id, a tensor of this worker, and whether to retain the graph."""
+
+
+_find_home: Callable[[], Home]
+
+
+def set_home_finder(finder: Callable[[], Home]) -> None:
+    """Set the function that returns the `Home` of a new ``RRef(value)``.
+
+    `nbdist.rpc.api` calls this when it is imported. A second call replaces the function.
+    """
+    global _find_home
+    _find_home = finder
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker, which keeps the value alive there.
+
+    `nbdist.rpc.remote` makes a reference to the result of a call. ``RRef(value)`` makes one to a value of this worker,
+    to send to other workers. A reference travels in the arguments and results of calls; ``pickle`` refuses it. The
+    owner drops the value when no worker has a reference to it any more.
+
+    Methods that need the value raise WorkerLost if the owner is gone, and RRefError if this reference was released, if
+    RPC has ended, or if the call that should have made the value got no answer.
+
+    Args:
+        value: the value to refer to.
+        type_hint: ignored; torch's programs give it.
+
+    Example:
+        >>> rref = rpc.remote("worker1", torch.ones, args=(2,))
+        >>> rref.to_here()
+        tensor([1., 1.])
+        >>> rpc.RRef([1, 2])
+        <RRef to list owned here>
+    """
+
+    _known: State | None = None
+    """The last known description of the value. The agent forgets its own when the reference is released."""
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        home = _find_home()
+        references = home.references
+        self._home = home
+        self._id = references.new_id()
+        self._fork: GlobalId | None = None
+        self._owner = references.me
+        self._creation: Promise[Any] | None = None
+        self._hold: Hold | None = references.hold(self._id, None)
+        references.own(self._id)
+        references.settle(self._id, value, None)
+
+    @classmethod
+    def _refer(
+        cls,
+        home: Home,
+        id: GlobalId,
+        fork: GlobalId | None,
+        owner: int,
+        creation: Promise[Any] | None,
+    ) -> RRef[T]:
+        """Make a reference to an existing or future value; ``fork`` is None if this agent owns the value.
+
+        ``creation`` is the end of the ``remote()`` that makes the value; None for a reference that came with a message.
+        """
+        self = cls.__new__(cls)
+        self._home, self._id, self._fork, self._owner, self._creation = home, id, fork, owner, creation
+        self._hold = home.references.hold(id, fork)
+        return self
+
+    # -- sending and watching -----------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """Raise the error that is known about this reference, if there is one: RRefError or WorkerLost.
+
+        Sends no message. On the owner, this raises only after `release`.
+        """
+        if self._hold is None:
+            raise RRefError(f"{self!r} cannot be used: release() was called on it")
+        if self._fork is None:
+            return
+        references = self._home.references
+        if references.closed:
+            raise RRefError(f"{self!r} cannot be used: RPC has been shut down on this worker")
+        standing = references.forks.standing(self._fork)
+        if standing is None:
+            raise RRefError(f"{self!r} cannot be used: shutdown() has released all references of this worker")
+        if standing is ForkStanding.FAILED:
+            why = self._creation.exception() if self._creation is not None and self._creation.done() else "timed out"
+            raise creation_error(why)
+        if standing is ForkStanding.DEAD:
+            lost = references.membership.why_gone(self.owner_name()) or "no longer has the value"
+            raise WorkerLost(f"the value of this RRef is lost: its owner {self.owner_name()} {lost}")
+
+    def keep(self) -> object:
+        """Return an object that keeps the value alive for as long as the caller keeps the object.
+
+        Raises what `check_alive` raises.
+        """
+        hold = self._hold
+        if hold is None:
+            raise RRefError(f"{self!r} cannot be used: release() was called on it")
+        self.check_alive()
+        return hold
+
+    def is_held_for(self, references: References) -> bool:
+        """Return whether this reference belongs to the agent with ``references`` and has not been released.
+
+        Returns False for a reference that another thread is still making.
+        """
+        home, hold = getattr(self, "_home", None), getattr(self, "_hold", None)
+        return home is not None and hold is not None and home.references is references
+
+    def hand_over(self, to: int, references: References, child: GlobalId | None = None) -> Fork:
+        """Make a fork of this reference for a message that the agent with ``references`` sends to agent ``to``.
+
+        ``child`` is the fork's id; None for a new one. Raises RRefError if this reference belongs to another agent, and
+        what `check_alive` raises.
+        """
+        if self._home.references is not references:
+            raise RRefError(f"{self!r} cannot be sent: it belongs to another agent, or to an RPC world that has ended")
+        self.check_alive()
+        return references.hand_over(self._id, self._fork, to, child)
+
+    def when_changed(self, then: Callable[[], None]) -> Callable[[], None]:
+        """Call ``then`` each time something becomes known about this reference, its end included.
+
+        Returns a function that ends this. ``then`` runs in the thread that receives the news, and must not block.
+        """
+        ids = [self._id] if self._fork is None else [self._id, self._fork]
+        return self._home.references.when_changed(ids, then)
+
+    def forks_out(self) -> int | None:
+        """Return how many forks of the value other workers hold; None if another worker owns the value.
+
+        For displays; sends no message.
+        """
+        return self._home.references.forks.forks_of(self._id) if self._fork is None else None
+
+    # -- known without a message --------------------------------------------------------------
+
+    def is_owner(self) -> bool:
+        """Return whether this worker owns the value.
+
+        Sends no message, and works after `release`, too.
+        """
+        return self._fork is None
+
+    def owner(self) -> WorkerInfo:
+        """Return the `WorkerInfo` of the worker that owns the value, also if that worker is gone."""
+        return self._home.references.membership.info_of(self._owner)
+
+    def owner_name(self) -> str:
+        """Return the name of the worker that owns the value, also if that worker is gone."""
+        return self._home.references.membership.name_of(self._owner)
+
+    def confirmed_by_owner(self) -> bool:
+        """Return whether the owner has confirmed that it counts this reference. Sends no message."""
+        return self._fork is None or self._home.references.forks.standing(self._fork) is ForkStanding.CONFIRMED
+
+    @property
+    def state(self) -> State | None:
+        """The known description of the value: its type, and a tensor's shape, dtype and device. None until it is known.
+
+        If the function that should have made the value raised an error, this describes the error. After `release`, this
+        is the last known description.
+        """
+        found = self._home.references.forks.state(self._id, self._fork)
+        if found is not None:
+            self._known = found
+        return self._known
+
+    def __str__(self) -> str:
+        if self._fork is None:
+            return f"OwnerRRef({self._id})"
+        return f"UserRRef(RRefId = {self._id}, ForkId = {self._fork})"
+
+    def __repr__(self) -> str:
+        standing = self._standing()
+        told = "owned here" if standing == "here" else f"on {self.owner_name()}, {standing}"
+        return f"<RRef {_summary(self.state)} {told}>"
+
+    def _standing(self) -> str:
+        """Return how far this reference has come, in one word; "failed" also if the function raised an error."""
+        if self._hold is None:
+            return "released"
+        if self._home.references.closed:
+            return "ended"
+        if self._fork is not None:
+            standing = self._home.references.forks.standing(self._fork)
+            if standing is not ForkStanding.CONFIRMED:
+                return standing.value if standing is not None else "dead"
+        state = self.state
+        if state is not None and state.error is not None:
+            return "failed"
+        return "here" if self._fork is None else "confirmed"
+
+    # -- using the value ----------------------------------------------------------------------
+
+    def to_here(self, timeout: float = -1.0) -> T:
+        """Fetch a copy of the value from its owner; on the owner, return the value itself.
+
+        If the value does not exist yet, this waits until it does.
+
+        Args:
+            timeout: the time limit in seconds; negative for the ``rpc_timeout`` of `RpcBackendOptions`, 0 for none.
+
+        Raises:
+            RpcTimeout: the value did not come in time.
+            WorkerLost: the owner is gone, and the value with it.
+            RRefError: this reference was released, or the value was never made.
+            Exception: the function that should have made the value raised this error.
+
+        Example:
+            >>> rref = rpc.remote("worker1", torch.arange, args=(3,))
+            >>> rref.to_here()
+            tensor([0, 1, 2])
+        """
+        self.check_alive()
+        return cast(T, self._home.calls.fetch(self, timeout))
+
+    def local_value(self) -> T:
+        """Return the value itself, without a copy. Waits, without a limit, until the value exists.
+
+        Raises RRefError on any worker but the owner (call `to_here` there), and the error of the function that should
+        have made the value.
+
+        Example:
+            >>> rref = rpc.RRef([1, 2])
+            >>> rref.local_value().append(3)
+            >>> rref.local_value()
+            [1, 2, 3]
+        """
+        if self._fork is not None:
+            here = self._home.references.membership.info_of(self._home.references.me)
+            raise RRefError(
+                f"For UserRRef(rref_id={self._id}, fork_id={self._fork}), can't call localValue() on user "
+                f"{here}. Call it on owner {self.owner()}"
+            )
+        self.check_alive()
+        return cast(T, self._home.references.local_value(self._id, None))
+
+    def rpc_sync(self, timeout: float = -1.0) -> Proxy:
+        """Return a proxy whose methods run on the owner and return their results: ``rref.rpc_sync().method(x)``.
+
+        Only the arguments and the result travel; the value stays on its owner. ``rref.rpc_sync()(x)`` calls the value
+        itself.
+
+        Args:
+            timeout: the time limit of each call, in seconds; negative for the default, 0 for none.
+
+        Raises:
+            WorkerLost: when a method is called and the owner is gone.
+            Exception: when a method is called, any error that the method raises.
+
+        Example:
+            >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
+            >>> rref.rpc_sync().sum(dim=0)
+            tensor([2., 2.])
+        """
+        return Proxy(self, self._home.calls.method_sync, timeout)
+
+    def rpc_async(self, timeout: float = -1.0) -> Proxy:
+        """Return a proxy like that of `rpc_sync` whose methods return a `Future` of their results.
+
+        Example:
+            >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
+            >>> rref.rpc_async().sum().wait()
+            tensor(4.)
+        """
+        return Proxy(self, self._home.calls.method_async, timeout)
+
+    def remote(self, timeout: float = -1.0) -> Proxy:
+        """Return a proxy like that of `rpc_sync` whose methods return an `RRef`; their results stay on the owner.
+
+        If the class of the value is known here and has no such method, the call raises AttributeError at once.
+
+        Example:
+            >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
+            >>> rref.remote().sum().to_here()
+            tensor(4.)
+        """
+        return Proxy(self, self._home.calls.method_remote, timeout)
+
+    def peek(self, timeout: float = -1.0) -> Peek:
+        """Return a short description of the value, which its owner computes. The value itself does not travel.
+
+        For a tensor: range, mean, norm, a histogram and the counts of NaN and infinity. For a module: its parameters.
+        For anything else: its shortened repr. Waits until the value exists; errors and ``timeout`` are those of
+        `to_here`.
+
+        Example:
+            >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
+            >>> rref.peek()
+            Tensor on worker1
+              float32(2, 2) on cpu
+              min 1, max 1, mean 1, norm 2
+              1 █ 1
+              first 1, 1, 1, 1
+        """
+        self.check_alive()
+        if self._fork is None:
+            return _look(self, timeout)
+        found: Peek = self._home.calls.sync(self.owner(), _look, (self, timeout), None, timeout)
+        return found
+
+    def release(self) -> None:
+        """Give up this reference now, as if Python had collected it. A second call does nothing.
+
+        Calls that are under way still complete. Afterwards, this object cannot be sent or copied, and methods that need
+        the value raise RRefError; its owner, its `state` and its repr remain. The owner drops the value once no other
+        reference to it exists.
+        """
+        self._known = self.state
+        self._hold = None  # calls under way, and messages on their way, keep the hold as well
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass on the owner of the value, which must be a tensor of one element.
+
+        Args:
+            dist_autograd_ctx_id: the id of an autograd context. The pass then crosses workers, as
+                `nbdist.autograd.backward` does, and the gradients stay in the context. -1 runs a local pass, which is
+                possible only on the owner and adds to the ``grad`` of its leaves.
+            retain_graph: whether the graph stays usable for another pass.
+
+        Raises:
+            UsageError: the value is no tensor, or another worker owns it and there is no context.
+            WorkerLost: a worker of the pass is gone.
+
+        Example:
+            >>> with dist_autograd.context() as context_id:
+            ...     weights = torch.ones(2, requires_grad=True)
+            ...     loss = rpc.remote("worker1", torch.sum, args=(weights,))
+            ...     loss.backward(context_id)
+            ...     dist_autograd.get_gradients(context_id)[weights]
+            tensor([1., 1.])
+        """
+        if self._fork is None:
+            _backward(self, int(dist_autograd_ctx_id), retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        self._home.calls.sync(self.owner(), _backward, (self, int(dist_autograd_ctx_id), retain_graph), None, 0)
+
+    # -- pickling and copying -----------------------------------------------------------------
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+    def __copy__(self) -> RRef[T]:
+        """Return a second reference to the same value, without a message. The value is kept until both have ended.
+
+        Raises RRefError if this reference was released.
+        """
+        if self._hold is None:
+            raise RRefError(f"{self!r} cannot be copied: release() was called on it, so there is nothing to copy")
+        copied: RRef[T] = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RRef[T]:
+        """Return a second reference to the same value, like `copy.copy`: the value itself is not copied."""
+        return self.__copy__()
+
+
+register_reference(RRef)
+
+
+def _look(rref: RRef[Any], timeout: float) -> Peek:
+    return look(rref.to_here(timeout), rref.owner_name())
+
+
+def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise UsageError("RRef should contain a tensor for .backward()")
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)
+        return
+    rref._home.run_pass(context_id, value, retain_graph)
+
+
+class Proxy:
+    """A proxy for the value of a reference: each method called on it runs on the owner, in one round trip.
+
+    `RRef.rpc_sync`, `RRef.rpc_async` and `RRef.remote` return one. Of the special methods, ``__call__``,
+    ``__getitem__`` and ``__len__`` can be called, by these names. ``dir()`` lists the names of the value's class, if
+    the class is known.
+    """
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__") and name.endswith("__") and name not in ("__call__", "__getitem__", "__len__"):
+            raise AttributeError(name)
+        return partial(self._call, self._rref, name, self._timeout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the value itself, such as a module: ``rref.rpc_sync()(x)``."""
+        return self._call(self._rref, "__call__", self._timeout, *args, **kwargs)
+
+    def __dir__(self) -> list[str]:
+        state = self._rref.state
+        return [] if state is None else state.names or dir(local_type(state) or object)
+
+
+def local_type(state: State) -> type | None:
+    """Return the class of the value that ``state`` describes; None for an error, or if the class is not loaded here."""
+    if state.error is not None:
+        return None
+    found: Any = sys.modules.get(state.module)
+    for part in state.qualname.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def _summary(state: State | None) -> str:
+    """Return the words about a value that a reference's repr shows."""
+    if state is None:
+        return "to a value not known yet"
+    if state.error is not None:
+        return f"to an error ({error_line(state.qualname, state.error)})"
+    parts = [state.qualname]
+    if state.shape is not None:
+        parts.append(f"{state.dtype}{tuple(state.shape)}")
+    if state.device not in (None, "cpu"):
+        parts.append(str(state.device))
+    return "to " + " ".join(parts)

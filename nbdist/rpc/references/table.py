@@ -1,0 +1,442 @@
+"""Holds the values that an agent owns, and carries out what `Forks` decides about references.
+
+Python may collect an `RRef` in any thread, in the middle of anything. So the end of an `RRef` is only noted
+(`nbdist.holds`), and the reading thread acts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbdist.errors import NbdistError, RRefError
+from nbdist.holds import Hold, Holds
+from nbdist.ids import GlobalId, IdSource
+from nbdist.rpc.calls.arrivals import Arrival
+from nbdist.rpc.calls.failures import Failure
+from nbdist.rpc.dispatch import Job
+from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.futures import Promise
+from nbdist.rpc.links import Links
+from nbdist.rpc.references.describing import describe_error, describe_value
+from nbdist.rpc.references.forks import Drop, Instruction, Send
+from nbdist.rpc.references.news import News
+from nbdist.rpc.world.members import Membership
+from nbdist.signals import Deferral
+from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
+
+__all__ = ["References", "creation_error"]
+
+
+def creation_error(why: object) -> RRefError:
+    """Return the error to raise wherever a reference is used whose ``remote()`` call failed."""
+    return RRefError(f"RRef creation via rpc.remote() failed, and the value may not exist: {why}")
+
+
+def _gone() -> Promise[Any]:
+    """Return a promise that has failed, in place of a value that does not exist any more."""
+    gone: Promise[Any] = Promise()
+    why = "a worker that passed it on was lost, or the call that was to make it was given up; create it again"
+    gone.try_settle(None, RRefError(f"the value of this RRef is gone: {why}"))
+    return gone
+
+
+class References:
+    """The values that one agent owns, and the references that it uses."""
+
+    def __init__(
+        self,
+        ids: IdSource,
+        exchange: Exchange,
+        membership: Membership,
+        links: Links,
+        submit: Callable[[Job], None],
+    ) -> None:
+        self.me = membership.me.incarnation
+        """The agent's incarnation."""
+        self.forks = exchange.forks
+        self.new_id = ids.next
+        self.refer: Callable[[GlobalId, GlobalId | None, int, Promise[Any] | None], Any]
+        """Makes the `RRef` object for a value.
+
+        Takes the ids of the value and of the fork (None on the owner), the owner's incarnation, and the outcome of the
+        ``remote()`` call that makes the value (None where there was none).
+        """
+        self.is_ending = False
+        """True once all calls of an ending world are over: forks of agents that leave from now on count as leaked."""
+        self.membership = membership
+        self._exchange = exchange
+        self._links = links
+        self._submit = submit
+        self._lock = exchange.lock
+        self._values: dict[GlobalId, Promise[Any]] = {}
+        """The values that this agent owns or is about to own, by id."""
+        self._failures: dict[GlobalId, Failure] = {}
+        """The failed calls that should have made a value, by the value's id, to send to whoever uses the reference."""
+        self._leaked: list[tuple[GlobalId, GlobalId]] = []
+        """The forks that agents held when they left an ending world, as pairs of the value's id and the fork's id."""
+        self.holds: Holds[tuple[GlobalId, GlobalId | None]] = Holds()
+        """The holds on references here. Each notes the value's id, and the fork's id (None on the owner)."""
+        news = News(self._lock)
+        self.when_changed, self._tell = news.when_changed, news.tell
+
+    # -- values -------------------------------------------------------------------------------
+
+    def own(self, rref: GlobalId) -> Promise[Any]:
+        """Make this agent the owner of a value with that id; return the promise of the value.
+
+        The handle of the calling object is counted; its end releases the value.
+        """
+        with self._lock:
+            self.forks.retain(rref)
+            return self._value(rref)
+
+    def _value(self, rref: GlobalId) -> Promise[Any]:
+        """Return the promise of a value; make it if there is none. The caller holds the lock."""
+        value = self._values.get(rref)
+        if value is None:
+            value = self._values[rref] = Promise()
+        return value
+
+    def expect(self, rref: GlobalId) -> None:
+        """Make a place for a value that a call is to make here.
+
+        Others may wait for the value from now on. A second call does nothing.
+        """
+        with self._lock:
+            self._value(rref)
+
+    def abandon(self, caller: int, id: int) -> None:
+        """Fail the value of a call that was refused here and that its caller will not repeat.
+
+        ``id`` is the caller's number for the call. Other calls may wait for the value already.
+        """
+        with self._lock:
+            rref, going_on = self._exchange.abandoned(caller, id)
+        if rref is not None:
+            self.settle(
+                rref, None, creation_error("the owner lacked a definition of __main__, and the call was given up")
+            )
+        self.resume(going_on)
+
+    def refuse(self, arrival: Arrival) -> None:
+        """Forget a call that lacks a definition, until its caller repeats it, gives it up or is lost.
+
+        Called when decoding the call has failed; its caller is asked for the definition.
+        """
+        with self._lock:
+            instructions = self._exchange.refused(arrival)
+            caller_is_lost = self.forks.is_lost(arrival.sender)
+        self.perform(instructions)
+        if caller_is_lost:
+            self.abandon(arrival.sender, arrival.call.id)
+
+    def resume(self, arrivals: Sequence[Arrival]) -> None:
+        """Run calls that need not wait any more, in jobs; fail those whose callers are lost.
+
+        The caller does not hold the lock.
+        """
+        for arrival in arrivals:
+            self._submit(arrival.run if arrival.is_heard else arrival.end_unheard)
+
+    def announce(
+        self, rref: GlobalId, value: Any, error: BaseException | None, failure: Failure | None = None
+    ) -> State:
+        """Tell users of a value what it is going to be, or the error in its place; return that description.
+
+        ``failure`` describes the error of the call that should have made the value. `fulfil` then gives out the value
+        itself. The two are separate, because the reply with the description must go out in between. ``failure`` is
+        given only with an error, and is what other workers show of it: `failure` returns it to whoever uses the
+        reference. A second call replaces the description, but tells only users that have not been told.
+        """
+        state = describe_value(value) if error is None else describe_error(error)
+        with self._lock:
+            if failure is not None and self.forks.owns(rref):
+                self._failures[rref] = failure
+            instructions = self.forks.set_state(rref, state)
+        self.perform(instructions)
+        self._tell(rref)
+        return state
+
+    def fulfil(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
+        """Give the value, or the error, to everyone that waits for it, and run the calls that work on it.
+
+        Does nothing for a value that nobody refers to any more.
+        """
+        with self._lock:
+            # Calls and forks for this value may have come before the call that makes it.
+            future = self._value(rref) if self.forks.owns(rref) and not self._links.closed else None
+        if future is not None:
+            future.try_settle(value, error)
+            with self._lock:
+                going_on = self._exchange.made(rref)
+            if going_on:
+                self.resume(going_on)
+
+    def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
+        """Announce a value, or the error in its place, and give it to everyone that waits for it.
+
+        For a value that exists at once, and for an error without a call.
+        """
+        self.announce(rref, value, error)
+        self.fulfil(rref, value, error)
+
+    def failure(self, rref: GlobalId) -> Failure | None:
+        """Return how the call failed that should have made the value; None if it did not fail."""
+        return self._failures.get(rref)
+
+    def target(self, rref: GlobalId) -> Promise[Any]:
+        """Return the promise of the value that a call works on. It is done; if the value is gone, it has failed.
+
+        Called when the call runs, after the exchange has waited for the value.
+        """
+        with self._lock:
+            value = self._values.get(rref)
+        return value if value is not None and value.done() else _gone()
+
+    def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
+        """Wait for a value that is owned here, ``timeout`` seconds at most, and return it.
+
+        0 and None are for no limit.
+        """
+        with self._lock:
+            future = self._values.get(rref)
+        if future is None:
+            raise RRefError(f"the value of {rref} is gone: RPC has been shut down on this worker")
+        return future.wait(timeout or None)
+
+    def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
+        """List the values that are owned here or will be: id, promise, and the other agents that hold forks of it."""
+        self.reap()
+        with self._lock:
+            return [(id, value, self.forks.holders_of(id)) for id, value in self._values.items()]
+
+    @property
+    def closed(self) -> bool:
+        """True once the agent has ended."""
+        return self._links.closed
+
+    # -- references of this agent -------------------------------------------------------------
+
+    def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
+        """Register the fork of a ``remote()`` call that is about to be sent.
+
+        `confirm` or `fail` must follow, once the outcome of the call is known.
+        """
+        with self._lock:
+            self.forks.begin(rref, fork, owner)
+
+    def confirm(self, fork: GlobalId, state: State | None) -> None:
+        """Mark the fork of a ``remote()`` call as confirmed: the reply has come. ``state`` describes the value.
+
+        If the `RRef` was released before, its delete goes out now.
+        """
+        with self._lock:
+            instructions = self.forks.confirm(fork, state)
+        self.perform(instructions)
+        self._tell(fork)
+
+    def fail(self, fork: GlobalId, *, may_exist: bool) -> None:
+        """Mark the fork of a ``remote()`` call as failed. ``may_exist``: whether the owner may have made the value.
+
+        In that case the owner is told when the `RRef` is released, so that it drops the value.
+        """
+        with self._lock:
+            instructions = self.forks.fail(fork, may_exist=may_exist)
+        self.perform(instructions)
+        self._tell(fork)
+
+    def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
+        """Make a fork for another agent; ``fork`` is the one held here, or None on the owner.
+
+        ``child`` is the id of the new fork; if it is None, a new id is made.
+        """
+        with self._lock:
+            return self.forks.hand_over(rref, fork, to, child)
+
+    def take_back(self, handed: Sequence[Fork], to: int) -> None:
+        """Undo forks that were made for a message which was not sent.
+
+        A fork that was never made is skipped.
+        """
+        with self._lock:
+            instructions = [action for fork in handed for action in self.forks.take_back(fork, to)]
+        self.perform(instructions)
+
+    def accept(self, forks: Sequence[Fork]) -> list[Any]:
+        """Return the references that a message brought, as `refer` makes them.
+
+        Called by the reading thread as soon as a message comes, even if its call has ended: each fork must be
+        registered, and then released in the usual way. A value of this agent's own that is gone gets a promise that has
+        failed.
+        """
+        accepted: list[Any] = []
+        for fork in forks:
+            mine = fork.owner == self.me
+            with self._lock:
+                gone = mine and fork.rref not in self._values and self.forks.is_gone(fork.rref)
+                instructions = self.forks.accept(fork)
+                if gone:
+                    self._values[fork.rref] = _gone()
+                    self.forks.make(fork.rref)
+                elif mine:
+                    self._value(fork.rref)
+            accepted.append(self.refer(fork.rref, None if mine else fork.fork, fork.owner, None))
+            self.perform(instructions)
+        return accepted
+
+    # -- messages from other agents -----------------------------------------------------------
+
+    def on_fork_request(self, message: ForkRequest, sender: int, _: list[bytes]) -> None:
+        """Count a fork of another agent, and confirm it.
+
+        If the value is gone, the answer says so.
+        """
+        self._perform_locked(self.forks.on_fork_request, message, sender)
+
+    def on_user_delete(self, message: UserDelete, sender: int, _: list[bytes]) -> None:
+        """Drop a fork that another agent has released.
+
+        The last fork takes the value along, if no object here refers to it. A delete of an unknown fork is remembered,
+        since it may have overtaken the call that creates the fork.
+        """
+        self._perform_locked(self.forks.on_user_delete, message, sender)
+
+    def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
+        """Note that the owner counts a fork which was made here for another agent, or that this fork is dead.
+
+        The fork here from which it was made need not wait for it any more.
+        """
+        self._perform_locked(self.forks.on_child_accept, message)
+
+    def on_fork_confirm(self, message: ForkConfirm, sender: int, _: list[bytes]) -> None:
+        """Mark a fork held here as counted by its owner, or as dead.
+
+        Calls that waited for this are run.
+        """
+        self._confirmed(message)
+
+    def _confirmed(self, message: ForkConfirm) -> None:
+        """Mark a fork as confirmed or dead, and run the calls that waited for it.
+
+        The calls run in jobs, also if the fork is dead; in their functions, using the reference raises WorkerLost.
+        A fork that is not known here, or was confirmed before, stays as it is.
+        """
+        with self._lock:
+            instructions = self.forks.on_fork_confirm(message)
+            going_on = self._exchange.confirmed(message.fork)
+        self.perform(instructions)
+        self.resume(going_on)
+        self._tell(message.fork)
+
+    def on_state(self, message: RRefState, sender: int, _: list[bytes]) -> None:
+        """Store the owner's description of a value that now exists.
+
+        The owner sends it to agents that got the reference before the value existed.
+        """
+        with self._lock:
+            self.forks.on_state(message)
+        self._tell(message.rref)
+
+    # -- releasing ----------------------------------------------------------------------------
+
+    def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
+        """Return a hold: while anything refers to it, the fork lives; on the owner, where ``fork`` is None, the value.
+
+        Each `RRef` object has a hold, and so has each message in which the reference is on its way.
+        """
+        return self.holds.hold((rref, fork))
+
+    def reap(self) -> None:
+        """Release the forks and values whose holds have ended. Ctrl-C is deferred meanwhile.
+
+        If none has ended, nothing happens.
+        """
+        with Deferral():  # else Ctrl-C in between would keep some of the values for ever
+            self.release_ended()
+
+    def release_ended(self) -> None:
+        """Release the forks and values whose holds have ended, as `reap` does, in a thread without Ctrl-C."""
+        for rref, fork in self.holds.take_ended():
+            with self._lock:
+                instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
+            self.perform(instructions)
+            self._tell(fork if fork is not None else rref)
+
+    def release_all(self) -> None:
+        """Release every fork held here, whatever objects still refer to it: the world ends.
+
+        A fork that its owner has not confirmed yet is released as soon as it is confirmed.
+        """
+        self.reap()
+        with self._lock:
+            instructions = [action for fork in self.forks.held() for action in self.forks.release(fork)]
+        self.perform(instructions)
+
+    def leaked(self) -> list[tuple[GlobalId, GlobalId]]:
+        """List the forks of values here that other agents hold, or held when they left the ending world.
+
+        Each is a pair of the value's id and the fork's id.
+        """
+        with self._lock:
+            return [*self._leaked, *self.forks.handed_out()]
+
+    def on_lost(self, incarnation: int) -> None:
+        """Drop the forks of a lost agent, fail the values it was to create here, end or resume waiting calls."""
+        with self._lock:
+            if self.is_ending:
+                self._leaked += self.forks.handed_out(incarnation)
+            instructions, going_on = self._exchange.lost(incarnation)
+            never = self.forks.expected_from(incarnation)
+        self.perform(instructions)
+        for rref in never:
+            self.settle(rref, None, RRefError("the worker that was to create the value was lost before it did"))
+        self.resume(going_on)
+        self._tell()
+
+    def clear(self) -> None:
+        """Fail the values that do not exist yet and forget all others: the agent has ended.
+
+        Later uses of a reference raise RRefError.
+        """
+        self.holds.clear()
+        with self._lock:
+            values, self._values = self._values, {}
+            self._failures.clear()
+            self._exchange.clear()
+        for future in values.values():
+            future.try_settle(None, RRefError("RPC was shut down on this worker before the value existed"))
+        self._tell()
+
+    # -- carrying out instructions ------------------------------------------------------------
+
+    def _perform_locked(self, event: Callable[..., list[Instruction]], *arguments: Any) -> None:
+        """Call a method of `Forks` under the lock, and carry out the instructions that it returns."""
+        with self._lock:
+            instructions = event(*arguments)
+        self.perform(instructions)
+
+    def perform(self, instructions: Sequence[Instruction]) -> None:
+        """Carry out the instructions of `Forks`: send messages, drop values. The caller does not hold the lock.
+
+        A message to an agent that is gone is skipped. A `ForkRequest` to one is answered here, as if the value were
+        gone.
+        """
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                to, message = instruction
+                try:
+                    if isinstance(message, UserDelete):
+                        self._links.post_later(to, message)
+                    else:
+                        self._links.post(to, message)
+                except NbdistError:  # the agent is gone: `on_lost` deals with its forks, if it ever was known here
+                    if isinstance(message, ForkRequest):
+                        self._confirmed(ForkConfirm(message.rref, message.fork, gone=True))
+            elif isinstance(instruction, Drop):
+                dropped = None
+                with self._lock:
+                    if not self.forks.owns(instruction.rref):  # the call that makes it may have come again
+                        dropped = self._values.pop(instruction.rref, None)
+                        self._failures.pop(instruction.rref, None)
+                del dropped  # outside of the lock: the value's finaliser may do anything

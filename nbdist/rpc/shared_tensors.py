@@ -1,0 +1,235 @@
+"""Large tensors between agents of one host: who can read whose arena, and how blocks return to their owner.
+
+When two agents meet, each tests whether it can read the other's memory, and says so (`Hello.reads`). Tensors for an
+agent that cannot read it travel in frames.
+
+The way of a block::
+
+    owner                                       receiver
+    Space.put    copy a tensor in
+    Slot.send    lend the block  ── Call ────>  Sharing.begin     read it in place; a lease begins
+                                                (the last tensor is gone)
+                                                Sharing.tend      the lease has ended: the block is owed
+    Sharing.on_back   free it  <── any message ─ Sharing.owed      a `GiveBack`, if no other goes in 20 ms
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+from nbdist.channel.liveness import is_alive
+from nbdist.channel.shared_memory.arena import Arena, ArenaSpace
+from nbdist.channel.shared_memory.leases import Leases
+from nbdist.wire.messages import Carrier, GiveBack, Message, Place, Record
+from nbdist.wire.tensors import Buffer
+
+__all__ = ["Sharing"]
+
+_TRIM_EVERY_SECONDS = 5.0
+"""Seconds between two looks for memory that was not needed lately."""
+_RIDE_WAIT_SECONDS = 0.02
+"""Seconds for which a block waits for another message to its owner that can take it along."""
+_RETURN_AT_ONCE_BYTES = 8 << 20
+"""Bytes owed to one agent above which they are sent back at once."""
+_NO_BLOCKS: list[tuple[int, int]] = []
+"""The empty list of blocks, for the usual case."""
+
+
+class _Owed:
+    """The blocks that must go back to one agent."""
+
+    def __init__(self, due: float) -> None:
+        self.blocks: list[tuple[int, int]] = []
+        """The segment and offset of each block that the owner may use again."""
+        self.shared: list[tuple[int, int]] = []
+        """The segment and offset of each block that a forked process may still read, and that must not be reused."""
+        self.size = 0
+        """The bytes of them all."""
+        self.due = due
+        """The moment at which they go back in a message of their own."""
+
+
+class Sharing:
+    """One agent's arena, and its leases of blocks in other agents' arenas."""
+
+    def __init__(self, me: Record, arena: Arena | None, *, reads: bool) -> None:
+        self._me = me
+        self._arena = arena
+        self._reads = reads
+        """True if this agent may read the memory of others at all."""
+        self._leases = Leases()
+        self.spaces: dict[int, ArenaSpace] = {}
+        """The shared memory for large tensors, by receiver; tensors for a receiver without an entry go in frames."""
+        self._readable: dict[int, bool] = {}
+        """True or False for each agent whose arena was tested, by incarnation."""
+        self.ended = self._leases.ended
+        """The leases that have ended and that `tend` has not looked at; empty in the usual case."""
+        self.owing: dict[int, _Owed] = {}
+        """The blocks that should go back, by their owner's incarnation."""
+        self._lock = threading.Lock()
+        """Guards `owing`."""
+        self.trim_at = 0.0
+        """The moment at which `tend` must be called even if nothing is owed, as of `time.monotonic`."""
+
+    # -- meeting another agent ----------------------------------------------------------------
+
+    def can_read(self, owner: Record) -> bool:
+        """Return whether this agent can read the arena of another; tested once for each agent.
+
+        False for an agent on another host.
+        """
+        known = self._readable.get(owner.incarnation)
+        if known is None:
+            known = self._reads and owner.host == self._me.host and self._leases.can_read(owner)
+            self._readable[owner.incarnation] = known
+        return known
+
+    def meet_self(self) -> None:
+        """Use shared memory for what this agent sends to itself, as for any other agent."""
+        self.on_met(self._me.incarnation, self.can_read(self._me))
+
+    def on_met(self, other: int, reads: bool) -> None:
+        """Note whether another agent, which has just said so, can read this one's arena.
+
+        If it can, large tensors for it go into shared memory from now on. A second call changes nothing.
+        """
+        if reads and self._arena is not None and other not in self.spaces:
+            self.spaces[other] = ArenaSpace(self._arena, other)
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def undelivered(self, receiver: int, message: Message) -> None:
+        """Retire the blocks of a message that is given up but may have arrived: they are never used again.
+
+        Called once for each such message; a message without shared memory is ignored.
+        """
+        if isinstance(message, Carrier) and message.payload.places and self._arena is not None:
+            self._arena.lose(receiver, [(place.segment, place.offset) for place in message.payload.places])
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer] | None:
+        """Return the memory that a message came with; None if its sender has died, and the memory with it.
+
+        A block that cannot be mapped for another reason is an `Unreadable`; decoding it raises DecodeError.
+        """
+        memory = self._leases.begin(owner, places, time.monotonic())
+        if not all(memory) and not is_alive(owner.pid, owner.started):
+            return None
+        return memory
+
+    def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
+        """Collect ended leases, and trim unused memory. Called by the reading thread between two messages.
+
+        Returns the messages to send, with their receivers, and the moment by which to call this again if nothing
+        happens before (as of `time.monotonic`). Call it before that if `ended`, `owing` or `trim_at` says so.
+        """
+        if self.ended:
+            self._collect(now)
+        due = self._due(now) if self.owing else ([], math.inf)
+        if now >= self.trim_at:
+            self.trim_at = now + _TRIM_EVERY_SECONDS
+            self._leases.trim(now)
+            if self._arena is not None:
+                self._arena.trim()
+        return due
+
+    # -- giving back --------------------------------------------------------------------------
+
+    def owed(self, to: int) -> list[tuple[int, int]]:
+        """Take the blocks that a message to agent ``to`` can bring back; call `owe` if it does not go out."""
+        if self.ended:
+            self._collect(time.monotonic())
+        if not self.owing:
+            return _NO_BLOCKS
+        with self._lock:
+            owed = self.owing.get(to)
+            if owed is None:
+                return _NO_BLOCKS
+            if not owed.shared:
+                del self.owing[to]
+            blocks, owed.blocks = owed.blocks, []
+            return blocks
+
+    def owe(self, to: int, blocks: Sequence[tuple[int, int]]) -> None:
+        """Put back the blocks that a message was to bring back and that certainly has not gone out.
+
+        They go back with a later message.
+        """
+        with self._lock:
+            self.owing.setdefault(to, _Owed(time.monotonic())).blocks += blocks
+
+    def _collect(self, now: float) -> None:
+        """Move ended leases into `owing`, for the next message to each owner."""
+        with self._lock:
+            for lease in self._leases.take_ended():
+                owed = self.owing.get(lease.owner)
+                if owed is None:
+                    owed = self.owing[lease.owner] = _Owed(now + _RIDE_WAIT_SECONDS)
+                (owed.shared if lease.is_shared else owed.blocks).append((lease.segment, lease.offset))
+                owed.size += lease.length
+                if owed.size > _RETURN_AT_ONCE_BYTES or lease.is_shared:
+                    owed.due = now
+
+    def _due(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
+        """Return the messages that give back blocks which have waited too long, and when the next ones are due.
+
+        The caller sends them.
+        """
+        due: list[tuple[int, GiveBack]] = []
+        later = math.inf
+        with self._lock:
+            for to, owed in self.owing.items():
+                if owed.due <= now:
+                    due.append((to, GiveBack(owed.shared)))
+                    owed.shared = []
+                else:
+                    later = min(later, owed.due)
+        return due, later
+
+    def on_back(self, sender: int, blocks: Sequence[tuple[int, int]]) -> None:
+        """Free blocks that another agent has given back.
+
+        The blocks come in the envelope of another message. Blocks that were not lent to ``sender`` are ignored.
+        """
+        if self._arena is not None:
+            self._arena.give_back(sender, blocks)
+
+    def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
+        """Retire blocks that another agent gives back although a forked process may still read them."""
+        if self._arena is not None:
+            self._arena.lose(sender, message.shared)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def on_lost(self, record: Record, why: str) -> None:
+        """Forget a lost member's memory, and take back the blocks that it was reading.
+
+        If its process still runs, these blocks are never used again, because its tensors may be in them.
+        """
+        self.spaces.pop(record.incarnation, None)
+        self._readable.pop(record.incarnation, None)
+        with self._lock:
+            self.owing.pop(record.incarnation, None)
+        self._leases.forget(record.incarnation)
+        if self._arena is not None:
+            self._arena.forget(record.incarnation, is_dead=not is_alive(record.pid, record.started))
+
+    def close(self) -> None:
+        """Release all memory except what tensors still refer to.
+
+        Tensors that were made of shared memory stay usable.
+        """
+        self.trim_at = math.inf
+        self.spaces.clear()
+        self._leases.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters of the arena and the leases, by name."""
+        mine = self._arena.statistics() if self._arena is not None else {}
+        return {**mine, **self._leases.statistics()}

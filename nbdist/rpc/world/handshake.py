@@ -1,0 +1,268 @@
+"""The meeting of agents: every pair of agents exchanges records before any call is accepted.
+
+::
+
+    worker0                                   worker1
+    ───────                                   ───────
+    Hello  (my record)          ────────▶     on_hello
+    on_welcome                  ◀────────     Welcome (my record)      worker1 is in `_welcomed`
+    ...                                       ...
+    Ready  (I have met all)     ────────▶     on_ready                 worker0 is in `_ready`
+
+Both send `Hello`, and again every 0.1 s until they are answered. A fixed world is complete for a member once all others
+have welcomed it *and* are ready, so that a call which arrives may itself call any member. In a dynamic world there is
+no `Ready`, and a `Hello` from an unknown agent makes that agent a member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbdist.channel.contract import ChannelError, TooManyFiles
+from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
+from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.links import Links
+from nbdist.rpc.shared_tensors import Sharing
+from nbdist.rpc.world.members import Membership
+from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
+
+__all__ = ["Handshake"]
+
+_GREET_EVERY = 0.1
+"""Seconds after which an unanswered greeting is sent again."""
+_log = logging.getLogger("nbdist.rpc")
+
+
+class Handshake:
+    """The part of an agent that meets the other members."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        links: Links,
+        sharing: Sharing,
+        *,
+        lose: Callable[[int, str], None],
+        lost_after: float,
+    ) -> None:
+        """Start with no other member known.
+
+        ``lose(incarnation, why)`` gives up another agent. ``lost_after`` is in seconds; in a dynamic world, a listed
+        member that does not answer for so long counts as dead.
+        """
+        self._me = membership.me
+        self._membership = membership
+        self._links = links
+        self._sharing = sharing
+        self._lose = lose
+        self._lost_after = lost_after
+        self._changed = threading.Condition()
+        self._world: set[int] | None = None
+        """The incarnations of the other members that a fixed world must have; None in a dynamic world."""
+        self._welcomed: set[int] = set()
+        """The members that have answered this agent's greeting."""
+        self._ready: set[int] = set()
+        """The members that have said that they have met all others."""
+        self._complete = False
+        """True once all others have welcomed this agent: it then refuses strangers in a fixed world."""
+        self._error: NbdistError | None = None
+        """The reason why this agent cannot join, if there is one."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True if members may come and go."""
+        return self._me.world_size is None
+
+    # -- joining ------------------------------------------------------------------------------
+
+    def join_fixed(self, world: Sequence[Record], deadline: float) -> None:
+        """Meet all members of a fixed world, and return when each of them has met all others, too.
+
+        Raises RendezvousError at the deadline (a time of `time.monotonic`) or if a member refuses, and WorkerLost if
+        one dies.
+        """
+        others = [record for record in world if record.incarnation != self._me.incarnation]
+        for record in others:
+            self._membership.add(record)
+        with self._changed:
+            self._world = {record.incarnation for record in others}
+        for record in others:
+            self._links.connect(record)
+        self._until(others, lambda: (self._world or set()) <= self._welcomed & self._ready, deadline)
+
+    def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
+        """Meet the members that are present in a dynamic world; return the records of those that turn out to be dead.
+
+        Raises RendezvousError if a member refuses this one.
+        """
+        dead: list[Record] = []
+        for record in present:
+            try:
+                self._links.connect(record)
+            except TooManyFiles:
+                raise
+            except ChannelError:
+                dead.append(record)
+        waiting = [record for record in present if record not in dead]
+        patience = min(deadline, time.monotonic() + self._lost_after)
+
+        def all_answered() -> bool:
+            gone = {record.incarnation for record in waiting if not self._links.connected(record.incarnation)}
+            return {record.incarnation for record in waiting} <= self._welcomed | gone
+
+        with contextlib.suppress(RendezvousError):
+            self._until(waiting, all_answered, patience)
+        if self._error is not None:
+            raise self._error  # a member that refuses is not dead
+        for record in waiting:
+            if record.incarnation not in self._welcomed:
+                dead.append(record)
+                self._links.disconnect(record.incarnation)
+        self._complete = True
+        return dead
+
+    def _until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
+        """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names.
+
+        The calling thread sleeps between the greetings, which are repeated until they are answered.
+        """
+        with blocking_wait():
+            while True:
+                with self._changed:
+                    if self._error is not None:
+                        raise self._error
+                    self._complete = {record.incarnation for record in others} <= self._welcomed
+                    if done():
+                        break
+                if time.monotonic() > deadline:
+                    missing = [
+                        record.name
+                        for record in others
+                        if record.incarnation not in (self._welcomed if self.is_dynamic else self._ready)
+                    ]
+                    raise RendezvousError(
+                        f"no answer from {', '.join(missing)} while the RPC world formed: see whether they still run, "
+                        "and whether their host can be reached"
+                    )
+                for record in others:
+                    if record.incarnation not in self._welcomed or record.incarnation not in self._ready:
+                        reads = self._sharing.can_read(record)
+                        self._say(record.incarnation, Hello(self._me, reads))
+                        if self._complete:
+                            self._say(record.incarnation, Ready())
+                with self._changed:
+                    if not done() and self._error is None:
+                        self._changed.wait(_GREET_EVERY)
+        if not self.is_dynamic:
+            for record in others:
+                self._say(record.incarnation, Ready())
+
+    def _say(self, to: int, message: Hello | Welcome | Ready) -> None:
+        """Send a greeting; a failure is ignored, as `_until` sends it again."""
+        with contextlib.suppress(NbdistError):
+            self._links.post(to, message)
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def on_stranger(self, message: Hello) -> None:
+        """Handle a greeting from an agent without a connection: let the agent in, refuse it, or ignore it for now.
+
+        An agent with another version of the protocol is refused, and so is one that comes to a fixed world which is
+        complete. One that came too early greets again.
+        """
+        record = message.record
+        if record.version != VERSION:
+            self._refuse(record, f"{self._me.name} uses version {VERSION} of nbdist's protocol, not {record.version}")
+        elif self.is_dynamic and record.world_size is None:
+            try:
+                self._links.connect(record)
+                self._membership.add(record)  # last: a member without a connection could never be called
+            except TooManyFiles as error:  # no reason to refuse: the agent will greet again
+                _log.warning("%s cannot answer %s yet: %s", self._me.name, record.name, error)
+            except (NotUnique, ChannelError) as error:
+                self._links.disconnect(record.incarnation)
+                self._refuse(record, str(error))
+            else:
+                self._sharing.on_met(record.incarnation, message.reads)
+                self._welcome(record.incarnation)
+        elif self._complete:
+            self._refuse(record, f"the world of {self._me.name} is fixed and complete")
+        # else: this agent has not read the roster with the new member yet; the new member will greet again
+
+    def _refuse(self, record: Record, reason: str) -> None:
+        """Tell an agent why it is not let in."""
+        self._links.refuse(record, Refused(self._me.incarnation, reason))
+
+    def on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
+        """Welcome a member that greets this one.
+
+        A greeting that is repeated is answered again.
+        """
+        self._sharing.on_met(sender, message.reads)
+        self._welcome(sender)
+        if self._complete:
+            self._say(sender, Ready())
+
+    def _welcome(self, sender: int) -> None:
+        """Answer a greeting with this agent's record."""
+        record = self._links.connected(sender)
+        if record is not None:  # else the sender was lost in between
+            self._say(sender, Welcome(self._me, self._sharing.can_read(record)))
+
+    def on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
+        """Note that a member has answered this agent's greeting."""
+        self._sharing.on_met(sender, message.reads)
+        # The record is the one by which this agent reached the sender: a message must not give it another name or id.
+        record = self._links.connected(sender)
+        if self.is_dynamic and record is not None:
+            with contextlib.suppress(NotUnique):
+                self._membership.add(record)
+        with self._changed:
+            self._welcomed.add(sender)
+            self._changed.notify_all()
+
+    def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
+        """Note that a member has met all others.
+
+        `join_fixed` waits until all have said so.
+        """
+        with self._changed:
+            self._ready.add(sender)
+            self._changed.notify_all()
+
+    def on_refused(self, message: Refused) -> None:
+        """Handle the answer of an agent that did not accept a message of this one.
+
+        A member that has given this agent up sends it, or an agent that now listens at the address of an earlier one.
+        While the world forms, joining fails with RendezvousError or VersionMismatch; later, the sender is lost.
+        """
+        if self._links.connected(message.about) is None:
+            return
+        name = self._membership.name_of(message.about)
+        if message.version != VERSION:
+            error: NbdistError = VersionMismatch(
+                f"{name} uses version {message.version} of nbdist's protocol, this agent {VERSION}: install the same "
+                "nbdist everywhere"
+            )
+        else:
+            error = RendezvousError(f"{name} refused this process as a member of the RPC world: {message.reason}")
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        if self._complete:
+            self._lose(message.about, f"refused further messages: {message.reason}")
+
+    def on_lost(self, record: Record, why: str) -> None:
+        """Give up forming the world if a member is lost that was not ready yet: `join_fixed` raises WorkerLost."""
+        with self._changed:
+            if self._world is not None and record.incarnation in self._ready & self._welcomed:
+                # The member's own view of the world was complete: it has come and gone, so this world may still form.
+                self._world.discard(record.incarnation)
+            elif self._world is not None and record.incarnation in self._world:
+                self._error = self._error or WorkerLost(f"{record.name} {why} while the RPC world formed")
+            self._changed.notify_all()

@@ -1,0 +1,177 @@
+"""Opens the store at which members meet, by torch's URLs.
+
+==========================  ==================================================================================
+URL                         the store
+==========================  ==================================================================================
+``env://``, ``tcp://``      torch's TCPStore, served by rank 0 or by torchrun
+``file://``                 a file of nbdist's own (`nbdist.rpc.world.meeting_file`)
+another scheme              as torch, or a package that registered the scheme, opens it
+==========================  ==================================================================================
+
+The TCPStore is opened here, not by ``torch.distributed.rendezvous``, which waits up to half an hour for all clients.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed
+
+from nbdist.errors import SecurityError
+from nbdist.rpc.world import tcp_store
+from nbdist.rpc.world.meeting_file import MeetingFile
+from nbdist.rpc.world.roster import Store
+
+__all__ = ["Meeting", "parse", "prefixed", "settle"]
+
+dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
+
+_EVERY_INTERFACE = ("0.0.0.0", "::")
+"""Addresses at which a server listens on every interface of the machine."""
+
+
+class Meeting:
+    """The place where members meet, and the rank with which this member comes.
+
+    ``scheme`` is ``"tcp"``, ``"file"`` or ``"other"``; ``place`` is a host, a path or a whole URL.
+    """
+
+    def __init__(self, scheme: str, place: str, port: int, rank: int) -> None:
+        self.scheme = scheme
+        self.place = place
+        self.port = port
+        self.rank = rank
+
+    @property
+    def is_torchruns(self) -> bool:
+        """True if torchrun serves the store, so that no member has to."""
+        return self.scheme == "tcp" and tcp_store.is_torchruns(self.place, self.port)
+
+    @property
+    def serves(self) -> bool:
+        """True if this member serves the store: rank 0 does, unless torchrun does.
+
+        The other ranks connect to that store.
+        """
+        return self.scheme == "tcp" and self.rank == 0 and not self.is_torchruns
+
+    def is_off_host(self) -> bool:
+        """Return whether the store is on another machine."""
+        return self.scheme == "tcp" and not tcp_store.is_own(self.place)
+
+    def is_open(self) -> bool:
+        """Return whether the store still exists. A member that leaves asks this before it writes to the store."""
+        return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
+
+    def open(self, timeout: float) -> Store:
+        """Open the store at which the members meet. Each operation of the store takes at most ``timeout`` seconds.
+
+        Raises RendezvousError if it cannot be opened; torch's own errors pass through.
+        """
+        if self.scheme != "tcp":
+            tcp_store.end_server()
+        if self.scheme == "file":
+            return MeetingFile(self.place)
+        if self.scheme == "tcp":
+            store = tcp_store.open_store(self.place, self.port, timeout, serve=self.serves)
+        else:
+            store, _, _ = next(dist.rendezvous(self.place, rank=self.rank))
+        store.set_timeout(datetime.timedelta(seconds=timeout))
+        return prefixed(store)
+
+
+def prefixed(store: Any) -> Store:
+    """Return a store of torch's with a prefix before each key, so that nbdist's key differs from all others in it."""
+    kept_apart: Store = dist.PrefixStore("nbdist", store)
+    return kept_apart
+
+
+def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
+    """Return the meeting that an ``init_method`` describes.
+
+    A negative ``rank`` is read from the URL, or for ``env://`` from the environment. Raises ValueError, in torch's
+    words, if a part is missing.
+    """
+    url = urlparse(init_method)
+    query = {key: values[0] for key, values in parse_qs(url.query).items()}
+
+    def missing(what: str) -> ValueError:
+        return ValueError(f"Error initializing torch.distributed using {url.scheme}:// rendezvous: {what}")
+
+    if rank < 0 and "rank" in query:
+        rank = int(query["rank"])
+    if url.scheme == "env":
+        if rank < 0:
+            rank = int(_environment("RANK", missing))
+        host, port = _environment("MASTER_ADDR", missing), int(_environment("MASTER_PORT", missing))
+        return Meeting("tcp", host, port, rank)
+    if rank < 0:
+        raise missing("rank parameter missing")
+    if url.scheme == "tcp":
+        if not url.hostname or not url.port:
+            raise missing("port number missing")
+        return Meeting("tcp", url.hostname, url.port, rank)
+    if url.scheme == "file":
+        path = url.netloc + url.path
+        if not path:
+            raise missing("path missing")
+        return Meeting("file", path, 0, rank)
+    return Meeting("other", init_method, 0, rank)
+
+
+def _environment(name: str, missing: Any) -> str:
+    """Return an environment variable; raise the error that ``missing(text)`` makes if it is not set."""
+    value = os.environ.get(name)
+    if value is None:
+        raise missing(f"environment variable {name} expected, but not set")
+    return value
+
+
+def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
+    """Check that no other machine reaches the store without a secret, and choose the address of the store.
+
+    Args:
+        meeting: its ``place`` changes if it names every interface, or is a machine's name that stands for loopback on
+            this machine, as on Debian, while members on other machines reach this one at ``host``.
+        shared: whether the user gave the members a secret; without one they use the secret of this user on this host.
+        host: the address at which this member listens for members on other machines, if any.
+
+    Raises SecurityError, with the settings that are missing.
+    """
+    _require_shared_secret(meeting, shared, host)
+    if meeting.scheme != "tcp" or meeting.is_torchruns or meeting.is_off_host():
+        return
+    off_host = host is not None and not tcp_store.is_loopback(host)
+    if meeting.place in _EVERY_INTERFACE:
+        meeting.place = host if off_host and host is not None else "127.0.0.1"
+    elif tcp_store.is_loopback(meeting.place):
+        if off_host and host is not None and not tcp_store.says_loopback(meeting.place):
+            meeting.place = host
+    elif not shared:
+        raise SecurityError(
+            f"the members meet at {meeting.place}, which other machines reach, and anybody could write to the store "
+            "there. On one machine, meet at 127.0.0.1 (MASTER_ADDR). Between machines, give all members a secret "
+            "(NBDIST_SECRET_FILE, or RpcBackendOptions(secret=...))"
+        )
+
+
+def _require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
+    """Raise SecurityError if members on several hosts share no secret, or if this one is not reachable for others.
+
+    Called before the store is opened.
+    """
+    off_host = meeting.is_off_host() or (host is not None and not tcp_store.is_loopback(host))
+    if off_host and not shared:
+        raise SecurityError(
+            "members on several hosts need a secret that all of them share. Put the same random text (at least 16 "
+            "characters) in a file on each host, readable by you alone, and set NBDIST_SECRET_FILE to its path; or "
+            "pass RpcBackendOptions(secret=...). And give each host's address with NBDIST_HOST or host=..."
+        )
+    if meeting.is_off_host() and host is None:
+        raise SecurityError(
+            f"the members meet at {meeting.place}, which is another machine, but this one listens on loopback only: "
+            "set NBDIST_HOST, or pass RpcBackendOptions(host=...), to the address where the others reach it"
+        )

@@ -1,0 +1,378 @@
+"""The orderly end of a world: no worker leaves while anything is under way.
+
+The member with the lowest id leads. The rounds, in the names of the constants::
+
+    RUNNING ── shutdown() is called ──▶ DRAINING ── no call runs anywhere ──▶ RELEASING ──────────▶ CLOSING
+                                        round 1                               round 2: no message    all close
+                                                                              about references is
+                                                                              under way
+
+`Survey` decides when a round is over; `Ending` asks the members and answers the leader. The leader does not wait for a
+member that is lost meanwhile, but the errors of the others name it.
+
+Members answer at different moments, so the leader looks twice. One look is an answer of every member, and the leader
+asks for the second look after the last answer of the first has come. The round is over if in both looks no member had
+anything under way, and if between its two answers no member sent a message that must arrive. "Under way" are calls that
+run or are awaited, messages that must arrive and are not acknowledged, and in round 2 forks that are not confirmed. So
+when the last answer of the first look came, nothing ran and nothing was on its way: what a member had sent before its
+first answer had arrived, and after that answer it sent nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from nbdist.errors import NbdistError, RendezvousError, WorkerLost
+from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.links import Links
+from nbdist.rpc.references.table import References
+from nbdist.rpc.world.members import Membership
+from nbdist.wire.messages import AskShutdown, Record, ShutdownState
+
+__all__ = ["Ending", "Reminder", "Survey"]
+
+RUNNING, DRAINING, RELEASING, CLOSING = range(4)
+
+_FIRST_PAUSE = 0.002
+"""Seconds until a waiting agent looks again, at first; the pause grows up to `_LONGEST_PAUSE` seconds."""
+_LONGEST_PAUSE = 0.05
+REMIND_AFTER = 10.0
+"""Seconds without a call after which a `shutdown` that waits logs what it waits for."""
+
+_ANSWERS_WITHIN = 2.0
+"""Seconds within which a member answers the leader, unless it hangs."""
+
+_TO_CALL, _TO_ANSWER = "to call shutdown", "to answer"
+_DUTY_IN_ROUND = {
+    DRAINING: "to end the calls that run",
+    RELEASING: "to release their references",
+    CLOSING: "to close",
+}
+"""The duty of a member before the round can end, for messages: "waiting for worker1 to end the calls that run"."""
+
+_log = logging.getLogger("nbdist.rpc")
+
+
+class Survey:
+    """Decides when a round of ending the world is over, from the members' answers. Pure.
+
+    Only the leader, the living member with the lowest id, has one. A look is one answer of every member.
+    """
+
+    def __init__(self, members: set[int]) -> None:
+        self.members = members
+        self.round = DRAINING
+        self._states: dict[int, ShutdownState] = {}
+        self._before: int | None = None
+        """The number of messages that the members had sent by the look before, if all were quiet in it; else None."""
+
+    def missing(self) -> set[int]:
+        """Return the members that have not reached this round.
+
+        A member that has not answered yet is missing, too.
+        """
+        return {
+            member for member in self.members if (state := self._states.get(member)) is None or state.round < self.round
+        }
+
+    def busy(self) -> set[int]:
+        """Return the members that have something under way; all members, if none has.
+
+        It is for messages to people. Every member must have answered a look before.
+        """
+        return {member for member in self.members if self._states[member].active} or set(self.members)
+
+    def forget(self, member: int) -> None:
+        """Remove a member that is gone; two more looks are needed then."""
+        self.members.discard(member)
+        self._states.pop(member, None)
+        self._before = None
+
+    def look(self, states: dict[int, ShutdownState]) -> bool:
+        """Take the answers of one look; return whether the round is over. If it is, the next round begins.
+
+        The round is over if this look and the one before it found nothing under way, and nothing was sent in between.
+        """
+        self._states.update(states)
+        if self.missing():
+            self._before = None
+            return False
+        current = [self._states[member] for member in self.members]
+        sent = sum(state.sent for state in current)
+        quiet = not any(state.active for state in current)
+        if quiet and self._before == sent:
+            self.round += 1
+            self._before = None
+            return True
+        self._before = sent if quiet else None
+        return False
+
+
+class Reminder:
+    """Decides when a `shutdown` that waits logs what it waits for. Pure.
+
+    In many programs of torch, workers call shutdown at once and serve calls until the others are done, so waiting is
+    normal. A line comes when this agent has served no call for `REMIND_AFTER` seconds and has waited for the same
+    reason all the time, and only once for each reason.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._quiet_since = now
+        self._before: tuple[int, str] | None = None
+        self._told: set[str] = set()
+
+    def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
+        """Return whether to log ``reason`` now. ``served`` counts the answered calls, ``running`` the open ones.
+
+        ``now`` is as of `time.monotonic`. It is True once for each reason.
+        """
+        if running or (served, reason) != self._before:
+            self._quiet_since, self._before = now, (served, reason)
+        if now - self._quiet_since <= REMIND_AFTER or reason in self._told:
+            return False
+        self._told.add(reason)
+        return True
+
+
+class Ending:
+    """One agent's part in ending the world: `shutdown` waits here until no member has anything under way."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        links: Links,
+        exchange: Exchange,
+        references: References,
+        turn: AbstractContextManager[Any],
+    ) -> None:
+        """Start in `RUNNING`. ``turn`` is the lock that is held while a message is handled."""
+        self._turn = turn
+        self._membership = membership
+        self._links = links
+        self._exchange = exchange
+        self._references = references
+        self._changed = threading.Condition()
+        self._reached = RUNNING
+        """The round that this agent has reached."""
+        self._wanted = RUNNING
+        """The round that the leader has announced."""
+        self._waits_for = "", ""
+        """The members for which the leader waits, and what they have to do."""
+        self._look = 1
+        """The number of the leader's present look. An answer to an earlier look does not count."""
+        self._looked = 0.0
+        """The time of the leader's last complete look."""
+        self._asked: set[int] = set()
+        """The members that have been asked in this look."""
+        self._answers: dict[int, ShutdownState] = {}
+        """The answers in this look, by member."""
+        self._lost: list[str] = []
+        """The members that were lost on the way, with the reason, for the error of `end`."""
+        self._survey: Survey | None = None
+        """The leader's view; None in an agent that does not lead."""
+        self.completed = False
+        """True once `end` has gone through both rounds; the agent's goodbye then says that the end was orderly."""
+        self.release: Callable[[], None] = references.release_all
+        """Releases all references to values of other members. `end` calls it once, when no call runs any more."""
+
+    # -- every member -------------------------------------------------------------------------
+
+    def end(self, timeout: float) -> None:
+        """Go through both rounds with all other members. `shutdown` of a fixed world calls this.
+
+        Raises:
+            RendezvousError: the world has not ended after ``timeout`` seconds; 0 or less means no limit.
+            WorkerLost: the world has ended, but a member was lost on the way.
+        """
+        deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+        with self._changed:
+            self._reached = DRAINING
+            self._looked = time.monotonic()
+            self._lost.clear()
+            self._changed.notify_all()
+        for round_over in (RELEASING, CLOSING):
+            self._until(round_over, deadline)
+            if round_over == RELEASING:
+                self.release()
+            with self._changed:
+                self._reached = round_over
+            self._references.is_ending = True
+        self.completed = True
+        if not self._is_leader():
+            self._tell(self._leader())
+        else:
+            self._farewell(min(deadline, time.monotonic() + 1.0))
+        if self._lost:
+            raise WorkerLost(f"the world ended without {', '.join(self._lost)}")
+
+    def _until(self, round: int, deadline: float) -> None:
+        """Wait until the leader, perhaps this agent itself, begins ``round``.
+
+        Raises RendezvousError after ``deadline``, with the members that are waited for.
+        """
+        pause, reminder = _FIRST_PAUSE, Reminder(time.monotonic())
+        while True:
+            with self._changed:
+                if self._wanted >= round:
+                    return
+            if self._is_leader():
+                self._ask()
+            now = time.monotonic()
+            if now > deadline:
+                raise RendezvousError(
+                    f"shutdown: still waiting for {' '.join(self._waiting_for())}. "
+                    "Allow more time with shutdown(timeout=...)"
+                )
+            exchange, (who, what) = self._exchange, self._waiting_for()
+            if reminder.is_due(now, exchange.served, exchange.active, what):
+                _log.warning("%s: shutdown is waiting for %s %s", self._membership.me.name, who, what)
+            with self._changed:
+                if self._wanted < round:
+                    self._changed.wait(min(pause, max(deadline - now, 0.001)))
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _waiting_for(self) -> tuple[str, str]:
+        """Return the members that keep the next round from beginning, and what they have to do, as two texts."""
+        if any(self._waits_for):
+            return self._waits_for
+        return (self._leader().name, _TO_CALL) if not self._is_leader() else ("the others", _TO_ANSWER)
+
+    def _leader(self) -> Record:
+        """Return the record of the leader: the living member with the lowest id."""
+        return self._membership.members()[0]
+
+    def _is_leader(self) -> bool:
+        return self._leader() is self._membership.me
+
+    # -- the leader ---------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """As the leader: take a look if all have answered, begin the next round if possible, and ask again."""
+        me = self._membership.me.incarnation
+        with self._changed:
+            others = {record.incarnation for record in self._membership.others()}
+            if self._survey is None:
+                self._survey = Survey({me, *others})
+            survey = self._survey
+            for member in survey.members - others - {me}:
+                survey.forget(member)
+            answers, before = dict(self._answers), self._waits_for
+        if others <= answers.keys():
+            answers[me] = self._state(self._look)
+            survey.look(answers)
+            late = survey.missing() - {me}
+            what = _TO_CALL if late and survey.round == DRAINING else _DUTY_IN_ROUND[survey.round]
+            with self._changed:
+                self._looked = time.monotonic()
+                self._look += 1
+                self._answers.clear()
+                self._asked.clear()
+                self._wanted = max(self._wanted, survey.round)
+                self._waits_for = self._names(late or survey.busy()), what
+                self._changed.notify_all()
+        elif time.monotonic() - self._looked > _ANSWERS_WITHIN:
+            self._waits_for = self._names(others - answers.keys()), _TO_ANSWER
+        with self._changed:
+            ask = AskShutdown(survey.round, survey.round >= CLOSING, self._waits_for, self._look)
+            to_ask = others - self._asked if self._waits_for == before else others
+        for member in to_ask:
+            with contextlib.suppress(NbdistError):
+                self._links.post(member, ask)
+                self._asked.add(member)
+
+    def _names(self, members: set[int]) -> str:
+        """Return the names of members, sorted, as one text."""
+        return ", ".join(sorted(map(self._membership.name_of, members)))
+
+    def _farewell(self, deadline: float) -> None:
+        """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone.
+
+        Returns after ``deadline`` in any case.
+        """
+        while time.monotonic() < deadline:
+            with self._changed:
+                knowing = {member for member, state in self._answers.items() if state.round >= CLOSING}
+            waiting = {record.incarnation for record in self._membership.others()} - knowing
+            if not waiting:
+                return
+            for member in waiting:
+                with contextlib.suppress(NbdistError):
+                    self._links.post(member, AskShutdown(CLOSING, True, ("", ""), self._look))
+            with self._changed:
+                self._changed.wait(0.02)
+
+    # -- answering the leader -----------------------------------------------------------------
+
+    def _state(self, look: int) -> ShutdownState:
+        """Return this member's answer to a look: its round, what it has sent, and what is under way.
+
+        ``look`` is the number that the leader gave the look.
+        """
+        with self._turn:  # so that every acknowledged message has been handled
+            active = self._exchange.active + self._exchange.calls.unended
+            if self._reached >= RELEASING:
+                self._references.reap()
+                active += self._references.forks.pending
+            self._links.post_waiting()
+            sent, outstanding = self._links.traffic()  # last: this counts the answer of a call that ended meanwhile
+            return ShutdownState(self._reached, sent, active + outstanding, look)
+
+    def _tell(self, leader: Record) -> None:
+        """Tell the leader this member's state without being asked; the number 0 belongs to no look."""
+        with contextlib.suppress(NbdistError):
+            self._links.post(leader.incarnation, self._state(0))
+
+    def on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
+        """Answer the leader, which asks how far this member is.
+
+        Before this member's own `shutdown`, the answer says that it is still running.
+        """
+        with self._changed:
+            self._waits_for = message.waits_for
+            if self._reached >= DRAINING:
+                self._wanted = max(self._wanted, message.round)
+                self._changed.notify_all()
+        with contextlib.suppress(NbdistError):
+            self._links.post(sender, self._state(message.look))
+
+    def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
+        """Store a member's answer to the leader, unless the answer belongs to an earlier look.
+
+        The leader, the living member with the lowest id, asks all members again and again; one look is an answer of
+        each. The answer says which round the member has reached, and what is under way there. An agent that does not
+        lead stores it without using it.
+        """
+        with self._changed:
+            if message.look != self._look and message.round < CLOSING:
+                return
+            self._answers[sender] = message
+            if self._survey is not None:
+                self._changed.notify_all()
+
+    def on_orderly_goodbye(self) -> None:
+        """Begin to close: another member closes because the world has ended, and the leader's message may be late.
+
+        Before this agent's own `shutdown`, nothing changes.
+        """
+        with self._changed:
+            if self._reached >= DRAINING:
+                self._wanted = CLOSING
+            self._changed.notify_all()
+
+    def on_lost(self, record: Record, why: str) -> None:
+        """Stop waiting for a member that is lost.
+
+        If this agent has begun its `shutdown` and the world is not closing yet, `shutdown` raises WorkerLost with its
+        name in the end.
+        """
+        with self._changed:
+            if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:
+                self._lost.append(f"{record.name}, which {why}")
+            self._answers.pop(record.incarnation, None)
+            self._changed.notify_all()

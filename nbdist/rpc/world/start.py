@@ -1,0 +1,164 @@
+"""Starts an agent and brings it into a world. If a step fails, everything that was started is closed again.
+
+The steps of `start_agent`::
+
+    1  rendezvous.parse, settle       where to meet; refused if other machines could reach it without a secret
+    2  ZmqChannel, LocalChannel       the sockets at which others reach this agent
+    3  open_arena                     shared memory for large tensors, if the system has it
+    4  Agent.start                    the agent's threads receive messages
+    5  Roster.form or join            the list of members, in the store
+    6  Handshake.join_...             every other member is met
+
+`Agent.close` ends the threads, closes the sockets and frees the memory; last, `_leave` removes the agent from the
+roster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nbdist.channel import local
+from nbdist.channel.contract import Channel
+from nbdist.channel.liveness import started_at
+from nbdist.channel.security import Secret
+from nbdist.channel.shared_memory.arena import open_arena
+from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
+from nbdist.errors import NbdistError, UsageError
+from nbdist.ids import new_incarnation
+from nbdist.rpc import thread_switching
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.options import RpcBackendOptions, time_limit
+from nbdist.rpc.world import rendezvous, tcp_store
+from nbdist.rpc.world.members import WorkerInfo
+from nbdist.rpc.world.roster import Roster, Store
+from nbdist.wire.messages import Record
+
+__all__ = ["start_agent"]
+
+_LONGEST_FORMING = 24 * 3600.0
+"""Seconds for which a world may take to form if the options set no time limit."""
+
+_LARGEST_NUMBER = (1 << 63) - 1
+"""The largest rank or world size that fits in a message."""
+
+_WAIT_FOR_OTHERS_TO_LEAVE = 2.0
+"""Seconds for which the worker that serves the store waits, after an orderly end, for the others to leave the store."""
+
+
+def start_agent(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    *,
+    store: Any = None,
+    wrap: Callable[[Channel], Channel] | None = None,
+    directory: Path | None = None,
+) -> Agent:
+    """Start an agent, and return it when it is a member of its world.
+
+    ``options.rpc_timeout`` limits how long this takes. The name, the rank and the size are those of `init_rpc`, whose
+    errors this raises. ``store`` is a store of torch's to meet at; None opens the one that ``options.init_method``
+    names. ``wrap`` returns the agent's channel with something around it, such as faults. ``directory`` is where the
+    agent's sockets lie; None for a new directory of this user.
+    """
+    timeout = time_limit(options.rpc_timeout) or _LONGEST_FORMING
+    deadline = time.monotonic() + timeout
+    WorkerInfo(name, 0)  # raises UsageError for a bad name
+    meeting = rendezvous.parse(options.init_method, rank, world_size) if store is None else None
+    rank = meeting.rank if meeting is not None else rank
+    for what, number in (("world_size", world_size or 0), ("rank", rank)):
+        if number > _LARGEST_NUMBER:
+            raise UsageError(f"{what} must not be larger than {_LARGEST_NUMBER}")
+    if world_size is not None and not 0 <= rank < world_size:
+        raise UsageError(f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}")
+    host = options.host or os.environ.get("NBDIST_HOST")
+    secret = Secret.find(options.secret)
+    if meeting is not None:
+        rendezvous.settle(meeting, secret.shared_off_host, host)
+    incarnation = new_incarnation()
+    with contextlib.ExitStack() as undo:
+        zeromq = ZmqChannel(
+            f"{os.getpid()}-{incarnation:x}", secret, host=host, max_message=options.max_message, directory=directory
+        )
+        undo.callback(zeromq.close)
+        channel: Channel = zeromq
+        if options.channel == "auto" and local.is_available():
+            channel = local.LocalChannel(zeromq, max_message=options.max_message)
+            undo.callback(channel.close)
+        if wrap is not None:
+            channel = wrap(channel)
+        arena = open_arena(incarnation, options.arena_bytes, options.arena_threshold)
+        if arena is not None:
+            undo.callback(arena.close)
+        me = Record(
+            name=name,
+            id=rank,
+            incarnation=incarnation,
+            addresses=channel.addresses,
+            host=host_identity(),
+            pid=os.getpid(),
+            started=started_at(os.getpid()),
+            world_size=world_size,
+            device_maps={
+                to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
+                for to, device_map in options.device_maps.items()
+            },
+            arena=arena.probe if arena is not None else None,
+        )
+        agent = Agent(me, channel, options, arena)
+        agent.directory = zeromq.directory
+        undo.callback(agent.close, "could not join its world")
+        agent.start()
+        roster = Roster(lambda: _open(meeting, store, timeout), secret, me.host)
+        undo.callback(tcp_store.end_server)  # the contents of the store may be the reason of the failure
+        undo.callback(roster.close)
+        undo.callback(roster.leave, me)
+        if world_size is not None:
+            agent.handshake.join_fixed(roster.form(me, deadline), deadline)
+        else:
+            dead = agent.handshake.join_dynamic(roster.join(me, deadline), deadline)
+            if dead:
+                roster.leave(*dead)
+        agent.at_close(lambda: _leave(agent, roster, meeting))
+        agent.at_close(thread_switching.shorten(options.switch_interval))
+        agent.on_lost(lambda record, why: _clean_after(agent, record))
+        undo.pop_all()
+    return agent
+
+
+def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float) -> Store:
+    """Open the store of a meeting; without a meeting, return the given store, with a prefix before nbdist's key."""
+    return meeting.open(timeout) if meeting is not None else rendezvous.prefixed(store)
+
+
+def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> None:
+    """Remove this member from the roster, if the store still exists, and close the store.
+
+    After an orderly end, the member that serves the store leaves last: it first waits for the others to leave.
+    """
+    if meeting is None or meeting.is_open():
+        if meeting is not None and meeting.serves and agent.ending.completed:
+            roster.wait_for_others(agent.me, time.monotonic() + _WAIT_FOR_OTHERS_TO_LEAVE)
+        roster.leave(agent.me)
+    roster.close()
+
+
+def _clean_after(agent: Agent, record: Record) -> None:
+    """After the loss of a process of this host, remove the files that it could not remove itself.
+
+    A thread of the pool does it, because listeners of a loss must be quick.
+    """
+    if record.host == agent.me.host and record.pid != os.getpid():
+        agent.pool.submit(_sweep_soon)
+
+
+def _sweep_soon() -> None:
+    """Remove the files of all dead agents of this user; errors are ignored, as the next agent tries again."""
+    with contextlib.suppress(OSError, NbdistError):
+        sweep()

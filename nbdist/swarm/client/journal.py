@@ -1,0 +1,104 @@
+"""The log of a swarm and its last session, which a map shows, and the listeners that are called on changes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbdist.swarm.client.session import Session
+
+__all__ = ["Journal"]
+
+_log = logging.getLogger("nbdist.swarm")
+_LINES_KEPT = 200
+"""Lines of the log that are kept."""
+_LINES_SHOWN = 50
+"""Lines of the log that a map shows."""
+_RATE_STEPS = 20
+"""The number of steps over which the tokens per second of a session are measured."""
+_IDLE_SECONDS = 2.0
+"""Seconds without a step until a session is shown as idle: between two steps its client computes for a moment."""
+
+
+class Journal:
+    """Keeps the log and the last session of a swarm, and calls listeners when something changes.
+
+    Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[float, str]] = deque(maxlen=_LINES_KEPT)
+        self._listeners: list[Callable[[], None]] = []
+        self._session: weakref.ref[Session] | None = None
+        """The session that has taken the last step."""
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
+        """The time, and the number of tokens, of each of its last steps."""
+        self._lock = threading.Lock()
+
+    @property
+    def lines(self) -> list[str]:
+        """The last lines of the log, oldest first."""
+        return [text for _, text in list(self._lines)]
+
+    def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback()`` on every change, in the thread that made it; return a function that stops that.
+
+        ``callback`` must be quick; its errors are logged.
+        """
+        self._listeners.append(callback)
+
+        def forget() -> None:
+            with contextlib.suppress(ValueError):
+                self._listeners.remove(callback)
+
+        return forget
+
+    def news(self) -> None:
+        """Call all listeners; their errors are logged, because the calling thread is not to blame for them."""
+        for listener in list(self._listeners):
+            try:
+                listener()
+            except Exception:
+                _log.exception("a listener of a swarm, such as its map, failed")
+
+    def tell(self, text: str) -> None:
+        """Append a line to the log, and call all listeners.
+
+        Any thread may call this.
+        """
+        self._lines.append((time.time(), text))
+        self.news()
+
+    def stepped(self, session: Session, tokens: int) -> None:
+        """Note that a session has taken a step of so many tokens."""
+        with self._lock:
+            if self._session is None or self._session() is not session:
+                self._session = weakref.ref(session)
+                self._steps.clear()
+            self._steps.append((time.monotonic(), tokens))
+        self.news()
+
+    def told(self) -> dict[str, Any]:
+        """Return the data for a map: ``route`` and ``session`` of the session with the last step, and the ``log``.
+
+        ``session`` is None without one, else a dict of its id, tokens, rate (tokens per second) and state.
+        """
+        lines = [[at, text] for at, text in list(self._lines)[-_LINES_SHOWN:]]
+        with self._lock:
+            session = self._session() if self._session is not None else None
+            steps = list(self._steps)
+        if session is None:
+            return {"route": [], "session": None, "log": lines}
+        elapsed = steps[-1][0] - steps[0][0]  # the tokens of the first step came before it, so they do not count
+        rate = sum(tokens for _, tokens in steps[1:]) / elapsed if elapsed else 0.0
+        writes = session.state == "idle" and time.monotonic() - steps[-1][0] < _IDLE_SECONDS
+        state = "writing" if writes else session.state
+        told = {"id": session.id, "tokens": session.tokens, "rate": round(rate, 1), "state": state}
+        return {"route": [list(span) for span in session.route], "session": told, "log": lines}

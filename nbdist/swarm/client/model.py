@@ -1,0 +1,278 @@
+"""Builds transformers models whose blocks are on servers: the model's own code runs here, except for its layers.
+
+Each layer is replaced by a stand-in (`_StandIn`)::
+
+    embeddings ─► layer 0 ───► layer 1 ───► ... ───► last layer ───► norm, head
+                  notes its    notes its             notes its arguments, then sends hidden states and
+                  arguments    arguments             all notes to the servers (`Passage.take`), and
+                                                     returns their hidden states
+
+Stand-ins before the last one return the hidden states that they were given, which the model passes on without using
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nbdist.errors import UsageError
+from nbdist.swarm import adapter, stacking
+from nbdist.swarm.adapter import LayerCall
+from nbdist.swarm.client import stateless
+from nbdist.swarm.client.servers import Gone
+from nbdist.swarm.client.session import Recover
+
+if TYPE_CHECKING:
+    from nbdist.swarm.client.session import Session
+    from nbdist.swarm.swarm import Swarm
+
+__all__ = ["Passage", "remote_model"]
+
+_NOT_RETURNED = {
+    "output_hidden_states": "Swarm.sequential()[:n] returns the hidden states behind the first n layers.",
+    "output_attentions": "A model in one process returns attentions.",
+    "output_router_logits": "A model in one process returns router logits.",
+}
+"""Arguments of models that ask for values from inside of the layers, and what a user can do instead."""
+
+
+class _Probe(BaseException):
+    """Ends a call of a model at its first layer; carries the hidden states and the arguments of that layer."""
+
+
+class _Notes(threading.local):
+    """The notes of one call of a model, for each thread: several threads may call the same model."""
+
+    calls: list[LayerCall] = []  # noqa: RUF012 - never changed, only replaced
+    """The call of each layer so far."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """The arguments of the layer before."""
+    cache: Any = None
+    """The cache among those arguments."""
+    only = False
+    """True if layers only note their arguments: nothing is sent to servers, and the cache stays as it is."""
+    expected = 0
+    """Tokens that the next session will have in the end; 0 if unknown."""
+
+
+class Passage:
+    """The state that all stand-ins of one model share; the model has it as its attribute ``nbdist``."""
+
+    def __init__(self, swarm: Swarm, model: Any, recover: Recover) -> None:
+        self.swarm = swarm
+        self.model = model
+        self.recover: Recover = recover
+        self.notes = _Notes()
+        self.in_tuple: bool | None = None
+        """True if layers of this model return a tuple; None until `_probe` has asked a server."""
+
+    def take(self, hidden: torch.Tensor, calls: list[LayerCall], cache: Any) -> torch.Tensor:
+        """Take hidden states through all blocks: as a step of the cache's session, or without a session.
+
+        Without a session if there is no cache, or if gradients are wanted. In the latter case nothing goes into the
+        servers' caches, so the session of an empty cache refuses further steps. The model's attribute
+        ``deep_prompts``, if it has one, is added before each block.
+
+        Counts the new tokens in the cache. After an error the cache is as before; if some servers may have taken the
+        step, its session refuses further steps.
+
+        Raises:
+            UsageError: gradients are wanted, but the cache has tokens already; or its session refuses further steps.
+        """
+        prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
+        wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
+        if cache is None:
+            return stateless.through(self.swarm, 0, hidden, calls, prompts)
+        recorded: adapter.RecordedCache
+        session: Session
+        recorded, session = cache.nbdist
+        session.check_usable()
+        if wanted and session.tokens:
+            raise UsageError(
+                "gradients cannot pass through a cache that has tokens: call the model with the whole text and "
+                "use_cache=False, or with a new cache under torch.no_grad()"
+            )
+        with recorded.growing(hidden.shape[0], hidden.shape[1]):
+            if not wanted:
+                return session.step(hidden.detach(), calls, prompts.detach() if prompts is not None else None)
+            found = stateless.through(self.swarm, 0, hidden, calls, prompts)
+            session.refuse(
+                "this cache is of a call with gradients, so it has nothing in it: call the model under torch.no_grad() "
+                "to fill a new cache"
+            )
+            return found
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[_Notes]:
+        """Within the block, calls of the model on this thread only note how layers are called; yields the notes.
+
+        This thread calls no server meanwhile.
+        """
+        self.notes.only = True
+        try:
+            yield self.notes
+        finally:
+            self.notes.only = False
+
+
+class _StandIn(nn.Module):
+    """A layer of a model whose block is on a server; the module's docstring draws what it does."""
+
+    def __init__(self, passage: Passage, number: int, count: int) -> None:
+        super().__init__()
+        self._passage = passage
+        self._number = number
+        self._count = count
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Note the arguments; as the last layer, take the hidden states through all blocks. Returns what a layer would.
+
+        The first layer starts the notes, and a session for a cache that has none.
+        """
+        passage = self._passage
+        notes = passage.notes
+        if self._number and notes.given is not None and adapter.is_same(notes.given, (args, kwargs)):
+            cache = notes.cache  # the usual case: all layers are called with the same arguments
+            notes.calls.append(notes.calls[-1])
+        else:
+            cache = notes.cache = adapter.find_cache([*args, *kwargs.values()])
+            told = adapter.strip(args, kwargs, cache)
+            if passage.in_tuple is None:  # the first call of a new model, by `_probe`: end it here
+                raise _Probe(hidden, told)
+            if not self._number:
+                notes.calls = []
+                if cache is not None and not hasattr(cache, "nbdist"):
+                    passage.swarm.session(cache, expected=notes.expected, recover=passage.recover)
+            notes.calls.append(told)
+            notes.given = args, kwargs
+        if self._number == self._count - 1:
+            notes.given = notes.cache = None
+            if not notes.only:
+                calls, notes.calls = notes.calls, []
+                hidden = passage.take(hidden, calls, cache)
+        return (hidden,) if passage.in_tuple else hidden
+
+
+def remote_model(swarm: Swarm, kind: str, *, recover: Recover, num_labels: int | None = None) -> Any:
+    """Build a transformers model of a kind ("CausalLM", "Model", "SequenceClassification") over a swarm's blocks.
+
+    Its embeddings and head are loaded here, and frozen; a classifier's head that the checkpoint lacks is made anew, and
+    can be trained. A server is called, to learn what a layer returns.
+    """
+    model = adapter.build(swarm.checkpoint.config, kind, num_labels)
+    path = adapter.find_layers(model)
+    parent, _, name = path.rpartition(".")
+    passage = Passage(swarm, model, recover)
+    count = len(swarm)
+    setattr(
+        model.get_submodule(parent), name, nn.ModuleList(_StandIn(passage, number, count) for number in range(count))
+    )
+    swarm.checkpoint.fill(model)
+    model.tie_weights()
+    adapter.complete(model, kind)
+    if kind == "CausalLM":
+        if (generation := swarm.checkpoint.generation) is not None:
+            model.generation_config = generation
+        model.generate = _Generate(passage, model.generate)
+    model.nbdist = passage
+    _probe(passage)
+    model.base_model.register_forward_pre_hook(_OutputCheck(passage, model.base_model), with_kwargs=True)
+    return model
+
+
+class _OutputCheck:
+    """A hook that raises UsageError if a call asks for values from inside of the layers: they stay on the workers.
+
+    transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
+    """
+
+    def __init__(self, passage: Passage, model: Any) -> None:
+        self._passage = passage
+        self._names = list(inspect.signature(model.forward).parameters)
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._passage.notes.only:
+            return  # what the model returns is not used
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        for name, instead in _NOT_RETURNED.items():
+            value = given.get(name)
+            if value is None:
+                value = getattr(model.config, name, None)
+            if value:
+                raise UsageError(
+                    f"{name}={value!r} is not possible: the layers of this model run on workers, which return only the "
+                    "output of their last layer. Leave it out, and set it to False in the model's config and "
+                    f"generation_config if it is True there. {instead}"
+                )
+
+
+def _probe(passage: Passage) -> None:
+    """Find out how the layers of a new model are called and what they return, by calling it with few tokens.
+
+    If the servers' cache memory is limited, also take one token through a cache, so that servers learn its size.
+    """
+    model, swarm = passage.model, passage.swarm
+    token = torch.zeros(1, 1, dtype=torch.long)
+    try:
+        with torch.no_grad():
+            model(token, use_cache=False)
+    except _Probe as probe:
+        hidden, told = probe.args
+        with swarm.crew.working():
+            while passage.in_tuple is None:
+                with contextlib.suppress(Gone):
+                    ((span, member),) = swarm.crew.way(0, 1)
+                    passage.in_tuple = swarm.crew.ask(member, "returns_tuple", span.begin, hidden, told)
+    swarm.layout = stacking.compare(*(_called(passage, texts) for texts in (1, 2)))
+    if swarm.crew.options.cache_bytes is not None:
+        with torch.no_grad():
+            model(token, use_cache=True)
+
+
+def _called(passage: Passage, texts: int) -> LayerCall:
+    """Return how the first layer is called for so many sequences of 3 tokens, the first of which begins with padding.
+
+    With padding, models prepare masks that have rows for each sequence. No server is called.
+    """
+    mask = torch.ones(texts, 3, dtype=torch.long)
+    mask[0, 0] = 0
+    with passage.noting() as notes, torch.no_grad():
+        passage.model.base_model(
+            torch.zeros(texts, 3, dtype=torch.long), attention_mask=mask, use_cache=False, return_dict=True
+        )
+        return notes.calls[0]
+
+
+class _Generate:
+    """The model's ``generate()``; it tells new sessions how long the text may get, so that servers reserve memory."""
+
+    def __init__(self, passage: Passage, own: Any) -> None:
+        self._passage = passage
+        self._own = own
+
+    def __call__(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        notes = self._passage.notes
+        notes.expected = self._expected(inputs, kwargs)
+        try:
+            return self._own(inputs, *args, **kwargs)
+        finally:
+            notes.expected = 0
+
+    def _expected(self, inputs: Any, kwargs: dict[str, Any]) -> int:
+        """Return the tokens that a sequence may have in the end, by the arguments of ``generate`` or its config."""
+        config = kwargs.get("generation_config") or self._passage.model.generation_config
+        given = next(
+            (each for each in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None
+        )
+        begin = int(given.shape[1]) if isinstance(given, torch.Tensor) else 1
+        new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+        if new is not None:
+            return begin + int(new)
+        return max(begin, int(kwargs.get("max_length") or getattr(config, "max_length", None) or 0))

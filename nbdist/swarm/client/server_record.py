@@ -1,0 +1,153 @@
+"""The client's knowledge of one server: its blocks, its state, its speed, and until when it is not called."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from nbdist.rpc.references.rref import RRef
+from nbdist.swarm.client.routing import Offer, Span, runs_of
+
+if TYPE_CHECKING:
+    from nbdist.swarm.server.neighbours import Address
+    from nbdist.swarm.server.server import Server
+    from nbdist.swarm.server.session_caches import StepReply
+
+__all__ = ["Member"]
+
+State = Literal["joining", "online", "draining", "offline", "gone"]
+_NEWEST_WEIGHT = 0.2
+"""The weight of the newest measurement in the moving averages of `Member.hop` and `Member.pace`."""
+_LONGEST_BAN_SECONDS = 300.0
+"""Seconds for which a server is banned at most."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server of a swarm, as the client knows it; `nbdist.swarm.client.servers` draws its states.
+
+    The crew changes state and blocks under its lock; the other numbers are updated by the threads whose calls end.
+    """
+
+    name: str
+    incarnation: int
+    server: RRef[Server]
+    address: Address
+    room: int | None = None
+    """Bytes of blocks up to which it takes over blocks of other servers; None for no limit."""
+    state: State = "joining"
+    note: str = ""
+    """Why it is gone or banned."""
+    blocks: list[int] = field(default_factory=list)
+    """The numbers of the blocks that it serves; it may not have freed others yet."""
+    cache: int = 0
+    """Bytes reserved for caches, as of its last reply; so are ``sessions`` and ``steps``."""
+    sessions: int = 0
+    steps: int = 0
+    load: int = 0
+    """The number of calls to it whose answers this client is waiting for."""
+    hop: float = 1e-3
+    """Seconds that a call takes besides the computation: a moving average."""
+    pace: float = 1e-3
+    """Seconds of computation for one token in one block: a moving average."""
+    strikes: int = 0
+    """The number of times in a row that it did not answer."""
+    banned_until: float = 0.0
+    """The time, by time.monotonic, until which it is not called."""
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def there(self) -> bool:
+        """True while the server can be called: it is online (banned or not) or draining."""
+        return self.state in ("online", "draining")
+
+    def rest(self, state: State, note: str = "") -> None:
+        """Mark the server as "gone" or "offline": it has no blocks and no caches.
+
+        The caller has noted that the server is dead or has been dismissed; ``note`` is the reason, for displays.
+        """
+        self.state, self.note = state, note
+        self.blocks = []
+        self.cache = self.sessions = 0
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """Count one more call in `load` while the block runs.
+
+        `load` is part of the `offer`, so that busy servers get less new work.
+        """
+        with self._counting:
+            self.load += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.load -= 1
+
+    def answered(self, reply: StepReply, elapsed: float | None, tokens: int, blocks: int) -> None:
+        """Take over the numbers of a reply, and lift a ban.
+
+        ``elapsed`` is the seconds from call to answer, or None if the server had to wait for other servers. ``tokens``
+        and ``blocks`` are the size of the request.
+        """
+        self.cache, self.sessions, self.steps = reply.cache, reply.sessions, reply.steps
+        self.strikes, self.banned_until, self.note = 0, 0.0, ""
+        if reply.seconds > 0:  # otherwise the answer was known already, and says nothing about the speed
+            self.pace += _NEWEST_WEIGHT * (reply.seconds / max(1, tokens * blocks) - self.pace)
+            if elapsed is not None:
+                self.hop += _NEWEST_WEIGHT * (max(0.0, elapsed - reply.seconds) - self.hop)
+
+    def ban(self, now: float, seconds: float, why: str) -> float:
+        """Ban the server because it did not answer or cannot serve; return for how many seconds from ``now``.
+
+        ``seconds`` doubles with each time in a row, up to 300.
+        """
+        for_ = min(seconds * 2.0**self.strikes, _LONGEST_BAN_SECONDS)
+        self.strikes += 1
+        self.note = why
+        self.banned_until = now + for_
+        return for_
+
+    def is_banned(self, now: float) -> bool:
+        """Return whether the server is not to be called now.
+
+        A server is banned for a while after it did not answer or failed.
+        """
+        return now < self.banned_until
+
+    def serves(self, now: float) -> bool:
+        """Return whether the server may get new work: it is online and not banned."""
+        return self.state == "online" and not self.is_banned(now)
+
+    def has(self, span: Span, now: float) -> bool:
+        """Return whether the server may be called for all blocks of a span.
+
+        False for a banned server, too: then the session takes another one.
+        """
+        blocks = self.blocks
+        return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
+
+    def offer(self) -> Offer:
+        """Return the server's blocks, speed and load, for `nbdist.swarm.client.routing`."""
+        return Offer(self.blocks, self.hop, self.pace, self.load)
+
+    def told(self, now: float, sizes: Sequence[int], budget: int | None) -> dict[str, Any]:
+        """Describe the server for a map, as a dict of JSON values.
+
+        ``sizes`` are the bytes of all blocks of the model, ``budget`` the bytes of caches that a server may hold.
+        """
+        banned = self.state == "online" and self.is_banned(now)
+        return {
+            "name": self.name,
+            "state": "banned" if banned else self.state,
+            "note": f"{self.note}; asked again in {self.banned_until - now:.0f} s" if banned else self.note,
+            "blocks": [[run[0], run[-1] + 1] for run in runs_of(self.blocks)],
+            "nbytes": sum(sizes[number] for number in self.blocks),
+            "cache": self.cache,
+            "budget": budget,
+            "sessions": self.sessions,
+            "steps": self.steps,
+        }

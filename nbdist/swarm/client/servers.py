@@ -1,0 +1,567 @@
+"""The client's side of all servers: loads blocks on them, finds routes, calls them, and notices when one is lost.
+
+The states of a server (`Member.state`), and the methods of `Crew` that change them::
+
+    start, join            load is done           relieve              dismiss
+    ──────────► "joining" ──────────────► "online" ───────► "draining" ─────────► "offline"
+                    │                      │    ▲               │                     ▲
+                    │                _ban  ▼    │ time, answer  │                     │ close
+                    │                    (banned)               │                     │ (from any state but "gone")
+                    └───────── lose ──────────┴────── lose ─────┴─► "gone"
+
+A banned server stays "online", but gets no work for some seconds. `join` makes a new server on a worker whose
+server is "gone" or "offline".
+
+A call that fails tells the crew that its server is lost (`lose`) or does not answer (`_ban`), and raises `Gone`, upon
+which the caller asks for a new route. `Crew.way` lets a server load blocks that nobody serves any more (`_mend`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbdist.autograd.api import recorder
+from nbdist.errors import NbdistError, RpcTimeout, RRefError, UsageError, WorkerLost
+from nbdist.rpc import api
+from nbdist.rpc.futures import Future, blocking_wait
+from nbdist.rpc.references.rref import RRef
+from nbdist.swarm.client import routing
+from nbdist.swarm.client.journal import Journal
+from nbdist.swarm.client.routing import NoRoute, Span, named
+from nbdist.swarm.client.server_record import Member
+from nbdist.swarm.in_pieces import fetch, leave
+from nbdist.swarm.server.neighbours import Address
+from nbdist.swarm.server.server import NotHere, Options, Server
+from nbdist.swarm.server.session_caches import NoSession, StepReply
+from nbdist.trace import Steps
+
+if TYPE_CHECKING:
+    from nbdist.wire.messages import Record
+
+__all__ = ["Crew", "Forgotten", "Gone"]
+
+_numbers = itertools.count()
+_LOADING_SECONDS = 300.0
+"""Seconds that loading blocks may take beyond the time of a step: at first, the worker imports transformers."""
+_NEW_WORKER_SECONDS = 15.0
+"""Seconds, at least, for a new worker to answer: its other threads have to wait while it imports transformers."""
+_FIRST_BAN_SECONDS = 5.0
+"""Seconds for which a server is not called after it did not answer; `Member.ban` doubles them for each failure."""
+
+
+class Gone(NbdistError):
+    """A server died or did not answer, and the crew has noted that: the caller should ask for another route."""
+
+
+class Forgotten(Gone):
+    """A server answers, but does not have the session or block any more."""
+
+
+class Crew:
+    """All servers of a swarm, including those that are gone.
+
+    Any thread may use it. Methods that call servers have to be called within `working`.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        sizes: Sequence[int],
+        options: Options,
+        journal: Journal,
+        *,
+        room: int | None,
+        step_timeout: float,
+        route_timeout: float,
+        spend: Callable[[str, int], float],
+    ) -> None:
+        self.options = options
+        self.step_timeout = step_timeout
+        self.spend = spend
+        """Returns the points to spend on a request of a kind and a number of tokens; an argument of `serve`."""
+        self.ban_seconds = _FIRST_BAN_SECONDS
+        """Seconds of the first ban of a server."""
+        self._folder = folder
+        self._sizes = sizes
+        self._journal = journal
+        self._room = room
+        self._route_timeout = route_timeout
+        self._members: dict[str, Member] = {}
+        """By name of the worker, in the order in which they came."""
+        self._choose = random.Random(0)
+        self._changed = threading.Condition(threading.RLock())
+        """Guards the list of members and their states; notified when a worker has loaded its blocks."""
+        self._arranging = threading.RLock()
+        """Held by a thread that gives blocks to servers. A session's lock comes before it, `_changed` after it."""
+        self.closed = False
+        self._agent = api.current_agent()
+        self.incarnation = self._agent.me.incarnation
+        """The incarnation of this client's agent. When servers lose the agent, they drop this client's sessions."""
+        weakref.finalize(self, self._agent.on_lost(_Listener(self))).atexit = False
+
+    # -- who there is -------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[Member]:
+        """All members, including those that are gone; of several on one worker, the last."""
+        with self._changed:
+            return list(self._members.values())
+
+    @property
+    def there(self) -> list[Member]:
+        """The members that can be called: online, banned or draining."""
+        return [member for member in self.members if member.there]
+
+    def member(self, worker: int | str) -> Member:
+        """Return the member on a worker, given by name or id; UsageError if the worker does not serve."""
+        name = self._name_of(worker)
+        with self._changed:
+            found = self._members.get(name)
+        if found is None or found.state in ("gone", "offline"):
+            raise UsageError(f"{name} serves no blocks: it never joined this swarm, has left it, or is gone")
+        return found
+
+    def _name_of(self, worker: int | str) -> str:
+        """Return the name of a worker that is given by name or id."""
+        if isinstance(worker, str):
+            return worker
+        known = self._agent.members()
+        return next((record.name for record in known if record.id == worker), str(worker))
+
+    def lose(self, incarnation: int, why: object) -> None:
+        """Note that the worker with this incarnation is gone; a second call does nothing.
+
+        Called by a thread whose call failed, and by the agent when it loses a member.
+        """
+        with self._changed:
+            member = next((each for each in self._members.values() if each.incarnation == incarnation), None)
+            if member is None or member.state in ("gone", "offline"):
+                return
+            # The agent's reason is the same, whoever notices the death first.
+            if self._agent.member(incarnation) is None:
+                why = self._agent.why_gone(member.name) or why
+            blocks = member.blocks
+            member.rest("gone", str(why).splitlines()[0] if str(why) else "")
+        self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
+
+    def kill(self, member: Member) -> None:
+        """Kill the process of a member's worker with SIGKILL; a worker on another host does it itself.
+
+        Does not wait for its end. Raises UsageError if the member is gone already, or is this process.
+        """
+        record = self._agent.member(member.incarnation)
+        if record is None:
+            raise UsageError(f"{member.name} is gone already")
+        here = record.host == self._agent.me.host
+        if here and record.pid == os.getpid():
+            raise UsageError(f"{member.name} is this process: call leave({member.name!r}) to take it out of the swarm")
+        self._journal.tell(f"{member.name} is killed")
+        if here:
+            os.kill(record.pid, signal.SIGKILL)
+        else:
+            api.rpc_async(member.name, _die)
+
+    def _ban(self, member: Member, why: str = "") -> None:
+        """Do not call a server for a while; ``why`` completes its name in the log, by default "did not answer ...".
+
+        Does nothing for a server that is banned already, or that still joins.
+        """
+        with self._changed:
+            if member.state == "joining" or member.is_banned(time.monotonic()):
+                return  # a joining server serves nobody yet; a banned one has failed another call at the same time
+            seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
+        told = why or f"did not answer for {self.step_timeout:g} s"
+        self._journal.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
+
+    # -- who has what -------------------------------------------------------------------------
+
+    def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
+        """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
+
+        Raises what `_came` raises for the first worker that fails.
+        """
+        made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
+        asked = [(member, self.send(member, "load", *span, extra=_LOADING_SECONDS)) for member, span in made]
+        for number, (member, answer) in enumerate(asked):
+            tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
+            self._came(member, answer)
+
+    def join(self, worker: int | str, begin: int, end: int, tell: Steps) -> None:
+        """Load these blocks on a worker besides those that it serves; ``tell`` shows the progress."""
+        with self._changed:
+            known = self._members.get(self._name_of(worker))
+        member = known if known is not None and known.state == "online" else self._made(worker)
+        tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {sum(self._sizes[begin:end]) / 1e6:.0f} MB ...")
+        self._came(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
+        tell(f"join: {member.name} serves {named(member.blocks)}.")
+
+    def _made(self, worker: int | str) -> Member:
+        """Make a new server on a worker, without waiting for it; it replaces an older member of the same name."""
+        record = self._agent.find(worker)
+        address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
+        server: RRef[Server] = api.remote(record.name, Server, (self._folder, self.options, address.key))
+        member = Member(record.name, record.incarnation, server, address, self._room)
+        with self._changed:
+            before = self._members.pop(member.name, None)  # popped, so that the new member is the last of the list
+            if before is not None:
+                before.rest("gone")  # the worker died and was restarted before anybody noticed
+            self._members[member.name] = member
+        self._journal.news()
+        return member
+
+    def _came(self, member: Member, asked: Future[list[int]]) -> None:
+        """Wait until a server has loaded its blocks, and let it serve them.
+
+        A new server that fails is gone. Raises WorkerLost if the worker died, UsageError if the swarm was closed
+        meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
+        """
+        try:
+            blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _NEW_WORKER_SECONDS))
+        except BaseException as error:
+            if member.state == "joining":
+                self.lose(member.incarnation, error)
+                self._release(member)
+            if isinstance(error, Exception):
+                self.check_open()  # if the swarm was closed meanwhile, that is the cause
+            if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
+                raise error.__cause__ from None  # Gone is for callers that can use another server instead
+            raise
+        with self._changed:
+            if member.state == "joining":
+                member.state = "online"
+            if member.state == "online":
+                member.blocks = blocks
+            self._changed.notify_all()
+        if member.state != "online":
+            self.check_open()  # if the swarm was closed meanwhile, that is the cause
+            raise Gone(f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died")
+        self._journal.tell(f"{member.name} serves {named(blocks)}")
+
+    def relieve(self, member: Member) -> None:
+        """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
+
+        Its sessions still have to move. If nobody can take its blocks (`NoRoute`), it is online again.
+        """
+        with self._arranging:
+            with self._changed:
+                if not member.there:
+                    raise UsageError(f"{member.name} is {member.state}, so it cannot leave now")
+                member.state = "draining"  # it may be that already, when an interrupted call is repeated
+            self._journal.tell(f"{member.name} is about to leave")
+            try:
+                while not self._mended(0, len(self._sizes)):
+                    pass
+            except BaseException:
+                with self._changed:
+                    if member.state == "draining":  # unless it died meanwhile
+                        member.state = "online"
+                raise
+
+    def dismiss(self, member: Member) -> None:
+        """Let a server that has been relieved go: it becomes "offline", and frees its blocks and caches."""
+        with self._changed:
+            member.rest("offline")
+        self._release(member)
+        self._journal.tell(f"{member.name} has left")
+
+    @staticmethod
+    def _release(member: Member) -> None:
+        """Release the reference to a server, so that its worker frees it."""
+        with contextlib.suppress(NbdistError):  # the worker may be gone
+            member.server.release()
+
+    def shift(self, begin: int, end: int, member: Member) -> list[Member]:
+        """Load these blocks on a server and take them away from all others; return those others.
+
+        The others keep the weights until `unload`, so that steps under way can end and sessions can move.
+        """
+        relieved = []
+        with self._arranging:
+            loaded = self.outwait(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
+            with self._changed:
+                member.blocks = loaded
+                for other in self.there:
+                    kept = [number for number in other.blocks if other is member or not begin <= number < end]
+                    if kept != other.blocks:
+                        other.blocks = kept
+                        relieved.append(other)
+            self._journal.tell(f"{member.name} takes {named(range(begin, end))}")
+        return relieved
+
+    def unload(self, members: Sequence[Member]) -> None:
+        """Free the weights of the blocks that these servers do not serve any more."""
+        with self._arranging:
+            for member in members:
+                with contextlib.suppress(Gone):
+                    self.ask(member, "unload", member.blocks)
+
+    def close(self) -> None:
+        """Release all servers, so that their workers free blocks and caches.
+
+        Afterwards, `check_open` and `way` raise UsageError. A second call does nothing.
+        """
+        self.closed = True
+        for member in self.members:
+            if member.state not in ("offline", "gone"):
+                self._release(member)  # before the state changes: after an interrupt, a second call does it again
+                with self._changed:
+                    member.rest("offline")
+
+    @property
+    def ended(self) -> bool:
+        """True once the swarm was closed or the agent has ended."""
+        return self.closed or self._agent.closed
+
+    def check_open(self) -> None:
+        """Raise UsageError if the swarm is closed.
+
+        Methods that need servers call this first.
+        """
+        if self.closed:
+            raise UsageError("this swarm is closed: call nbdist.swarm.serve again")
+
+    # -- ways ---------------------------------------------------------------------------------
+
+    def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, Member]]:
+        """Return a route through these blocks: the fastest one, or a random one that spreads the load (``spread``).
+
+        If nobody serves a block, a server loads it first. If no server can, wait while a worker is joining, and for
+        ``route_timeout`` seconds in any case; then raise `NoRoute`.
+        """
+        began = time.monotonic()
+        while True:
+            self.check_open()
+            try:
+                if not self._mended(begin, end):
+                    continue
+            except NoRoute:
+                if not self._may_come(began):
+                    raise
+                continue
+            members = self._serving()
+            offers = {name: member.offer() for name, member in members.items()}
+            try:
+                if spread:
+                    spans = routing.spread(offers, begin, end, self._choose)
+                else:
+                    spans = routing.route(offers, begin, end)
+            except NoRoute:
+                continue  # a server has been lost since `_mended`
+            return [(span, members[span.server]) for span in spans]
+
+    def _serving(self) -> dict[str, Member]:
+        """Return the members that may get new work, by name."""
+        now = time.monotonic()
+        return {member.name: member for member in self.members if member.serves(now)}
+
+    def _may_come(self, since: float) -> bool:
+        """Wait a moment for a worker to join; return False if the time for that, counted from ``since``, is over.
+
+        A thread that finds no route calls this before it tries again.
+        """
+        with self._changed:
+            joining = any(member.state == "joining" for member in self._members.values())
+            if not joining and time.monotonic() - since >= self._route_timeout:
+                return False
+            with blocking_wait():
+                self._changed.wait(0.1)
+        return True
+
+    def _mended(self, begin: int, end: int) -> bool:
+        """Let servers load the blocks that nobody serves; return False if one failed and this has to be done again.
+
+        A server that fails is banned or lost afterwards, so the next try takes others. Raises `NoRoute`.
+        """
+        try:
+            self._mend(begin, end)
+        except Gone:
+            return False
+        return True
+
+    def _mend(self, begin: int, end: int) -> None:
+        """Let servers load those of these blocks that nobody serves; does nothing if there are none.
+
+        Raises `NoRoute`, which says why other servers do not serve, or `Gone` if a server fails: one that dies is
+        lost, one that cannot load, such as for lack of memory, is banned.
+        """
+        if not _missing(self._serving(), begin, end):
+            return
+        with self._arranging:
+            members = self._serving()
+            blocks = {name: member.blocks for name, member in members.items()}
+            room = {name: member.room for name, member in members.items()}
+            try:
+                spans = routing.assign(blocks, begin, end, self._sizes, room)
+            except NoRoute as error:
+                raise NoRoute("; ".join([str(error), *self._excused()])) from None
+            for span in spans:  # a quick call first: finding that a server hangs must not take as long as loading may
+                self.ask(members[span.server], "info")
+            asked = [
+                self.send(members[span.server], "load", span.begin, span.end, extra=_LOADING_SECONDS) for span in spans
+            ]
+            for span, answer in zip(spans, asked, strict=True):
+                member, wanted = members[span.server], named(range(span.begin, span.end))
+                try:
+                    loaded = self.outwait(member, answer)
+                except Gone:
+                    raise
+                except Exception as error:  # such as MemoryError
+                    self._ban(member, f"could not take {wanted}: {type(error).__name__}: {error}")
+                    raise Gone(f"{member.name}: {error}") from error
+                with self._changed:
+                    if member.state == "online":
+                        member.blocks = loaded
+                self._journal.tell(f"{member.name} takes {wanted}")
+
+    def _excused(self) -> list[str]:
+        """Return why each server that is not online does not serve, for error messages."""
+        told = [member.told(time.monotonic(), self._sizes, None) for member in self.members]
+        return [
+            f"{each['name']} is {each['state']}{': ' if each['note'] else ''}{each['note']}"
+            for each in told
+            if each["state"] != "online"
+        ]
+
+    # -- calls --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Return a context manager to enter around calls of servers.
+
+        Inside, calls are made by the agent with which the crew was made, whatever agent the calling thread has, and a
+        user's distributed autograd context does not record them.
+        """
+        with self._agent.activate(), recorder().contexts.outside():
+            yield
+
+    def send(self, member: Member, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
+        """Call a method of a server, without waiting; `answer` takes the future that is returned.
+
+        The call times out ``extra`` seconds after the time of a step. A call to a server that is known to be lost
+        returns a failed future.
+        """
+        timeout = self.step_timeout + extra
+        try:
+            found: Future[Any] = getattr(member.server.rpc_async(timeout), method)(*args, **kwargs)
+        except (WorkerLost, RRefError) as error:
+            found = Future()
+            # Without its traceback, whose frames refer to the future and to the session's cache.
+            found.set_exception(error.with_traceback(None))
+        return found
+
+    def answer(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
+        """Wait for a call's result and return it; a large result is fetched in pieces.
+
+        Notes what a failure says of the server. Errors of the computation itself are raised as they are.
+
+        Args:
+            member: the server that was called.
+            asked: what `send` returned.
+            within: seconds to wait from now on; by default until the call itself times out.
+
+        Raises:
+            Gone: the server is lost, or has not answered in time and is banned.
+            Forgotten: the server does not have the block or the session, or its input has not arrived.
+        """
+        with member.asked():
+            try:
+                found = asked.wait(within)
+                if isinstance(found, StepReply):
+                    found = found._replace(result=fetch(found.result, self.step_timeout))
+                return found
+            # Errors lose their tracebacks: the call refers to the error, whose frames refer to the call and to a
+            # session's cache, which would stay until the garbage collector runs.
+            except (WorkerLost, RRefError) as error:
+                self.lose(member.incarnation, error)
+                raise Gone(member.name) from error.with_traceback(None)
+            except RpcTimeout as error:
+                self._ban(member)
+                raise Gone(f"{member.name} did not answer") from error.with_traceback(None)
+            except NotHere as error:
+                with contextlib.suppress(NbdistError):
+                    found = member.server.rpc_sync(self.step_timeout).info()
+                    with self._changed:
+                        member.blocks = [number for number in member.blocks if number in found.blocks]
+                raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
+            except (NoSession, TimeoutError) as error:
+                raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
+
+    def outwait(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
+        """Wait for a call that may take long, like `answer`, as long as its worker answers another call meanwhile.
+
+        The worker is asked every ``within`` seconds, by default the time of a step; no answer raises `Gone`.
+        """
+        within = self.step_timeout if within is None else within
+        with member.asked():
+            while not asked.done():
+                with contextlib.suppress(Exception):  # an error of the call is raised by `answer` below
+                    asked.wait(within)
+                if not asked.done():  # call the worker, not the server, which may not have been made yet
+                    self.answer(member, api.rpc_async(member.name, _do_nothing, timeout=within))
+        return self.answer(member, asked)
+
+    def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a server and wait for its result: `send`, then `answer`.
+
+        The errors are those of `answer`: `Gone` if the server is lost or does not answer, its subclass
+        `Forgotten` if it lacks the block, the session or its input, or the method's own.
+        """
+        return self.answer(member, self.send(member, method, *args, **kwargs))
+
+    def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
+        """Call a server's `forward` or `backward` and return its result; note how fast the server was.
+
+        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through.
+        """
+        began = time.perf_counter()
+        reply: StepReply = self.ask(
+            member, method, *map(leave, args), points=self.spend(method, tokens), patience=self.step_timeout
+        )
+        member.answered(reply, time.perf_counter() - began, tokens, blocks)
+        return reply.result
+
+    def abandon(self, session: str, members: Sequence[Member] | None = None, begin: int | None = None) -> None:
+        """Tell all servers, or ``members``, to drop a session, or its span at ``begin``; does not wait.
+
+        Servers that do not have it ignore the call.
+        """
+        with self.working():
+            for member in self.there if members is None else members:
+                if member.there:
+                    self.send(member, "close", session, begin)
+
+
+class _Listener:
+    """The agent's listener that tells a crew of lost workers; it holds the crew weakly."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = weakref.ref(crew)
+
+    def __call__(self, record: Record, why: str) -> None:
+        crew = self._crew()
+        if crew is not None:
+            crew.lose(record.incarnation, why)
+
+
+def _do_nothing() -> None:
+    """Do nothing: an answer to this call shows that a worker lives."""
+
+
+def _die() -> None:
+    """Kill this process: runs on the worker that `Crew.kill` kills."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _missing(members: dict[str, Member], begin: int, end: int) -> bool:
+    """Return whether there is a block in the range that none of these members has."""
+    known = {number for member in members.values() for number in member.blocks}
+    return any(number not in known for number in range(begin, end))

@@ -1,0 +1,551 @@
+"""A session: one inference with caches on the servers of its route, for one sequence or for a batch of sequences.
+
+A route is a chain of spans; the client keeps the inputs of each span in a `History`::
+
+    client      hidden ──► history 0      history 1      history 2
+                           span 0 ──push► span 1 ──push► span 2 ──► result
+    servers                worker0        worker1        worker0
+
+    a step      `_through`: `_send` to all servers at once, then `_wait` for each in turn
+    worker1 serves span 1 no longer        `_replace`
+      ├─ it still answers (`leave`, `move`): another server takes its caches over        `_moved`
+      └─ it is dead: other servers load its blocks (`_opened`), then                     `_caught_up`
+           ├─ recover="fast": get all inputs of the history in one merged step           `_at_once`
+           └─ recover="exact", or the result of the merged step was different:
+              get the steps of the history one by one, equal to the last bit             `_again`
+
+The other spans are not touched: their servers keep their caches.
+
+============= =================================================================
+Session.state when
+============= =================================================================
+"idle"        between two steps
+"writing"     in a step
+"recovering"  in a step, or in `Session.settle`, while a span gets another server
+============= =================================================================
+
+Order of locks: a session's lock, then the crew's lock for giving blocks to servers, then the crew's lock for its list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import torch
+
+from nbdist.errors import NbdistError, UsageError
+from nbdist.rpc.futures import Future
+from nbdist.swarm import adapter
+from nbdist.swarm.client import merging
+from nbdist.swarm.client.routing import NoRoute, Span, named
+from nbdist.swarm.client.servers import Gone
+from nbdist.swarm.history import History, Operation, Step
+from nbdist.swarm.in_pieces import pieces
+from nbdist.swarm.server.session_caches import REPLAYED, StepReply
+
+if TYPE_CHECKING:
+    from nbdist.swarm.client.server_record import Member
+    from nbdist.swarm.swarm import Swarm
+
+__all__ = ["Recover", "Session", "check_recover"]
+
+Recover = Literal["exact", "fast"]
+
+_numbers = itertools.count()
+_MAX_LOST_SERVERS = 16
+"""Servers that may fail one after the other in one step of a session before the step fails with `NoRoute`."""
+_PUSH_SECONDS = 0.5
+"""Seconds for which the client waits for a server's result before it sends that server's input itself.
+
+The server before should have pushed the input, but a push may get lost. Sending it twice is harmless.
+"""
+
+
+@dataclass(eq=False)
+class _Part:
+    """A span of the route, the server of that span, and the inputs that have gone into it."""
+
+    span: Span
+    member: Member
+    history: History
+    used: bool = False
+    """True if the server may have computed something for the session, so that its caches are not empty."""
+    linked: _Part | None = field(default=None, repr=False)
+    """The part to which the server has been told to push its output."""
+
+
+def check_recover(value: Any) -> Recover:
+    """Return ``value``, a user's argument ``recover``; raise UsageError if it is not one of `Recover`."""
+    if not isinstance(value, str) or value not in get_args(Recover):
+        raise UsageError(f'recover must be "exact" or "fast", not {value!r}')
+    return cast("Recover", value)
+
+
+class Session:
+    """One inference through some blocks of a swarm, with caches on the servers; made by `Swarm.session`.
+
+    Its lock lets one thread at a time take a step or move the session, so `settle` waits for a step to end.
+    """
+
+    def __init__(
+        self, swarm: Swarm, empty: Any, *, begin: int = 0, end: int, recover: Recover = "exact", expected: int = 0
+    ) -> None:
+        self.id = f"{os.getpid()}.{next(_numbers)}"
+        """The name by which servers know the session, unique among the sessions of this process."""
+        self.recover: Recover = recover
+        self.state: Literal["idle", "writing", "recovering"] = "idle"
+        self._swarm = swarm
+        self._crew = swarm.crew
+        self._journal = swarm.journal
+        self._empty = empty  # the cache with which servers begin
+        self._begin, self._end = begin, end
+        self._expected = expected
+        self.rows = 1
+        """The number of sequences in the batch, as of the last step."""
+        self._before: list[Operation] = []
+        """Operations on the client's cache since the last step."""
+        self._parts: list[_Part] = []
+        """The route; empty before the first step."""
+        self._refusal = ""
+        """Why further steps fail; empty while the session is usable."""
+        self._number = 0
+        """The number of the last step; all servers know the step by it."""
+        self._lock = threading.RLock()
+
+    @property
+    def route(self) -> list[Span]:
+        """The spans that the session goes through, each with its server; empty before the first step."""
+        return [part.span for part in list(self._parts)]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the caches, of each sequence."""
+        return self._parts[0].history.tokens if self._parts else 0
+
+    def note(self, name: str, args: tuple[Any, ...]) -> None:
+        """Remember an operation on the client's cache; the servers do it to their caches before the next step.
+
+        Without another step, nothing happens to the servers' caches.
+        """
+        self._before.append(Operation(name, args))
+
+    def refuse(self, why: str) -> None:
+        """Fail all further steps with UsageError and this message; the first message stays.
+
+        The servers are not told.
+        """
+        self._refusal = self._refusal or why
+
+    def check_usable(self) -> None:
+        """Raise UsageError with the message of `refuse` if the session takes no further steps."""
+        if self._refusal:
+            raise UsageError(self._refusal)
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def step(self, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None = None) -> torch.Tensor:
+        """Take the hidden states of new tokens through all blocks; return the hidden states behind the last block.
+
+        Servers that are lost meanwhile are replaced. After any error the session is over, since some servers may have
+        taken the step and others not: all further steps raise UsageError.
+
+        Args:
+            hidden: (sequences, new tokens, width).
+            calls: for each block, how it is called: its `LayerCall`.
+            prompts: (blocks, sequences or 1, tokens, width), added to the hidden states of the first tokens of the
+                sequences before each block. Tokens count from the beginning of the session.
+
+        Raises:
+            NoRoute: a block is with no server, and none can take it; or more than 16 servers failed in this step.
+            CacheFull: the caches do not fit into a server's memory.
+            UsageError: the session is over.
+        """
+        with self._lock:
+            self.check_usable()
+            before, self._before = tuple(self._before), []
+            self.state = "writing"
+            try:
+                with self._crew.working():
+                    found = self._step(before, hidden, calls, prompts)
+                self._journal.stepped(self, hidden.shape[1])
+                return found
+            except BaseException as error:
+                # Some servers have taken the step; others have not, or still wait for its input. Before an interrupt,
+                # all may have taken it, but then the client's cache does not count its tokens: `RecordedCache.growing`.
+                self.refuse(
+                    f"this cache is of a call that failed: {type(error).__name__}: {error}\n"
+                    "Its contents are incomplete: start again with a new cache."
+                )
+                self._crew.abandon(self.id)
+                raise
+            finally:
+                self.state = "idle"
+
+    def _step(
+        self, before: tuple[Operation, ...], hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Take a step in pieces of `chunk` tokens; before the first step, open the session on a route."""
+        self.rows = hidden.shape[0]
+        self._expected = max(self._expected, self.tokens + hidden.shape[1])
+        if not self._parts:
+            self._parts = self._opened(self._begin, self._end)
+        # The position of the first new token: operations that crop the cache come first, by negative numbers.
+        begin = self.tokens + sum(min(0, each.args[0]) for each in before if each.name == "crop")
+        if prompts is not None:
+            prompts = prompts[:, :, begin : begin + hidden.shape[1]]
+        size = self._swarm.chunk
+        if size is None or hidden.shape[1] <= size:
+            return self._through(Step(before, hidden, tuple(calls), prompts if _is_some(prompts) else None))
+        found = []
+        for given, called in merging.split(hidden, calls, begin, size, adapter.windows(self._empty), self._begin):
+            prompt = prompts[:, :, : given.shape[1]] if prompts is not None else None
+            found.append(self._through(Step(before, given, tuple(called), prompt if _is_some(prompt) else None)))
+            prompts = prompts[:, :, given.shape[1] :] if prompts is not None else None
+            before = ()  # only before the first of the smaller steps
+        return torch.cat(found, 1)
+
+    def _through(self, step: Step) -> torch.Tensor:
+        """Take one step, with new servers in place of those that are lost; return what comes out of the last span.
+
+        All servers are called at once. Each pushes its output to the next one, and also returns it to the client,
+        which adds it to the histories and needs it if the next server is lost.
+        """
+        self._number += 1
+        sent: dict[_Part, tuple[Future[StepReply], float]] = {}
+        hidden, at, tries = step.hidden, 0, 0
+        while at < len(self._parts):
+            part = self._parts[at]
+            own = self._own(part, step, hidden)
+            try:
+                if part not in sent:
+                    if not part.member.has(part.span, time.monotonic()):
+                        raise Gone(part.member.name)
+                    sent = self._send(at, step, hidden)
+                result = self._wait(part, *sent[part], own, first=not at)
+            except Gone as gone:
+                tries += 1
+                if tries > _MAX_LOST_SERVERS:
+                    raise NoRoute(
+                        f"{tries} servers failed one after the other in one step, the last: {gone}. Swarm.log says why."
+                    ) from gone
+                self._replace(at)
+                sent = {}
+                continue
+            part.history.add(own, result)
+            part.used = True
+            hidden, at = result, at + 1
+        return hidden
+
+    def _own(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
+        """Return the part of a step that concerns the blocks of one span; ``hidden`` is the input of that span."""
+        span = slice(part.span.begin - self._begin, part.span.end - self._begin)
+        return Step(step.before, hidden, step.calls[span], step.prompts[span] if step.prompts is not None else None)
+
+    def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[StepReply], float]]:
+        """Call all servers from span ``at`` on for a step; return each call's future and the time of sending it.
+
+        The first one gets ``hidden`` with the call; the others wait until the server before them pushes their input.
+        """
+        self._link()
+        crew, tokens = self._crew, hidden.shape[1]
+        points = crew.spend("step", hidden.shape[0] * tokens)
+        nothing = hidden.new_empty(0)
+        found = {}
+        for number, part in enumerate(self._parts[at:]):
+            told = self._own(part, step, nothing if number else hidden)
+            if not number:
+                told = self._sent(part, self._number, told)
+            asked = crew.send(
+                part.member,
+                "step",
+                self.id,
+                part.span.begin,
+                self._number,
+                tokens,
+                told,
+                behind=number * crew.step_timeout,
+                patience=crew.step_timeout,
+                points=points,
+                extra=number * crew.step_timeout,
+            )
+            found[part] = asked, time.perf_counter()
+        return found
+
+    def _sent(self, part: _Part, number: int, own: Step) -> Step:
+        """Return the step to send; a large input is pushed ahead of it in pieces, and the step goes without it."""
+        if len(pieces(own.hidden)) == 1:
+            return own
+        self._bring(part, number, own.hidden)
+        return own._replace(hidden=own.hidden.new_empty(0))
+
+    def _bring(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
+        """Push a step's input to a server from the client, in pieces; does not wait.
+
+        ``number`` is the number of the step. Sending a piece twice is harmless.
+        """
+        for at, piece in pieces(hidden):
+            self._crew.send(part.member, "push", self.id, part.span.begin, number, at, piece)
+
+    def _wait(self, part: _Part, asked: Future[StepReply], since: float, own: Step, *, first: bool) -> torch.Tensor:
+        """Return a server's result of a step; `Gone` if it is lost.
+
+        ``first`` says that its input went with the call. Any other server may wait for a push that got lost, so
+        the client pushes the input after `_PUSH_SECONDS` seconds.
+        """
+        if not first:
+            with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
+                asked.wait(_PUSH_SECONDS)
+            if not asked.done():
+                self._bring(part, self._number, own.hidden)
+        # The server has its input by now. Only from here on does its time count: it is not to blame for servers before.
+        reply = self._crew.answer(part.member, asked, None if first else self._crew.step_timeout)
+        elapsed = time.perf_counter() - since if first else None
+        tokens = own.hidden.shape[0] * own.hidden.shape[1]
+        part.member.answered(reply, elapsed, tokens, len(own.calls))
+        found: torch.Tensor = reply.result
+        return found
+
+    # -- ways ---------------------------------------------------------------------------------
+
+    def _opened(self, begin: int, end: int) -> list[_Part]:
+        """Find a route through these blocks and open the session on all of its servers; try again if one is lost.
+
+        Raises `NoRoute` after 16 attempts, or if a block has no server.
+        """
+        for _ in range(_MAX_LOST_SERVERS):
+            way = self._crew.way(begin, end)
+            parts = [_Part(span, member, self._history()) for span, member in way]
+            try:
+                self._open(parts)
+            except BaseException as error:
+                self._crew.abandon(self.id, [part.member for part in parts])
+                if not isinstance(error, Gone):
+                    raise
+                continue
+            return parts
+        raise NoRoute(
+            f"on every route through blocks {begin} to {end - 1} a server failed while the session was opened; "
+            "Swarm.log says why"
+        )
+
+    def _open(self, parts: Sequence[_Part]) -> None:
+        """Open the session on the servers of these parts.
+
+        All at once if caches are unlimited. Otherwise one after the other, in the order of the route: two sessions
+        that each hold memory on one server and wait for the other's would never end.
+        """
+        crew = self._crew
+        limited = crew.options.cache_bytes is not None
+        asked = []
+        for part in parts:
+            blocks = part.span.end - part.span.begin
+            patience = self._swarm.cache_timeout if limited else 0.0
+            wants = self.rows, max(self._expected, self.tokens), blocks, patience
+            answer = crew.send(
+                part.member, "open", self.id, part.span.begin, self._empty, crew.incarnation, self._expected, wants,
+                extra=patience,
+            )  # fmt: skip
+            if limited:
+                crew.outwait(part.member, answer)
+            else:
+                asked.append((part, answer))
+        for part, answer in asked:
+            crew.answer(part.member, answer)
+
+    def _history(self) -> History:
+        return History(adapter.forgets(self._empty))
+
+    def _link(self) -> None:
+        """Tell each server to which server and span it has to push its output, where it does not know yet.
+
+        A server that is lost is skipped: the step notices it.
+        """
+        asked = []
+        for part, then in itertools.pairwise(self._parts):
+            if part.linked is not then:
+                asked.append(
+                    (
+                        part,
+                        then,
+                        self._crew.send(
+                            part.member, "link", self.id, part.span.begin, then.member.address, then.span.begin
+                        ),
+                    )
+                )
+        for part, then, answer in asked:
+            with contextlib.suppress(Gone):  # the step will notice that the server is gone
+                self._crew.answer(part.member, answer)
+                part.linked = then
+
+    def _replace(self, at: int) -> None:
+        """Give span number ``at`` of the route to other servers, or open it again on its own, with caches as they were.
+
+        Called when its server is gone, is banned, leaves the swarm, has given blocks away, has lost the session (then
+        it may get the span back), or has not got its input in time.
+        Raises `NoRoute` if other servers fail in each of 16 attempts, or if none can take the span; the route is as
+        before then.
+        """
+        self.state = "recovering"
+        self._journal.news()
+        part = self._parts[at]
+        for _ in range(_MAX_LOST_SERVERS):
+            try:
+                parts = self._moved(part) or self._caught_up(part)
+            except Gone:
+                continue
+            self._parts[at : at + 1] = parts
+            for other in self._parts[max(0, at - 1) : at + len(parts)]:
+                other.linked = None
+            self.state = "writing"
+            return
+        raise NoRoute(
+            f"no server could take over the session from {part.member.name}: each one failed while it was given "
+            "the session's inputs. Swarm.log says why."
+        )
+
+    def _moved(self, part: _Part) -> list[_Part] | None:
+        """Move the caches of a span to another server; None if that is not possible, and `_caught_up` has to be used.
+
+        It is possible while the old server answers and one other server has all blocks of the span.
+        """
+        if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
+            return None
+        way = self._crew.way(part.span.begin, part.span.end)
+        if len(way) != 1:
+            return None
+        ((span, member),) = way
+        if member is part.member:
+            return None
+        try:
+            self._crew.ask(
+                member,
+                "adopt",
+                self.id,
+                span.begin,
+                span.end,
+                part.member.address,
+                part.span.begin,
+                self._crew.incarnation,
+                self._crew.step_timeout,
+                extra=self._crew.step_timeout,
+            )
+        except NbdistError as error:  # the old server, or the new one, may have died meanwhile
+            self._journal.tell(f"session {self.id} could not be moved to {member.name}: {error}")
+            return None
+        self._crew.abandon(self.id, [part.member], part.span.begin)
+        self._journal.tell(f"session {self.id} moved from {part.member.name} to {member.name}, {_named(span)}")
+        return [_Part(span, member, part.history, used=True)]
+
+    def _caught_up(self, gone: _Part) -> list[_Part]:
+        """Open a span on other servers and replay its history there; return their parts. Logs how long it took.
+
+        Raises `Gone` if one of the new servers fails; the lost server's part is not changed then.
+        """
+        began = time.perf_counter()
+        history = gone.history
+        parts = self._opened(gone.span.begin, gone.span.end)
+        how = "nothing to do again"
+        if self.recover == "fast" and len(history.steps) > 1 and self._at_once(gone, parts):
+            how = f"{history.tokens} tokens at once"
+        elif history.steps:
+            if any(part.used for part in parts):  # the merged step failed, and has left wrong caches
+                parts = self._opened(gone.span.begin, gone.span.end)
+            for step in history.steps:
+                self._again(gone, parts, step)
+            how = f"{len(history.steps)} steps again"
+        if len(parts) == 1:
+            parts[0].history = history
+        if gone.member not in [part.member for part in parts]:
+            self._crew.abandon(self.id, [gone.member], gone.span.begin)  # it may live, and only not have answered
+        who = ", ".join(f"{part.member.name} ({_named(part.span)})" for part in parts)
+        self._journal.tell(f"session {self.id} goes on by {who}: {how}, {(time.perf_counter() - began) * 1e3:.0f} ms")
+        return parts
+
+    def _again(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
+        """Take a step of the lost part ``gone`` through its successors, one after the other; return the result.
+
+        Each successor adds the step to its history. Raises `Gone` if one of them is lost.
+        """
+        hidden = step.hidden
+        for part in parts:
+            span = slice(part.span.begin - gone.span.begin, part.span.end - gone.span.begin)
+            prompts = step.prompts[span] if step.prompts is not None else None
+            own = Step(step.before, hidden, step.calls[span], prompts)
+            reply: StepReply = self._crew.ask(
+                part.member,
+                "step",
+                self.id,
+                part.span.begin,
+                REPLAYED,
+                hidden.shape[1],
+                self._sent(part, REPLAYED, own),
+                push=False,
+                patience=self._crew.step_timeout,
+            )
+            part.history.add(own, reply.result)
+            part.used = True
+            hidden = reply.result
+        return hidden
+
+    def _at_once(self, gone: _Part, parts: Sequence[_Part]) -> bool:
+        """Replay the whole history as one merged step; return whether the result equals the old one within rounding.
+
+        If it does not, or the steps cannot be merged, the log says why, and the caches of ``parts`` are not usable.
+        """
+        try:
+            merged = merging.merge(gone.history, self._swarm.layout)
+            calls = tuple(adapter.LayerCall(*call) for call in merged.calls)
+            found = self._again(gone, parts, Step((), merged.hidden, calls, merged.prompts))
+            if merging.is_near(found, merged.result, merged.calls):
+                return True
+            why = "its result was different"
+        except Gone:
+            raise
+        except (merging.Unmergeable, RuntimeError, TypeError, ValueError, IndexError) as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._journal.tell(f"session {self.id}: replaying all steps at once failed ({why}); replaying step by step")
+        for part in parts:
+            part.used = True  # the server may have computed something, so the session has to be opened there anew
+        return False
+
+    def settle(self) -> None:
+        """Move the session away from servers that no longer serve its spans; waits for a step to end.
+
+        A span that cannot move now stays, with a line in the log: the next step tries again. Called when a worker
+        leaves the swarm or gives blocks away. For a session that is over, it does nothing.
+        """
+        with self._lock:
+            if self._refusal:
+                return
+            try:
+                for part in list(self._parts):
+                    if not part.member.has(part.span, time.monotonic()):
+                        self._leave(part)
+            finally:
+                self.state = "idle"
+
+    def _leave(self, part: _Part) -> None:
+        """Replace the server of a part; an error goes to the log only.
+
+        The next step tries again, and raises an error that comes again.
+        """
+        try:
+            with self._crew.working():
+                self._replace(self._parts.index(part))
+        except NbdistError as error:  # the next step tries again, and raises it if it fails again
+            self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
+
+
+def _is_some(prompts: torch.Tensor | None) -> bool:
+    return prompts is not None and prompts.shape[2] > 0
+
+
+def _named(span: Span) -> str:
+    return named(range(span.begin, span.end))

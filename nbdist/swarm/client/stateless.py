@@ -1,0 +1,215 @@
+"""Calls blocks without a cache, as training does: forward, and backward on whatever servers have the blocks then.
+
+The client keeps the input of each span; for the backward pass, a server computes the span again. With micro-batches,
+each one takes its own random route, all at the same time, so that no server waits for the one before it::
+
+    micro-batch 0   ─► worker0 ─► worker2 ─►┐
+    micro-batch 1   ─► worker1 ─► worker2 ─►├─ results, concatenated; for each one the inputs of its spans (`_Entrance`)
+    micro-batch 2   ─► worker0 ─► worker1 ─►┘
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nbdist.rpc.futures import blocking_wait
+from nbdist.swarm import stacking
+from nbdist.swarm.client.routing import NoRoute
+from nbdist.swarm.client.servers import Gone
+from nbdist.swarm.stacking import StackInput
+
+if TYPE_CHECKING:
+    from nbdist.swarm.swarm import Swarm
+
+__all__ = ["forward", "through"]
+
+_TRIES = 16
+"""Servers that may fail one after the other in one micro-batch before the call fails with `NoRoute`."""
+_MAX_THREADS = 8
+"""Micro-batches that are computed at the same time, at most."""
+
+
+class _Entrance(NamedTuple):
+    """The input of a span of blocks, which the backward pass needs."""
+
+    begin: int
+    end: int
+    item: StackInput
+
+
+def through(
+    swarm: Swarm, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
+) -> torch.Tensor:
+    """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
+
+    If ``hidden`` or ``prompts`` require gradients, so does the result. Raises `NoRoute`.
+    """
+    if prompts is not None:
+        prompts = prompts[:, :, : hidden.shape[1]]  # the sequences may be shorter than the prompts
+    wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
+    if torch.is_grad_enabled() and wanted:
+        found: torch.Tensor = _Through.apply(hidden, prompts, swarm, begin, calls)  # type: ignore[no-untyped-call]
+        return found
+    return forward(swarm, begin, StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout))[0]
+
+
+def forward(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
+    """Take an item through its blocks in micro-batches; return the hidden states, and the entrances of each one.
+
+    An entrance is the input of one span, which the backward pass sends again. Raises `NoRoute`.
+    """
+    parts = stacking.parts(item, swarm.micro_batch)
+    found = _each(swarm, [(_one, (swarm, begin, part)) for part in parts])
+    return torch.cat([result for result, _ in found]), [way for _, way in found]
+
+
+def _one(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
+    """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on.
+
+    Raises `NoRoute` after too many lost servers.
+    """
+    found: list[_Entrance] = []
+    hidden, at, end = item.hidden, begin, begin + len(item.calls)
+    tries = 0
+    while at < end:
+        try:
+            for span, member in swarm.crew.way(at, end, spread=True):
+                own = _of_blocks(item, hidden, begin, span.begin, span.end)
+                size = hidden.shape[0] * hidden.shape[1]
+                blocks = span.end - span.begin
+                hidden_after = swarm.crew.compute(
+                    member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
+                )
+                found.append(_Entrance(span.begin, span.end, own))
+                hidden, at = hidden_after, span.end
+        except Gone as gone:
+            tries = _count(tries, gone)
+    return hidden, found
+
+
+def _count(tries: int, gone: Gone) -> int:
+    """Return ``tries``, the servers that failed before this one, and one more; raise `NoRoute` if that is too many."""
+    tries += 1
+    if tries > _TRIES:
+        raise NoRoute(f"{tries} servers failed one after the other, the last: {gone}. Swarm.log says why.") from gone
+    return tries
+
+
+def _of_blocks(item: StackInput, hidden: torch.Tensor, first: int, begin: int, end: int) -> StackInput:
+    """Return the item for a span of the blocks of ``item``, which begin with ``first``; ``hidden`` is its input."""
+    span = slice(begin - first, end - first)
+    prompts = item.prompts[span] if item.prompts is not None else None
+    return StackInput(hidden, item.calls[span], prompts, None, item.layout)
+
+
+class _Through(torch.autograd.Function):
+    """The autograd function for a row of blocks; its inputs are ``hidden`` and ``prompts``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, swarm: Swarm, begin: int, calls: Sequence[Any]
+    ) -> torch.Tensor:
+        """Compute the blocks; keep the inputs of all spans for the backward pass."""
+        item = StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout)
+        found, ctx.ways = forward(swarm, begin, item)
+        ctx.swarm, ctx.begin = swarm, begin
+        ctx.shape = prompts.shape if prompts is not None else None
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Backpropagate each micro-batch along the spans of its forward pass.
+
+        Prompts that are shared by all sequences get the sum of the micro-batches' gradients.
+        """
+        (gradient,) = gradients
+        sizes = [way[0].item.hidden.shape[0] for way in ctx.ways]
+        given = gradient.split(sizes)
+        found = _each(ctx.swarm, [(_back, (ctx.swarm, way, part)) for way, part in zip(ctx.ways, given, strict=True)])
+        prompts = None
+        if ctx.shape is not None:
+            parts = [torch.cat(part) for _, part in found]  # one for each micro-batch
+            prompts = torch.cat(parts, 1) if ctx.shape[1] > 1 else sum(parts[1:], parts[0])
+        return torch.cat([part for part, _ in found]), prompts, None, None, None
+
+
+def _back(swarm: Swarm, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Backpropagate one micro-batch through all its spans.
+
+    Returns the gradient of its input, and the gradients of the prompts of each span, from the first span on.
+    """
+    prompts: list[torch.Tensor] = []
+    for entrance in reversed(way):
+        gradient, own = _back_through(swarm, entrance, gradient)
+        prompts[:0] = own
+    return gradient, prompts
+
+
+def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Backpropagate through one span of the forward pass, on the servers that have its blocks now.
+
+    If those are several, the inputs of all but the first are computed again. When a server is lost, the whole span is
+    done again on a new route. Returns the gradient of the input, and the gradients of the prompts by server.
+    """
+    begin, end, item = entrance
+    tries = 0
+    while True:
+        try:
+            way = []
+            hidden = item.hidden
+            size = hidden.shape[0] * hidden.shape[1]
+            for span, member in swarm.crew.way(begin, end, spread=True):
+                own = _of_blocks(item, hidden, begin, span.begin, span.end)
+                way.append((span, member, own))
+                if span.end < end:
+                    blocks = span.end - span.begin
+                    hidden = swarm.crew.compute(
+                        member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
+                    )
+            found = gradient
+            prompts: list[torch.Tensor] = []
+            for span, member, own in reversed(way):
+                blocks = span.end - span.begin
+                found, prompt = swarm.crew.compute(
+                    member, "backward", size, blocks, span.begin, own.hidden, own.calls, found, own.prompts, own.layout
+                )
+                if prompt is not None:
+                    prompts.insert(0, prompt)
+        except Gone as gone:
+            tries = _count(tries, gone)
+        else:
+            return found, prompts
+
+
+def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+    """Run all (function, arguments), up to 8 at a time on threads of their own; return the results in order.
+
+    The first error, in that order, is raised once the jobs before it are done. Jobs that have not begun are cancelled
+    then, and nobody waits for the others.
+    """
+
+    def run(job: tuple[Any, tuple[Any, ...]]) -> Any:
+        with swarm.crew.working(), torch.no_grad():
+            return job[0](*job[1])
+
+    if len(jobs) == 1:
+        return [run(jobs[0])]
+    # Each job runs in a copy of the calling thread's context variables.
+    pool = concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, len(jobs)), "micro-batch")
+    try:
+        with blocking_wait():
+            context = [contextvars.copy_context() for _ in jobs]
+            asked = [pool.submit(each.run, run, job) for each, job in zip(context, jobs, strict=True)]
+            return [each.result() for each in asked]
+    finally:
+        # After an error or an interrupt, the other results are not wanted.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _detached(prompts: torch.Tensor | None) -> torch.Tensor | None:
+    return prompts.detach() if prompts is not None else None

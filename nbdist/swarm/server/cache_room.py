@@ -1,0 +1,108 @@
+"""Cache memory of a server's sessions: a `Budget` with a lock, and threads that wait until it grants their tickets."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from nbdist.rpc.futures import blocking_wait
+from nbdist.swarm.server.cache_budget import Budget, CacheFull, Ticket
+from nbdist.swarm.server.session_caches import NoSession, ServerSession
+
+__all__ = ["Room"]
+
+_GROWTH = 1.25
+"""A session with more tokens than it expected reserves this many times what it needs, so as not to ask at each step."""
+
+Key = tuple[str, int]
+"""The id of a session, and the first block of its span."""
+
+
+class Room:
+    """The cache memory of one server: up to ``limit`` bytes, None for no limit. Any thread may call it."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._budget = Budget(limit)
+        self._changed = threading.Condition()
+
+    @property
+    def used(self) -> int:
+        """Bytes that are reserved."""
+        return self._budget.used
+
+    @property
+    def wanting(self) -> int:
+        """The number of tickets that wait for memory."""
+        with self._changed:
+            return len(self._budget.waiting)
+
+    def of(self, key: Key) -> int:
+        """Return the bytes that a session has reserved for its span."""
+        return self._budget.of(key)
+
+    def reserve(self, key: Key, session: ServerSession, per_token: float, tokens: int, deadline: float) -> None:
+        """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; wait for it until ``deadline`` if necessary.
+
+        Reserves for all tokens that the session expects, if so many can ever fit. Does nothing if the session has
+        reserved enough already.
+
+        Raises:
+            CacheFull: the memory can never suffice, or did not become free in time.
+            NoSession: the session ended meanwhile.
+        """
+        has = self.of(key)
+        # ``per_token`` is 0 as long as no step has shown what a token takes; then nothing is reserved.
+        if per_token * tokens <= has:
+            return
+        expected = max(session.expected, tokens, int(_GROWTH * tokens) if has else 0)
+        with self._changed:
+            if session.ended:
+                raise NoSession(session.ended)
+            try:
+                ticket = self._budget.ask(key, int(per_token * expected) - has, deadline)
+            except CacheFull:
+                if expected == tokens:
+                    raise
+                ticket = self._budget.ask(key, int(per_token * tokens) + 1 - has, deadline)
+            self._await(ticket, session, deadline)
+        if ticket.state == "expired":
+            raise CacheFull(
+                f"{ticket.nbytes} bytes for the caches of session {key[0]} did not become free in time: "
+                f"{self.used} of {self._budget.limit} are in use. Wait until other sessions end, "
+                "or call serve with more cache_bytes. A longer cache_timeout helps only when sessions start."
+            )
+        if session.ended:
+            raise NoSession(session.ended)
+
+    def _await(self, ticket: Ticket, session: ServerSession, deadline: float) -> None:
+        """Wait until a ticket is granted or expired, or the session ends.
+
+        The caller holds the lock; it is released while this waits.
+        """
+        try:
+            with blocking_wait():
+                while ticket.state == "waiting" and not session.ended:
+                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                        self._budget.expire(time.monotonic())
+        finally:
+            if session.ended or ticket in self._budget.waiting:  # it still waits only if this thread was interrupted
+                self._budget.cancel(ticket)
+            self._changed.notify_all()
+
+    def release(self, key: Key) -> None:
+        """Free the memory of a session's span; threads that wait for memory for it are woken.
+
+        If nothing is reserved for it, nothing happens.
+        """
+        with self._changed:
+            self._budget.release(key)
+            self._changed.notify_all()
+
+    def expire(self, now: float) -> None:
+        """Expire the tickets whose deadline has come, and wake their threads.
+
+        Those threads raise CacheFull.
+        """
+        with self._changed:
+            if self._budget.expire(now):
+                self._changed.notify_all()

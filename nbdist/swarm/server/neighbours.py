@@ -1,0 +1,79 @@
+"""Lets the servers of a swarm call each other, by an `Address`: the worker's name and the server's key.
+
+They do not use remote references: if a server's worker is dead, sending a reference to it would already fail, in the
+client that sends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nbdist.errors import NbdistError
+from nbdist.rpc.api import rpc_async, rpc_sync
+from nbdist.swarm.in_pieces import pieces
+
+if TYPE_CHECKING:
+    from nbdist.swarm.server.server import Server
+
+__all__ = ["Address", "NobodyThere", "call", "hand_on", "register"]
+
+_PUSH_TIMEOUT = 60.0
+"""Seconds until a push of hidden states times out; the client pushes them itself long before."""
+
+_servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
+"""The servers of this process, by key."""
+
+
+class NobodyThere(NbdistError):
+    """A worker does not have the server of an address any more: its swarm was closed, or the worker restarted."""
+
+
+class Address(NamedTuple):
+    """The address of a server: the name of its worker, and the key under which it is registered there."""
+
+    worker: str
+    key: str
+
+
+def register(key: str, server: Server) -> None:
+    """Let other servers find a server of this process by its key; the registry holds it weakly.
+
+    A second call with the same key replaces the server.
+    """
+    _servers[key] = server
+
+
+def call(to: Address, timeout: float, method: str, *args: Any) -> Any:
+    """Call a method of another server and return its result.
+
+    Raises NobodyThere, WorkerLost or RpcTimeout if the server does not answer, or the error of the method.
+    """
+    return rpc_sync(to.worker, _here, args=(to.key, method, *args), timeout=timeout)
+
+
+def _here(key: str, method: str, *args: Any) -> Any:
+    """Call a method of the server with this key: runs on the worker that was called.
+
+    Raises NobodyThere if it is gone, and the errors of the method.
+    """
+    found = _servers.get(key)
+    if found is None:
+        raise NobodyThere(
+            "the server that was called is not on this worker any more: its swarm was closed, or the worker restarted"
+        )
+    return getattr(found, method)(*args)
+
+
+def hand_on(to: Address, session: str, begin: int, number: int, hidden: torch.Tensor) -> None:
+    """Push hidden states of step ``number`` to the next server, in pieces if they are large; does not wait.
+
+    A push that fails is no error: the client pushes the same hidden states when the next server does not answer.
+    """
+    with contextlib.suppress(NbdistError):
+        for at, piece in pieces(hidden):
+            args = (to.key, "push", session, begin, number, at, piece)
+            rpc_async(to.worker, _here, args=args, timeout=_PUSH_TIMEOUT)

@@ -1,0 +1,103 @@
+"""The queue of requests that a server has to compute: by priority, then in the order of arrival. Pure.
+
+Requests of one kind that can be computed as one are taken out together, up to a number of tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.errors import NbdistError
+
+__all__ = ["Pools", "QueuedRequest", "TooLarge", "prioritize"]
+
+
+class TooLarge(NbdistError):
+    """A request has more tokens than a server accepts (`Options.largest`)."""
+
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """One request to compute something.
+
+    ``work`` is opaque here: `nbdist.swarm.server.computing` puts its job into it.
+    """
+
+    kind: str
+    """"step", "forward", "backward" or "unload"."""
+    size: int
+    """The number of tokens, of all sequences."""
+    priority: float
+    """The request with the least priority is computed first."""
+    work: Any
+    together: Hashable = None
+    """A key: requests of one kind with equal keys can be computed as one. None if this one cannot."""
+    number: int = -1
+    """The position in the order of arrival, set by `Pools.submit`."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The key by which requests are sorted: the request with the least is computed first."""
+        return self.priority, self.number
+
+
+def prioritize(kind: str, tokens: int, points: float) -> float:
+    """Return the priority of a request: steps of sessions come before requests for training.
+
+    Among each of the two, requests with more points come first. The request with the least number is computed first.
+    """
+    return (0.0 if kind == "step" else 1.0) - points / (1.0 + abs(points)) / 2
+
+
+class Pools:
+    """The requests that wait. Not thread-safe: `Runtime` has the lock."""
+
+    def __init__(self, largest: int | None = None, batch: int = 4096) -> None:
+        self.largest = largest
+        """Tokens that one request may have; None for no limit."""
+        self.batch = batch
+        """Tokens that several requests computed as one may have in all."""
+        self._waiting: list[QueuedRequest] = []
+
+    def submit(self, request: QueuedRequest) -> None:
+        """Add a request; raise `TooLarge` if it has more than `largest` tokens."""
+        if self.largest is not None and request.size > self.largest:
+            raise TooLarge(
+                f"a {request.kind} of {request.size} tokens is more than the {self.largest} that a server accepts: "
+                "send fewer at a time (chunk, micro_batch), or call serve with a larger `largest`"
+            )
+        request.number = next(_numbers)
+        self._waiting.append(request)
+
+    def withdraw(self, request: QueuedRequest) -> bool:
+        """Remove a request that is not wanted any more; return False if it has been taken out already.
+
+        Called when the thread that waits for it gives up; after False, its result comes and is dropped.
+        """
+        if request not in self._waiting:
+            return False
+        self._waiting.remove(request)
+        return True
+
+    def take(self) -> list[QueuedRequest]:
+        """Take out the first request, and all later ones that can be computed with it; an empty list if none waits."""
+        found: list[QueuedRequest] = []
+        size = 0
+        # A request that does not fit into the batch is passed over, and later ones may still fit.
+        for request in sorted(self._waiting, key=lambda request: request.order):
+            alike = found and request.kind == found[0].kind and request.together == found[0].together
+            if not found or (alike and request.together is not None and size + request.size <= self.batch):
+                found.append(request)
+                size += request.size
+        for request in found:
+            self._waiting.remove(request)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._waiting)

@@ -1,0 +1,631 @@
+"""A worker's part in a swarm: the blocks that it has loaded, and the caches of the sessions that go through them.
+
+A `Server` is an object on the worker that clients call through a remote reference, so its methods run on the threads
+of the worker's RPC agent. Those threads only queue work and wait; one thread computes
+(`nbdist.swarm.server.computing`), and a server that computes still answers other calls. The output of a step goes to
+the session's next server at once, and also to the client, which keeps it in case a server dies.
+
+How a step of a session proceeds::
+
+    step()  ─► Held.asked ┐  `_go_on`: one thread at a time works for a session (`ServerSession.busy`)
+    push()  ─► Held.given ┴► Held.take_up ─► `_take`: reserve memory ─► computing thread ─┬─► next server: push()
+                                                                                          └─► the step's future
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nbdist.errors import NbdistError, RpcTimeout, RRefError, WorkerLost
+from nbdist.rpc.api import current_agent
+from nbdist.rpc.functions import async_execution
+from nbdist.rpc.futures import Future, blocking_wait
+from nbdist.swarm import adapter, stacking
+from nbdist.swarm.history import Step
+from nbdist.swarm.in_pieces import fetch, leave
+from nbdist.swarm.server import neighbours
+from nbdist.swarm.server.cache_room import Room
+from nbdist.swarm.server.computing import Runtime
+from nbdist.swarm.server.neighbours import Address
+from nbdist.swarm.server.queues import Pools, QueuedRequest, prioritize
+from nbdist.swarm.server.session_caches import NoSession, ServerSession, StepCall, StepReply
+
+if TYPE_CHECKING:
+    from nbdist.wire.messages import Record
+
+__all__ = ["Info", "NotHere", "Options", "Server"]
+
+
+class NotHere(NbdistError):
+    """A server does not have a block any more: the swarm has moved the block to another server."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of each server, which `nbdist.swarm.serve` takes as keyword arguments.
+
+    Example:
+        >>> nbdist.swarm.Options(cache_bytes=10**9).session_timeout
+        3600.0
+    """
+
+    cache_bytes: int | None = None
+    """Bytes of caches that a server may hold; None for no limit. A session waits for memory, or gets `CacheFull`."""
+    largest: int | None = None
+    """Tokens of all sequences that one request may have; None for no limit. A larger one fails with `TooLarge`."""
+    stack: bool = False
+    """True if requests without caches of several clients may be computed as one: faster, and equal within rounding."""
+    session_timeout: float = 3600.0
+    """Seconds without a call after which a server drops a session."""
+    prioritize: Callable[[str, int, float], float] = prioritize
+    """Returns the priority of a request: the queue computes the request with the least number first.
+
+    Arguments: the kind ("step", "forward", "backward"), the number of tokens, and the points that the client spends on
+    it. The function is sent to the servers. See `nbdist.swarm.server.queues.prioritize`, the default.
+    """
+
+
+class Info(NamedTuple):
+    """The state of a server, as `Swarm.info` returns it."""
+
+    pid: int
+    """The process id of the worker."""
+    blocks: list[int]
+    """The numbers of the blocks that are loaded."""
+    sessions: int
+    """The number of sessions with caches here."""
+    steps: int
+    """The number of steps computed so far, of all sessions."""
+    cache: int
+    """Bytes that are reserved for caches."""
+    wanting: int
+    """The number of requests for cache memory that wait."""
+    waiting: int
+    """The number of queued requests."""
+    busy: float
+    """Seconds spent on computing so far."""
+
+
+class Server:
+    """Loads and computes blocks of one model on a worker; clients call it through a remote reference.
+
+    ``folder`` is that of a `Checkpoint`; other servers find this one by ``key``. All methods may be called at the
+    same time by several threads.
+    """
+
+    def __init__(self, folder: str, options: Options | None = None, key: str = "") -> None:
+        self._options = options or Options()
+        self._checkpoint = adapter.Checkpoint(folder)
+        self._skeleton: Any = None
+        """The path of the model's list of layers, and that list without weights; None before the first `load`."""
+        self._blocks: dict[int, nn.Module] = {}
+        self._loading = threading.Lock()
+        """Held while blocks are loaded or dropped."""
+        self._sessions: dict[tuple[str, int], ServerSession] = {}
+        """By id of the session and first block of its span: a session may have several spans here."""
+        self._room = Room(self._options.cache_bytes)
+        self._per_token = 0.0
+        """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown it."""
+        self._steps = 0
+        self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
+        neighbours.register(key, self)
+        self._agent = current_agent()
+        weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
+
+    # -- blocks -------------------------------------------------------------------------------
+
+    def load(self, begin: int, end: int) -> list[int]:
+        """Load the blocks from ``begin`` to before ``end`` that are not here yet; return the numbers of all blocks.
+
+        An error of loading goes to the caller; the blocks that were loaded before it stay.
+        """
+        with self._loading:
+            missing = [number for number in range(begin, end) if number not in self._blocks]
+            if missing and self._skeleton is None:
+                model = adapter.build(self._checkpoint.config)
+                path = adapter.find_layers(model)
+                self._skeleton = path, model.get_submodule(path)
+            for number in missing:
+                path, layers = self._skeleton
+                self._checkpoint.fill(layers[number], f"{path}.{number}.")
+                self._blocks[number] = layers[number]
+            return sorted(self._blocks)
+
+    def unload(self, keep: Sequence[int]) -> list[int]:
+        """Drop all blocks but those in ``keep``; return the numbers of all blocks that are left.
+
+        Waits until the computing thread is between two requests. Numbers without a block are ignored.
+        """
+
+        def work() -> list[int]:  # on the computing thread, which otherwise might be inside one of these blocks
+            with self._loading:
+                for number in [number for number in self._blocks if number not in keep]:
+                    adapter.empty(self._blocks.pop(number))
+                return sorted(self._blocks)
+
+        found: list[int] = self._runtime.run(QueuedRequest("unload", 0, float("-inf"), (work, None)))
+        return found
+
+    def info(self) -> Info:
+        """Return the server's state without waiting for the computing thread."""
+        runtime = self._runtime
+        return Info(
+            os.getpid(),
+            sorted(self._blocks),
+            self._count(),
+            self._steps,
+            self._room.used,
+            self._room.wanting,
+            runtime.waiting,
+            runtime.busy,
+        )
+
+    def _count(self) -> int:
+        """Return the number of sessions; one with several spans here counts once."""
+        return len({id for id, _ in list(self._sessions)})
+
+    # -- sessions -----------------------------------------------------------------------------
+
+    def open(
+        self,
+        id: str,
+        begin: int,
+        cache: Any,
+        client: int,
+        expected: int = 0,
+        wants: tuple[int, int, int, float] | None = None,
+    ) -> None:
+        """Open a session at the span that begins with block ``begin``; if it is open there already, close it first.
+
+        ``cache`` is the empty cache that it begins with (a copy is used), ``client`` the incarnation of the agent
+        whose death ends the session, and ``expected`` the tokens that it will have in the end, 0 if unknown. ``wants``
+        is (sequences, tokens, blocks, seconds): reserve cache memory for so many, and wait so many seconds for it at
+        most; raises `CacheFull`.
+        """
+        session = ServerSession(copy.deepcopy(cache), client, expected)
+        self._enter(id, begin, session)
+        if wants is not None:
+            rows, tokens, blocks, patience = wants
+            per_token = rows * blocks * self._per_token
+            self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
+
+    def _enter(self, id: str, begin: int, session: ServerSession) -> None:
+        """Register a session at a span, in place of one that is there; keep the computing thread to look after it."""
+        before = self._sessions.pop((id, begin), None)
+        if before is not None:
+            self._end((id, begin), before, "it was opened anew")
+        self._sessions[id, begin] = session
+        self._runtime.keep()
+
+    def link(self, id: str, begin: int, to: Address, at: int) -> None:
+        """Push the output of a session's span to another server from now on, to its span that begins with ``at``.
+
+        Raises NoSession if the session is not here. A second call replaces the first.
+        """
+        self._find(id, begin).next = to, at
+
+    def close(self, id: str, begin: int | None = None) -> None:
+        """Drop a session, or only its span that begins with ``begin``; steps that wait for it fail with NoSession.
+
+        Does nothing if there is no such session.
+        """
+        for key in [key for key in list(self._sessions) if key[0] == id and begin in (None, key[1])]:
+            session = self._sessions.pop(key, None)
+            if session is not None:
+                self._end(key, session, "its client has closed it")
+
+    def _end(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
+        """End a session that was taken out of the table, and free its memory.
+
+        Calls that wait fail with `NoSession`, which gives ``why``.
+        """
+        session.end(f"session {key[0]} is over: {why}")
+        self._room.release(key)
+
+    def _find(self, id: str, begin: int) -> ServerSession:
+        """Return a session and note that it was used now; raise NoSession if it is not here."""
+        session = self._sessions.get((id, begin))
+        if session is None:
+            raise NoSession(
+                f"there is no session {id} at block {begin} on this server: it was closed, moved away, or never opened"
+            )
+        session.used = time.monotonic()
+        return session
+
+    def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
+        """Store hidden states of step ``number``, from token ``at`` on. Storing the same part twice is harmless.
+
+        The step is computed as soon as all of its hidden states, and the call of `step`, are here.
+        """
+        session = self._find(id, begin)
+        with session.changed:
+            session.give(number, at, hidden)
+        self._go_on((id, begin), session)
+
+    @async_execution
+    def step(
+        self,
+        id: str,
+        begin: int,
+        number: int,
+        tokens: int,
+        step: Step,
+        *,
+        push: bool = True,
+        behind: float = 0.0,
+        patience: float = 60.0,
+        points: float = 0.0,
+    ) -> Future[StepReply]:
+        """Compute step ``number`` of a session on the span that begins with block ``begin``; return a future.
+
+        The hidden states of the ``tokens`` new tokens are in ``step``, or are pushed before or after this call; no
+        thread waits for them. The last step may be asked for again, and has the same answer; an earlier one is an
+        error. Numbers go up, but a step that is replayed has the number `REPLAYED`.
+
+        Args:
+            id: the session.
+            begin: the first block of its span.
+            number: the number of the step, the same on all servers.
+            tokens: the number of new tokens.
+            step: what to do to the caches first, and how each block is called.
+            push: whether to push the output to the next server.
+            behind: seconds that the servers before this one may need.
+            patience: seconds after that until the hidden states have to be here. A wait for memory may take half of it.
+            points: what the client spends on the request, for its priority.
+        """
+        session = self._find(id, begin)
+        deadline = time.monotonic() + behind + patience
+        answer: Future[StepReply] = Future()
+        asked = StepCall(number, tokens, step, push, deadline, patience, points, answer)
+        with session.changed:
+            if session.ended:
+                raise NoSession(session.ended)
+            if step.hidden.numel():
+                session.give(number, 0, step.hidden)
+            session.asked.append(asked)
+        try:
+            self._go_on((id, begin), session)
+            return answer
+        finally:
+            del answer  # for the reason given at `StepCall.settle`: an error's frames must not hold the future
+
+    def _go_on(self, key: tuple[str, int], session: ServerSession) -> None:
+        """Take all steps of a session that are ready, one by one; do nothing if another thread is doing so.
+
+        The calling thread waits while the computing thread computes.
+        """
+        with session.changed:
+            if session.busy or session.exported:
+                return
+            session.busy = True
+        while True:
+            with session.changed:
+                found = session.take_up()
+                if found is None:
+                    session.busy = False
+                    session.changed.notify_all()
+                    return
+            asked, hidden = found
+            try:
+                seconds = 0.0
+                if hidden is not None:
+                    seconds = self._take(key, session, asked, hidden)
+                assert session.last is not None  # a step was taken
+                asked.settle(self._reply(session.last, seconds), None)
+            except BaseException as error:  # it goes to the client that asked for the step
+                asked.settle(None, error)
+                if not isinstance(error, Exception):
+                    with session.changed:
+                        session.busy = False
+                    raise
+
+    def _reply(self, result: Any, seconds: float) -> StepReply:
+        return StepReply(leave(result), seconds, self._room.used, self._count(), self._steps)
+
+    def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
+        """Compute one step on the computing thread and push its output; return the seconds that it took.
+
+        Reserves memory for the caches first; raises `CacheFull`. If the output is not pushed on, and that memory will
+        probably suffice, the computing thread answers the client, without waiting for this thread.
+        """
+        step, begin = asked.step, key[1]
+        rows, tokens = hidden.shape[:2]
+        span = (begin, begin + len(step.calls))
+        have = adapter.length(session.cache, span)
+        # Wait for memory for half of the time only: a client that waits too long takes this server for dead.
+        deadline = time.monotonic() + asked.patience / 2
+        per_token = rows * len(step.calls) * self._per_token
+        self._room.reserve(key, session, per_token, have + tokens, deadline)
+        fits = 0 < per_token * (have + tokens) <= self._room.of(key)  # an estimate, made before the step
+
+        def work() -> float:
+            began = time.perf_counter()
+            # inference_mode costs less than no_grad in each of a thousand operations. Its tensors become ordinary ones
+            # when they are sent.
+            with torch.inference_mode():
+                for operation in step.before:
+                    adapter.operate(session.cache, *operation, *span)
+                found = self._through(begin, hidden, step.calls, session.cache, step.prompts)
+            seconds = time.perf_counter() - began
+            session.taken_to(asked.number, found)
+            self._steps += 1
+            # Send at once, from this thread, because the next server waits for it; or the client does, after the last.
+            with self._agent.activate():
+                if asked.push and session.next is not None:
+                    neighbours.hand_on(session.next[0], key[0], session.next[1], asked.number, found)
+                elif fits:
+                    asked.settle(self._reply(found, seconds), None)
+            return seconds
+
+        seconds: float = self._run("step", rows * tokens, asked.points, work)
+        used, length = adapter.nbytes(session.cache, span), adapter.length(session.cache, span)
+        if used and not self._per_token:
+            self._per_token = used / (rows * length * len(step.calls))
+        self._room.reserve(key, session, used / max(1, length), length, deadline)
+        return seconds
+
+    def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
+        """Return what another server needs to continue a session on the blocks from ``first`` to before ``last``.
+
+        From then on this server computes no more steps of it. Waits up to ``patience`` seconds for the current step;
+        raises TimeoutError.
+        """
+        session = self._find(id, begin)
+        with blocking_wait(), session.changed:
+            while session.busy:
+                if not session.changed.wait(patience):
+                    raise TimeoutError(f"session {id} is still computing a step, so its caches cannot be moved now")
+            session.exported = True  # `_go_on` takes no more steps of it
+        return adapter.part(session.cache, first, last), session.taken, session.last, session.expected
+
+    def adopt(self, id: str, begin: int, end: int, other: Address, at: int, client: int, patience: float) -> None:
+        """Continue a session here on the blocks from ``begin`` to before ``end``, with caches fetched from ``other``.
+
+        ``at`` is the first block of the session's span there. Waits up to ``patience`` seconds for the caches, and as
+        long for memory.
+
+        Raises:
+            NoSession: the other server does not hand the session over.
+            CacheFull: the caches do not fit here.
+        """
+        try:
+            found = neighbours.call(other, patience, "export", id, at, begin, end, patience / 2)
+        except (neighbours.NobodyThere, WorkerLost, RpcTimeout, TimeoutError) as error:
+            # The client finds out by itself whether the other server is dead; this one is not to blame.
+            raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
+        cache, taken, last, expected = found
+        session = ServerSession(cache, client, expected)
+        session.taken, session.last = taken, last
+        tokens = adapter.length(cache, (begin, end))
+        self._enter(id, begin, session)
+        used = adapter.nbytes(cache, (begin, end))
+        try:
+            self._room.reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
+        except BaseException:
+            self.close(id, begin)
+            raise
+
+    # -- without a session --------------------------------------------------------------------
+
+    def forward(
+        self,
+        begin: int,
+        hidden: torch.Tensor,
+        calls: Sequence[adapter.LayerCall],
+        prompts: torch.Tensor | None = None,
+        layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
+        points: float = 0.0,
+        patience: float = 60.0,
+    ) -> StepReply:
+        """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
+
+        ``hidden`` and ``prompts`` may be `Left` with the client, in which case each piece has to arrive within
+        ``patience`` seconds. ``layout`` says which arguments have rows for each sequence. A second call computes again.
+        """
+        return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points, patience)
+
+    def backward(
+        self,
+        begin: int,
+        hidden: torch.Tensor,
+        calls: Sequence[adapter.LayerCall],
+        gradient: torch.Tensor,
+        prompts: torch.Tensor | None = None,
+        layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
+        points: float = 0.0,
+        patience: float = 60.0,
+    ) -> StepReply:
+        """Compute the blocks again and backpropagate ``gradient``, which is that of their output.
+
+        The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments are those
+        of `forward`. The weights get no gradients.
+        """
+        return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points, patience)
+
+    def _stateless(
+        self,
+        kind: str,
+        begin: int,
+        given: tuple[Any, Any, Any],
+        calls: Sequence[adapter.LayerCall],
+        layout: stacking.StackLayout,
+        points: float,
+        patience: float,
+    ) -> StepReply:
+        """Fetch the input of a request without a cache, let the computing thread compute it, and return the reply.
+
+        ``given`` is (hidden states, prompts, gradient). Raises TimeoutError if the client does not deliver them. With
+        `Options.stack`, requests without prompts that agree in kind, blocks and shape may be computed as one.
+        """
+        try:
+            hidden, prompts, gradient = fetch(given, patience)
+        except (WorkerLost, RpcTimeout, RRefError) as error:  # the client's fault, not this server's
+            raise TimeoutError(
+                f"the input has not arrived from the client: {error}. The client is too slow or gone, and this server "
+                "goes on; send the request again"
+            ) from None
+        item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)
+
+        def work(item: stacking.StackInput) -> tuple[Any, float]:
+            began = time.perf_counter()
+            found: Any
+            if kind == "forward":
+                with torch.no_grad():
+                    found = self._through(begin, item.hidden, item.calls, None, item.prompts)
+            else:
+                found = self._back(begin, item)
+            return found, time.perf_counter() - began
+
+        together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self._options.stack else None
+        size = hidden.shape[0] * hidden.shape[1]
+        found, seconds = self._run(kind, size, points, work, item, together if prompts is None else None)
+        return self._reply(found, seconds)
+
+    def _back(self, begin: int, item: stacking.StackInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the blocks of an item with gradients and backpropagate; runs on the computing thread."""
+        with torch.enable_grad():
+            given = item.hidden.detach().requires_grad_()
+            prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
+            wanted = [given] if prompts is None else [given, prompts]
+            found = torch.autograd.grad(self._through(begin, given, item.calls, None, prompts), wanted, [item.gradient])
+            return found[0], found[1] if prompts is not None else None
+
+    def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
+        """Call a block and return whether its result is a tuple with the hidden states in it: models differ in that.
+
+        Raises NotHere if the block is not on this server.
+        """
+
+        def work() -> bool:
+            args, kwargs = told
+            return isinstance(self._block(begin)(hidden, *args, **kwargs), tuple)
+
+        found: bool = self._run("step", 1, 0.0, work)
+        return found
+
+    # -- computing ----------------------------------------------------------------------------
+
+    def _run(
+        self,
+        kind: str,
+        size: int,
+        points: float,
+        work: Callable[..., Any],
+        item: stacking.StackInput | None = None,
+        together: Hashable = None,
+    ) -> Any:
+        """Queue work for the computing thread and wait for its result.
+
+        With ``item``, ``work`` takes it as its argument; with ``together`` too, the item may be stacked with items of
+        requests that have an equal key.
+        """
+        priority = float(self._options.prioritize(kind, size, points))  # no number: an error of this caller alone
+        return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
+
+    def _through(
+        self,
+        begin: int,
+        hidden: torch.Tensor,
+        calls: Sequence[adapter.LayerCall],
+        cache: Any,
+        prompts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Take hidden states through a block for each of ``calls``; ``prompts`` are added before each block."""
+        for number, told in enumerate(calls, begin):
+            if prompts is not None:
+                prompt = prompts[number - begin]
+                count = prompt.shape[1]
+                hidden = torch.cat([hidden[:, :count] + prompt, hidden[:, count:]], 1)
+            hidden = adapter.call(self._block(number), hidden, told, cache)
+        return hidden
+
+    def _block(self, number: int) -> nn.Module:
+        """Return a block; raise NotHere if this server does not have it."""
+        block = self._blocks.get(number)
+        if block is None:
+            raise NotHere(
+                f"this server does not have block {number}, only {sorted(self._blocks)}: the swarm has moved it"
+            )
+        return block
+
+    # -- looking after it ---------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Drop sessions and give up waits that have timed out; return whether any session is left.
+
+        The computing thread calls this about once a second, and ends after a while without sessions and requests.
+        """
+        now = time.monotonic()
+        for key, session in list(self._sessions.items()):
+            if now - session.used > self._options.session_timeout and not session.busy:
+                self._sessions.pop(key, None)
+                self._end(key, session, f"nobody has used it for {self._options.session_timeout:g} s")
+            session.expire(now)
+        self._room.expire(now)
+        return bool(self._sessions)
+
+    def on_lost(self, client: int) -> None:
+        """Drop the sessions of a client that is lost.
+
+        ``client`` is the incarnation of the client's agent. Calls that wait fail with NoSession.
+        """
+        for key, session in list(self._sessions.items()):
+            if session.client == client:
+                self._sessions.pop(key, None)
+                self._end(key, session, "its client is gone")
+
+
+def _look(server: weakref.ref[Server]) -> bool:
+    # The computing thread and the agent hold the server by a weak reference only: a server without references must go.
+    found = server()
+    return found is not None and found.look()
+
+
+def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
+    found = server()
+    if found is not None:
+        found.on_lost(record.incarnation)
+
+
+_Work = tuple[Callable[..., Any], stacking.StackInput | None]
+"""A function, and the item to call it with, which may be stacked with other requests' items; None to call it alone."""
+
+
+def _compute(works: Sequence[_Work]) -> list[Any]:
+    """Compute requests that the pools handed out together, on the computing thread; return a result or error for each.
+
+    They are stacked into one call if possible. If that fails, each is computed alone, so that only the request at
+    fault has an error.
+    """
+    work = works[0][0]
+    items = [item for _, item in works if item is not None]
+    if not items:
+        with torch.no_grad():
+            return [work()]
+    try:
+        stacked = stacking.stack(items)
+        if stacked is not None:
+            found, seconds = work(stacked)
+            return [(part, seconds) for part in stacking.split(found, items)]
+    except Exception:  # the fault of one request, but not of the others
+        if len(items) == 1:
+            raise
+    return [_outcome(work, item) for item in items]
+
+
+def _outcome(work: Callable[[stacking.StackInput], Any], item: stacking.StackInput) -> Any:
+    try:
+        return work(item)
+    except Exception as error:
+        return error

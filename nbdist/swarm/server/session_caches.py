@@ -1,0 +1,184 @@
+"""One session on one server: its caches, the steps that clients have asked for, and the inputs that have arrived.
+
+Calls for steps, and their inputs, arrive in any order. Nothing here waits: `ServerSession.take_up` returns a step whose
+input is complete, and `nbdist.swarm.server.server` computes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from nbdist.errors import NbdistError, UsageError
+from nbdist.rpc.futures import Future
+from nbdist.swarm.history import Step
+from nbdist.swarm.server.neighbours import Address
+
+__all__ = ["REPLAYED", "StepCall", "ServerSession", "NoSession", "StepReply"]
+
+REPLAYED = -1
+"""The number of all steps that are replayed from a history; those of new steps begin with 1."""
+
+
+class NoSession(NbdistError):
+    """A server does not have a session: it was closed, dropped, moved away, or never opened there."""
+
+
+class StepReply(NamedTuple):
+    """The output of some blocks, and some numbers about the server."""
+
+    result: Any
+    """A tensor, or a tuple of tensors; a large one is `Left` on the server."""
+    seconds: float
+    """Seconds spent on computing; 0 for an answer that was known already."""
+    cache: int
+    """Bytes reserved for caches on the server."""
+    sessions: int
+    """The number of sessions on the server."""
+    steps: int
+    """The number of steps that the server has computed."""
+
+
+@dataclass(eq=False)
+class StepCall:
+    """A call for a step, which waits for its input and for its turn."""
+
+    number: int
+    tokens: int
+    step: Step
+    push: bool
+    deadline: float
+    """The time, by time.monotonic, until which the input has to arrive."""
+    patience: float
+    """Seconds that the client allows for a step; half of it may pass in waiting for cache memory."""
+    points: float
+    """The points that the client spends on the call, which decide its priority."""
+    answer: Future[StepReply] | None
+
+    def settle(self, reply: StepReply | None, error: BaseException | None) -> None:
+        """Complete the caller's future; a second call does nothing.
+
+        The future is dropped here, because the frames of its error refer to this object: they would keep each other.
+        """
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            answer.try_settle(reply, error)
+
+
+class ServerSession:
+    """One session on a server, at one span: its caches and its queue of steps.
+
+    `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy``, ``exported`` and ``ended``.
+    """
+
+    def __init__(self, cache: Any, client: int, expected: int) -> None:
+        self.cache = cache
+        self.client = client
+        self.expected = expected
+        """Tokens that the session will have in the end, as its client said; 0 if unknown."""
+        self.taken = REPLAYED
+        """The number of the last step that was computed."""
+        self.last: torch.Tensor | None = None
+        """The output of that step, in case a client asks for it again."""
+        self.next: tuple[Address, int] | None = None
+        """The server to which the output is pushed, and the first block of its span; None behind the last span."""
+        self.changed = threading.Condition()
+        self.asked: list[StepCall] = []
+        self.given: dict[int, dict[int, torch.Tensor]] = {}
+        """Hidden states that have arrived, by number of the step and by their first token in it."""
+        self.busy = False
+        """True while a thread is computing steps of the session."""
+        self.exported = False
+        """True once the session has moved to another server."""
+        self.ended = ""
+        """Why the session is over; empty while it is not."""
+        self.used = time.monotonic()
+        """When it was last called."""
+
+    def give(self, number: int, at: int, hidden: torch.Tensor) -> None:
+        """Store hidden states of step ``number``, from token ``at`` on. Storing the same part twice is harmless.
+
+        Inputs of steps that were computed already are dropped. The caller holds `changed`.
+        """
+        if number > self.taken or number == REPLAYED:
+            given = self.given.setdefault(number, {})
+            if at not in given or given[at].shape[1] < hidden.shape[1]:
+                given[at] = hidden
+
+    def take_up(self) -> tuple[StepCall, torch.Tensor | None] | None:
+        """Take a call that can be answered now out of the queue; return it with its input, or None if there is none.
+
+        The input is None for the last step, whose output is known. Calls for earlier steps fail with UsageError. The
+        caller holds `changed`.
+        """
+        for asked in list(self.asked):
+            known = asked.number != REPLAYED and asked.number <= self.taken
+            hidden = None if known else self._given_for(asked)
+            if not known and hidden is None:
+                continue
+            self.asked.remove(asked)
+            if not known or asked.number == self.taken:
+                return asked, hidden
+            asked.settle(
+                None,
+                UsageError(
+                    f"the call for step {asked.number} comes after step {self.taken} was computed: "
+                    "the numbers of a session's steps have to go up"
+                ),
+            )
+        return None
+
+    def _given_for(self, asked: StepCall) -> torch.Tensor | None:
+        """Return the whole input of a step; None if a part of it has not arrived.
+
+        Inputs arrive in pieces, with the number of their step, from the client or the server before.
+        """
+        found: list[torch.Tensor] = []
+        at, given = 0, self.given.get(asked.number, {})
+        while at < asked.tokens:
+            if at not in given:
+                return None
+            found.append(given[at])
+            at += given[at].shape[1]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def taken_to(self, number: int, result: torch.Tensor) -> None:
+        """Note that step ``number`` was computed, with its output; drop the inputs up to it.
+
+        The output stays, in case the same step is asked for again.
+        """
+        with self.changed:
+            self.last = result
+            self.taken = max(self.taken, number)
+            for known in [known for known in self.given if known <= self.taken]:
+                del self.given[known]
+
+    def end(self, why: str) -> None:
+        """End the session for the reason ``why``: all waiting calls, and all later ones, fail with `NoSession`.
+
+        A second call keeps the first reason.
+        """
+        with self.changed:
+            self.ended = self.ended or why
+            asked, self.asked = self.asked, []
+            self.changed.notify_all()
+        for each in asked:
+            each.settle(None, NoSession(self.ended))
+
+    def expire(self, now: float) -> None:
+        """Fail the calls whose input has not arrived by their deadline with TimeoutError.
+
+        The server's computing thread calls this from time to time.
+        """
+        with self.changed:
+            late = [each for each in self.asked if each.deadline <= now]
+            self.asked = [each for each in self.asked if each not in late]
+        for each in late:
+            error = TimeoutError(
+                f"the input of step {each.number} has not arrived, neither from the server before nor from the client"
+            )
+            each.settle(None, error)

@@ -1,0 +1,285 @@
+"""Makes the diagram of a recorded graph: the boxes and lines to draw; too many nodes are folded into fewer boxes.
+
+===================== ==============================================================================================
+nodes                 one box stands for
+===================== ==============================================================================================
+up to 150             one node
+more                  consecutive nodes of a module on a worker (`context(lines=True)` notes modules), down to the
+                      depth of modules at which there are at most 60 boxes; nodes of no known module are cut into runs
+still over 60 boxes   the nodes of a worker that are about as far from the start of the graph
+===================== ==============================================================================================
+
+A pipeline step of up to 300 operations is drawn box by box, and a larger one in ranges. Pure: data in, data out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nbdist.autograd.watching.records import Key
+
+if TYPE_CHECKING:
+    from nbdist.autograd.graph.inspection import Edge, NodeInfo, Trace
+
+__all__ = ["TIMES", "Box", "Diagram", "DrawnLine", "crossings", "diagram_of", "name_of"]
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+_MOST_NODES = 150
+"""The number of nodes up to which each has its own box; twice as many in a step."""
+_MOST_BOXES = 60
+"""The number of boxes up to which folding by modules is fine enough."""
+_MOST_RANGES = 16
+"""The number of ranges of distance into which a graph is cut at most."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """One box of the drawing: a node, or several nodes of one worker that are folded into it."""
+
+    worker: str
+    keys: tuple[Key, ...]
+    kind: str
+    """The node's kind, ``operation``, ``leaf`` or ``receive``; ``group`` if several nodes are folded."""
+    name: str
+
+    @property
+    def key(self) -> Key:
+        """The first node of the box; lines name the box by it."""
+        return self.keys[0]
+
+
+@dataclass(frozen=True)
+class DrawnLine:
+    """A line between two boxes, in the direction of the forward pass."""
+
+    source: Key
+    target: Key
+    ways: tuple[tuple[Key, Key], ...]
+    """The pairs of nodes, from and to, that the line connects."""
+    edges: tuple[Edge, ...] = ()
+    """The edges that the line stands for, if it goes from worker to worker."""
+
+
+@dataclass(frozen=True)
+class Diagram:
+    """The boxes of each worker, each after the boxes from which lines come to it where possible; and the lines."""
+
+    boxes: dict[str, list[Box]]
+    lines: list[DrawnLine]
+    ranks: dict[Key, int] | None = None
+    """The column of each box, if boxes are folded by distance; such boxes may have lines in both directions."""
+    in_order: bool = False
+    """True for a pipeline step: each worker does its boxes one after the other."""
+
+
+def name_of(node: NodeInfo) -> str:
+    """Return a node's name as shown: the parameter's, ``receive``, or the operation's without torch's suffix."""
+    if node.label is not None:
+        return node.label
+    if node.kind == "receive":
+        return "receive"
+    return node.name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
+
+
+def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
+    """Yield each edge once for each tensor, with the node that made the tensor and the node that received it."""
+    received: dict[int, dict[int, list[Key]]] = {}
+    for worker, nodes in trace.nodes.items():
+        for node in nodes:
+            if node.message is not None:
+                for index in node.tensors:
+                    received.setdefault(node.message, {}).setdefault(index, []).append((worker, node.number))
+    for edge in trace.edges:
+        targets = received.get(edge.autograd_message_id, {})
+        for index, source in enumerate(edge.sources):
+            yield from ((edge, (edge.sender, source), target) for target in targets.get(index, []))
+
+
+def diagram_of(trace: Trace) -> Diagram:
+    """Return the diagram of a trace, folded until there are few enough boxes to see."""
+    graph = _Graph(trace)
+    most = _MOST_NODES * (2 if trace.of_step else 1)  # the boxes of a step are small: F0, B0
+    if len(graph.nodes) <= most:
+        return graph.diagram([[key] for key in graph.order])
+    for depth in range(graph.depth, -1, -1) if not trace.of_step else ():
+        runs = graph.runs(partial(graph.module, depth=depth))
+        if len(runs) <= _MOST_BOXES:
+            return graph.diagram(runs)
+    return graph.in_ranges()
+
+
+class _Graph:
+    """A trace's nodes, in an order in which each comes after the nodes that it was computed from."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.workers = list(trace.nodes)
+        self.in_order = trace.of_step
+        self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
+        self.crossings = list(crossings(trace))
+        self.before: dict[Key, list[Key]] = {
+            key: [(key[0], source) for source in dict.fromkeys(node.inputs)] for key, node in self.nodes.items()
+        }
+        for _, source, target in self.crossings:
+            if source not in self.before[target]:
+                self.before[target].append(source)
+        self.after: dict[Key, list[Key]] = {key: [] for key in self.nodes}
+        self.earlier = self.before
+        """By node, those that it was computed from, and in a step also the operation before it on its worker."""
+        if self.in_order:
+            self.earlier = {key: list(sources) for key, sources in self.before.items()}
+            for worker, nodes in trace.nodes.items():
+                for one, other in itertools.pairwise(sorted(node.number for node in nodes)):
+                    self.earlier[worker, other].append((worker, one))
+        self.order: list[Key] = []
+        self._sort()
+        for key in self.order:
+            for source in self.before[key]:
+                self.after[source].append(key)
+        self.sent = {source for _, source, _ in self.crossings}
+        paths = {key: (node.module or "").split(".") for key, node in self.nodes.items() if node.kind == "operation"}
+        self._paths = paths
+        self.depth = max(map(len, paths.values()), default=0)
+
+    def _sort(self) -> None:
+        """Fill `order`, depth first, without recursion."""
+        done = set[Key]()
+        for start in self.nodes:
+            stack = [start]
+            while stack:
+                key = stack[-1]
+                missing = [other for other in self.earlier[key] if other not in done] if key not in done else []
+                if missing:
+                    stack += reversed(missing)
+                    continue
+                stack.pop()
+                if key not in done:
+                    done.add(key)
+                    self.order.append(key)
+
+    def module(self, key: Key, depth: int) -> str:
+        """Return the path of a node's module, cut at that depth."""
+        return ".".join(self._paths[key][:depth])
+
+    # -- folding ------------------------------------------------------------------------------
+
+    def runs(self, group: Callable[[Key], str]) -> list[list[Key]]:
+        """Return the nodes in runs, one for each box: consecutive operations of a worker with the same ``group``.
+
+        A receive has its own box and ends a run, so no run depends on itself by way of another worker. Leaves, and
+        operations on one parameter alone, join the run that uses them if only one does.
+        """
+        aside = {key for key in self.order if self._is_aside(key)}
+        longest = max(2, math.ceil(len(self.order) / _MOST_BOXES * 2))
+        found: list[list[Key]] = []
+        of: dict[Key, int] = {}
+        last: dict[str, tuple[str, int]] = {}
+        for key in self.order:
+            if key in aside:
+                continue
+            if self.nodes[key].kind != "operation":
+                of[key] = len(found)
+                found.append([key])
+                last.pop(key[0], None)
+                continue
+            name = group(key)
+            before, run = last.get(key[0], ("", -1))
+            if run < 0 or before != name or (not name and len(found[run]) >= longest):
+                run = len(found)
+                found.append([])
+                last[key[0]] = name, run
+            of[key] = run
+            found[run].append(key)
+        for key in reversed(self.order):  # the users of a node come later in the order, so they are placed already
+            if key in aside:
+                users = {of[other] for other in self.after[key]}
+                run = users.pop() if len(users) == 1 else -1
+                if run < 0:
+                    run = len(found)
+                    found.append([])
+                of[key] = run
+                found[run].append(key)
+        return found
+
+    def _is_aside(self, key: Key) -> bool:
+        """Return whether a node is a leaf, or made from one leaf alone, and is used on its own worker only."""
+        if key in self.sent or not self.after[key]:
+            return False
+        node = self.nodes[key]
+        if node.kind == "leaf":
+            return True
+        before = self.before[key]
+        return node.kind == "operation" and len(before) == 1 and self.nodes[before[0]].kind == "leaf"
+
+    def in_ranges(self) -> Diagram:
+        """Return a diagram with a box for all nodes of a worker that are about as far from the start of the graph."""
+        distance: dict[Key, int] = {}
+        for key in self.order:
+            distance[key] = max((distance[other] + 1 for other in self.earlier[key]), default=0)
+        for key in reversed(self.order):  # parameters are beside the operations that use them, not all at the start
+            if self._is_aside(key):
+                distance[key] = min(distance[other] for other in self.after[key])
+        ranges = min(_MOST_RANGES, max(1, 2 * _MOST_BOXES // len(self.workers)))
+        size = (max(distance.values()) + 1) / ranges
+        found: dict[tuple[str, int], list[Key]] = {}
+        for key in self.order:
+            found.setdefault((key[0], int(distance[key] / size)), []).append(key)
+        diagram = self.diagram(found.values())
+        return Diagram(diagram.boxes, diagram.lines, {keys[0]: number for (_, number), keys in found.items()})
+
+    def diagram(self, groups: Iterable[list[Key]]) -> Diagram:
+        """Return the boxes for these groups of nodes, and the lines between them."""
+        place = {key: number for number, key in enumerate(self.order)}
+        boxes: dict[str, list[Box]] = {worker: [] for worker in self.workers}
+        first: dict[Key, Key] = {}
+        for group in groups:
+            keys = tuple(sorted(group, key=place.__getitem__))
+            first.update((key, keys[0]) for key in keys)
+            boxes[keys[0][0]].append(self._box(keys))
+        for each in boxes.values():
+            each.sort(key=lambda box: place[box.key])
+        ways: dict[tuple[Key, Key, bool], list[tuple[Key, Key]]] = {}
+        edges: dict[tuple[Key, Key, bool], dict[int, Edge]] = {}
+        between = set()
+        for edge, source, target in self.crossings:
+            line = first[source], first[target], True
+            between.add((source, target))
+            ways.setdefault(line, []).append((source, target))
+            edges.setdefault(line, {})[edge.autograd_message_id] = edge
+        for target in self.order:
+            for source in self.before[target]:
+                if first[source] != first[target] and (source, target) not in between:
+                    ways.setdefault((first[source], first[target], False), []).append((source, target))
+        lines = [
+            DrawnLine(source, target, tuple(each), tuple(edges.get((source, target, across), {}).values()))
+            for (source, target, across), each in ways.items()
+        ]
+        return Diagram(boxes, lines, in_order=self.in_order)
+
+    def _box(self, keys: tuple[Key, ...]) -> Box:
+        """Return the box of some nodes of a worker.
+
+        A group is named by the innermost module that all its operations share, or by its first and last operation.
+        """
+        node = self.nodes[keys[0]]
+        if len(keys) == 1:
+            return Box(keys[0][0], keys, node.kind, name_of(node))
+        operations = [self.nodes[key] for key in keys if self.nodes[key].kind == "operation"]
+        modules = [each.module.split(".") if each.module else [] for each in operations]
+        shared: list[str] = []
+        for parts in zip(*modules, strict=False):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        names = [name_of(each) for each in operations]
+        if shared:
+            name = ".".join(shared[1:]) or shared[0]
+        elif len(set(names)) > 1:
+            name = f"{names[0][:5]}…{names[-1][:5]}"
+        else:
+            name = names[0] if names else name_of(node)
+        return Box(keys[0][0], keys, "group", f"{name} {TIMES}{len(keys)}")

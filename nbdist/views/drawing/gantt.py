@@ -1,0 +1,133 @@
+"""Draws timelines as HTML that needs no script, so they can be seen in a saved notebook too.
+
+All timelines use the colours and words of one table, `KINDS`::
+
+    kind        colour            the work that took the time
+    call        grey              a function that a program called on a worker
+    forward     blue              a micro-batch in the forward pass of a pipeline's stage
+    backward    orange            a micro-batch in the backward pass of a pipeline's stage
+    segment     red               a part of a distributed backward pass, on one worker
+    step        green             an optimizer's update
+    own         light grey        nbdist's own work: a step's order, a state dict, a message on its way
+
+Blue, orange, red and green are from the palette of Okabe and Ito, which colour-blind people can tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from html import escape
+from typing import NamedTuple
+
+from nbdist.views.drawing.pictures import SVG_FONT, SVG_STYLE, as_image, themed
+
+__all__ = ["KINDS", "Bar", "Kind", "counted", "gantt", "micro_batch_name", "with_legend"]
+
+_WIDTH = 590
+"""The width of a drawing in pixels: JupyterLab's room for outputs in a window 1,050 wide with its file browser open."""
+_ROW = 24
+"""The height of a row in pixels."""
+_LETTER = 6.5
+"""The width of a letter in pixels, about, at the font size of the drawing."""
+_LABEL_LETTERS = 24
+"""The number of letters of a row's label that are drawn; a longer label ends with an ellipsis."""
+
+
+class Kind(NamedTuple):
+    """The colour of one kind of work, and its words."""
+
+    colour: str
+    words: str
+    """The text in the legend."""
+    one: str
+    """The noun after the number 1: "call"."""
+    many: str
+    """The noun after any other number: "calls"."""
+
+
+KINDS: dict[str, Kind] = {
+    "call": Kind("#b0b0b0", "call of a function", "call", "calls"),
+    "forward": Kind("#56b4e9", "forward of a micro-batch (its number)", "micro-batch forward", "micro-batches forward"),
+    "backward": Kind(
+        "#e69f00", "backward of a micro-batch (its number)", "micro-batch backward", "micro-batches backward"
+    ),
+    "segment": Kind("#d55e00", "segment of a backward pass", "backward segment", "backward segments"),
+    "step": Kind("#009e73", "optimizer step", "optimizer step", "optimizer steps"),
+    "own": Kind("#dcdcdc", "nbdist's own work", "task of nbdist's own", "tasks of nbdist's own"),
+}
+
+
+class Bar(NamedTuple):
+    """A bar of a timeline: one piece of work, from ``start`` to ``end`` in seconds."""
+
+    start: float
+    end: float
+    text: str
+    kind: str
+    """One of `KINDS`."""
+    tip: str
+
+
+def micro_batch_name(kind: str, stage: int, micro_batch: int) -> str:
+    """Return the name of a pipeline's operation in timelines; ``kind`` is "forward" or "backward"."""
+    return f"{kind} of micro-batch {micro_batch}, stage {stage}"
+
+
+def counted(kind: str, count: int) -> str:
+    """Return a count of one kind of work in words: "2 optimizer steps"."""
+    return f"{count} {KINDS[kind].one if count == 1 else KINDS[kind].many}"
+
+
+def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
+    """Return drawings as one piece of HTML in the page's font, with a legend of the ``kinds``."""
+    entries = "".join(
+        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> '
+        f"{escape(kind.words)}</span> "
+        for name, kind in KINDS.items()
+        if name in kinds
+    )
+    return themed(*drawings, f"<div>{entries}</div>")
+
+
+def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float) -> str:
+    """Return a timeline as HTML: a line of bars for each row, above an axis from 0 to ``seconds``, in milliseconds.
+
+    A bar's text is drawn if it fits; its tip is shown under the pointer.
+    """
+    labels = [label if len(label) <= _LABEL_LETTERS else f"{label[: _LABEL_LETTERS - 1]}…" for label, _ in rows]
+    left_end = 16 + int(_LETTER * max(map(len, labels), default=0))
+    scale = (_WIDTH - left_end - 8) / seconds if seconds else 0.0
+    height = 20 + _ROW * len(rows) + 18
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
+        f'font-family="{SVG_FONT}" font-size="11">',
+        f"<title>{escape(title)}</title>{SVG_STYLE}",
+        '<rect width="100%" height="100%" class="paper"/>',
+        f'<text x="4" y="13" font-weight="bold" class="ink">{escape(title)}</text>',
+    ]
+    for number, (label, (_, bars)) in enumerate(zip(labels, rows, strict=True)):
+        top = 20 + number * _ROW
+        parts.append(f'<text x="4" y="{top + 15}" class="ink">{escape(label)}</text>')
+        parts.append(
+            f'<rect x="{left_end}" y="{top}" width="{_WIDTH - left_end - 8}" height="{_ROW - 4}" class="track"/>'
+        )
+        for bar in bars:
+            left, width = left_end + bar.start * scale, max((bar.end - bar.start) * scale, 0.5)
+            parts.append(
+                f'<g><title>{escape(bar.tip)}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" '
+                f'height="{_ROW - 4}" fill="{KINDS[bar.kind].colour}" class="line" stroke-width="0.4"/>'
+            )
+            if width > _LETTER * len(bar.text) + 2:
+                parts.append(
+                    f'<text x="{left + width / 2:.1f}" y="{top + 14}" text-anchor="middle" fill="#111">'
+                    f"{escape(bar.text)}</text>"
+                )
+            parts.append("</g>")
+    axis = 20 + _ROW * len(rows) + 10
+    for at in range(5):
+        anchor = ("start", "middle", "middle", "middle", "end")[at]
+        x = left_end + (_WIDTH - left_end - 8) * at / 4
+        parts.append(
+            f'<text x="{x:.0f}" y="{axis}" text-anchor="{anchor}" class="ink">{seconds * at / 4 * 1e3:.1f} ms</text>'
+        )
+    return as_image("".join([*parts, "</svg>"]))

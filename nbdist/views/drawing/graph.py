@@ -1,0 +1,473 @@
+"""Draws the graph of a context, with the plan or progress of a pass over it, as SVG without scripts and as text.
+
+The picture has a lane for each worker, and the forward pass goes from left to right. `folding` decides what the boxes
+stand for, and `layout` where they are. Pure: data in, text out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING
+
+from nbdist.autograd.watching.records import Key
+from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of
+from nbdist.views.drawing.layout import BOX, Layout, NodePlace, Point, lay_out
+
+if TYPE_CHECKING:
+    from nbdist.autograd.graph.inspection import Edge, NodeInfo, Plan, Trace
+
+__all__ = ["WIDEST", "Marks", "as_svg", "as_text", "name_of", "plan_as_svg", "plan_as_text"]
+
+WIDEST = 880
+"""The largest width of a picture, in pixels; a wider graph continues in another row of lanes below."""
+_NARROWEST = 420
+"""The smallest width of a picture, in pixels, which leaves room for the legend."""
+_NARROW, _BROAD = "iljtfrI.,:;'|()[]/ ", f"mwMW@%…→←{TIMES}"
+_NAME_LENGTH = 18
+"""The number of characters of a name that are drawn."""
+_NAME_COLUMN_WIDEST = 130
+"""The largest width of the column with the names of the workers, in pixels."""
+_LEGEND_LINE = 15
+"""The height of a line of the legend, in pixels."""
+_NAMES_A_LINE = 12
+"""The number of names in one line of text."""
+
+_INK, _FAINT, _RULE = "#1f2328", "#6b7280", "#d0d7de"
+_FILL = {"operation": "#eef0f3", "leaf": "#d6e8fc", "receive": "#fde6c3", "group": "#e8e3f6"}
+_MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#b45309", "#7c3aed", "#15803d", "#b91c1c", "#1d4ed8"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The marks that a picture has for a pass, on top of the graph."""
+
+    waits_for: Mapping[Key, int]
+    """The nodes that take part, and the number of gradients that each waits for."""
+    roots: Collection[Key] = ()
+    got: Mapping[Key, int] | None = None
+    """The number of these gradients that have come, for a pass that is not over; else None."""
+    states: Mapping[Key, str] = field(default_factory=dict)
+    """The state of nodes: ``waiting``, ``ready``, ``running``, ``halted`` or ``done``; empty if no pass has begun."""
+    bad: Key | None = None
+    """The node at which the first NaN or Inf was found."""
+    path: Sequence[Key] = ()
+    """The nodes of the critical path."""
+    in_vain: Collection[int] = ()
+    """The messages whose gradients are awaited and will not come, as happens in FAST mode."""
+
+
+# -- as text --------------------------------------------------------------------------------------
+
+
+def as_text(trace: Trace) -> str:
+    """Return a trace as lines: for each worker the number of its nodes of each kind, and the tensors that it sent."""
+    lines = [f"context {trace.context_id}: {_count(len(trace.nodes), 'worker')}, {_count(len(trace.edges), 'edge')}"]
+    for worker, nodes in trace.nodes.items():
+        kinds = [sum(node.kind == kind for node in nodes) for kind in ("operation", "leaf", "receive")]
+        lines.append(
+            f"  {worker}: {_count(kinds[0], 'operation')}, {_count(kinds[1], 'leaf', 'leaves')}, "
+            f"{_count(kinds[2], 'receive')}"
+        )
+        lines += [f"    -> {edge.receiver}: {_tensors(edge)} ({edge.function})" for edge in _sent_by(trace, worker)]
+    lines += [f"  {name} could not be asked" for name in trace.unreachable]
+    lines += [f"  {each!r}" for each in trace.passes]
+    return "\n".join(lines)
+
+
+def plan_as_text(plan: Plan) -> str:
+    """Return a plan as lines: for each worker the nodes with the gradients that each waits for, and the messages."""
+    trace = plan.trace
+    total = sum(map(len, trace.nodes.values()))
+    what = "operations" if trace.of_step else "gradients"
+    kind = "pipeline step" if trace.of_step else f"{plan.mode.upper()} pass"
+    roots = _listed([f"{name_of(_node(trace, key))}@{key[0]}" for key in plan.roots])
+    lines = [
+        f"plan of a {kind} in context {trace.context_id}, from {roots or 'nowhere'}: "
+        f"{len(plan.waits_for)} of {_count(total, 'node')} take part; for how many {what} each waits:"
+    ]
+    unused = {edge.autograd_message_id for edge in plan.unused}
+    for worker, nodes in trace.nodes.items():
+        if not trace.of_step:  # node numbers depend on which thread served a call, names do not
+            nodes = sorted(nodes, key=lambda node: (_KINDS.index(node.kind), name_of(node)))
+        taking = [node for node in nodes if (worker, node.number) in plan.waits_for]
+        told = [
+            f"{name_of(node)} {plan.waits_for[worker, node.number]}"
+            + (" (root)" if (worker, node.number) in plan.roots and not trace.of_step else "")
+            for node in taking
+        ]
+        rest = [name_of(node) for node in nodes if (worker, node.number) not in plan.waits_for]
+        line = f"  {worker}: {_listed(told) or 'nothing'}"
+        lines.append(line + (f"; no part: {_listed(rest)}" if rest else ""))
+        for edge in trace.edges:
+            if edge.receiver == worker and not trace.of_step:
+                sent = f"{_tensors(edge)} ({edge.function})"
+                if edge.autograd_message_id not in unused:
+                    lines.append(f"    -> {edge.sender}: gradients of {sent}")
+                elif plan.mode == "fast":
+                    lines.append(f"    -> {edge.sender}: no gradient of {sent}, and FAST waits for one")
+                else:
+                    lines.append(f"    -> {edge.sender}: no gradient of {sent}")
+    lines += [f"  {name} could not be asked" for name in trace.unreachable]
+    return "\n".join(lines)
+
+
+_KINDS = ("operation", "receive", "leaf")
+"""The order of the kinds of nodes in a line of text."""
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names in a row, each with its count, and only the first `_NAMES_A_LINE` of them."""
+    counted = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
+    more = [f"{len(counted) - _NAMES_A_LINE} more"] if len(counted) > _NAMES_A_LINE else []
+    return ", ".join(counted[:_NAMES_A_LINE] + more)
+
+
+def _node(trace: Trace, key: Key) -> NodeInfo:
+    """Return the node of that key."""
+    return next(node for node in trace.nodes[key[0]] if node.number == key[1])
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, in the singular or plural."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def _tensors(edge: Edge) -> str:
+    """Return the dtypes and shapes of the tensors of an edge as text."""
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in edge.tensors)
+
+
+def _sent_by(trace: Trace, worker: str) -> list[Edge]:
+    """Return the edges that begin on a worker."""
+    return [edge for edge in trace.edges if edge.sender == worker]
+
+
+# -- as a picture ---------------------------------------------------------------------------------
+
+
+def plan_as_svg(plan: Plan) -> str:
+    """Return the picture of a plan; in FAST mode it marks the messages whose gradients will not come."""
+    in_vain = {edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else ()
+    return as_svg(plan.trace, Marks(plan.waits_for, () if plan.trace.of_step else plan.roots, in_vain=in_vain))
+
+
+def as_svg(trace: Trace, marks: Marks | None = None) -> str:
+    """Return the picture of a graph, with the marks of a pass if given; nodes without a part in the pass are pale."""
+    if not any(trace.nodes.values()):
+        return _text_picture("nothing has been recorded")
+    return _Drawing(trace, marks).svg()
+
+
+class _Drawing:
+    """One picture while it is drawn."""
+
+    def __init__(self, trace: Trace, marks: Marks | None) -> None:
+        self.trace = trace
+        self.marks = marks
+        self.nodes = {(worker, node.number): node for worker, nodes in trace.nodes.items() for node in nodes}
+        self.edges = {edge.autograd_message_id: edge for edge in trace.edges}
+        self.diagram: Diagram = diagram_of(trace)
+        self.left = min(_NAME_COLUMN_WIDEST, 26 + 7.2 * max(map(len, trace.nodes), default=0))
+        self.layout: Layout = lay_out(self.diagram, self.width_of, self.left, WIDEST)
+        self.steps = set(itertools.pairwise(marks.path)) if marks is not None else set()
+        self.path = set(marks.path) if marks is not None else set()
+        self.began = marks is not None and bool(marks.states)
+        self.halfway = self.began and any(
+            state != "done" for state in map(self.state_of, marks.waits_for if marks is not None else ())
+        )
+
+    def svg(self) -> str:
+        """Return the whole picture."""
+        layout = self.layout
+        width = max(layout.width, _NARROWEST)
+        legend, foot = self._legend(layout.height + 6, width)
+        height = layout.height + 6 + foot
+        told = as_text(self.trace).partition("\n")[0]
+        size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width:100%;height:auto" '
+            f'font-family="system-ui, sans-serif" font-size="11" fill="{_INK}"><title>{escape(told)}</title>'
+            f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>'
+        ]
+        number = {worker: n for n, worker in enumerate(self.trace.nodes)}
+        for lane in layout.lanes:
+            shade = "#f9fafb" if number[lane.worker] % 2 else "#fff"
+            parts.append(
+                f'<rect x=".5" y="{lane.top + 0.5:g}" width="{width - 1:g}" height="{lane.bottom - lane.top - 1:g}" '
+                f'fill="{shade}" stroke="{_RULE}"/>'
+                f'<text x="8" y="{(lane.top + lane.bottom) / 2 + 4:g}" font-weight="bold">'
+                f"{escape(_short(lane.worker, (self.left - 26) / 7.2))}</text>"
+            )
+        parts += [self._line(*each) for each in enumerate(self.diagram.lines)]
+        for mark in layout.marks:
+            parts.append(
+                f'<text x="{mark.x:g}" y="{mark.y:g}" font-size="9" text-anchor="end" fill="{_FAINT}">'
+                f"{mark.letters}</text>"
+            )
+        parts += [self._box(box) for boxes in self.diagram.boxes.values() for box in boxes]
+        return "".join([*parts, legend, "</svg>"])
+
+    # -- boxes --------------------------------------------------------------------------------
+
+    def width_of(self, box: Box) -> float:
+        """Return the width of a box with its tags, in pixels."""
+        return _width(_short(box.name)) + 12 + sum(_width(text) + 7 for text, _, _ in self._tags(box))
+
+    def state_of(self, key: Key) -> str:
+        """Return the state of a node, ``waiting`` if the marks have none; an empty string without marks."""
+        return self.marks.states.get(key, "waiting") if self.marks is not None else ""
+
+    def takes_part(self, box: Box) -> bool:
+        """Return whether some node of a box takes part in the pass; True without marks."""
+        return self.marks is None or any(key in self.marks.waits_for for key in box.keys)
+
+    def _tags(self, box: Box) -> list[tuple[str, str, str]]:
+        """Return the tags at the right end of a box: the text of each, its fill and its ink."""
+        marks = self.marks
+        if marks is None:
+            return []
+        found = []
+        if any(key in marks.roots for key in box.keys):
+            found.append(("root", _ROOT, "#fff"))
+        if len(box.keys) == 1 and box.key in marks.waits_for:
+            count = marks.waits_for[box.key]
+            if marks.got is not None and self.state_of(box.key) in ("waiting", "ready", "halted") and count:
+                found.append((f"{marks.got.get(box.key, 0)}/{count}", "#fff", _INK))
+            elif count or not found:
+                found.append((str(count), "#fff", _INK))
+        if any(self.state_of(key) == "halted" for key in box.keys):
+            found.append(("halted", _HALTED, "#fff"))
+        if marks.bad in box.keys:
+            found.append(("NaN", _BAD, "#fff"))
+        return found
+
+    def _box(self, box: Box) -> str:
+        """Return a box with its tooltip."""
+        place = self.layout.places[box.key]
+        pale = not self.takes_part(box)
+        waiting = self.halfway and not pale and all(self.state_of(key) in ("waiting", "ready") for key in box.keys)
+        stroke, thick = "#8b95a1", 1.0
+        if self.path.intersection(box.keys):
+            stroke, thick = _PATH, 2.0
+        return (
+            f"<g><title>{escape(self._title(box))}</title>"
+            + _boxed(
+                place, box.kind, _short(box.name), self._tags(box), pale=pale, dashed=waiting, edge=(stroke, thick)
+            )
+            + "</g>"
+        )
+
+    def _title(self, box: Box) -> str:
+        """Return the tooltip of a box."""
+        marks = self.marks
+        if len(box.keys) > 1:
+            count = Counter(name_of(self.nodes[key]) for key in box.keys)
+            names = ", ".join(f"{number} {name}" for name, number in count.most_common(8))
+            lines = [f"{box.name.rpartition(' ')[0]}: {len(box.keys)} nodes: {names}"]
+            if marks is not None:
+                part = sum(key in marks.waits_for for key in box.keys)
+                lines += [f"{part} take part"] if part < len(box.keys) else []
+                done = sum(self.state_of(key) == "done" for key in box.keys)
+                lines += [f"{done} have run"] if self.began and done < part else []
+            return "\n".join(lines)
+        node = self.nodes[box.key]
+        shape = f" {node.dtype}{list(node.shape)}" if node.shape is not None else ""
+        lines = [f"{'receive' if node.kind == 'receive' else node.name}{shape}"]
+        if node.label is not None:
+            full = f"{node.parameter_of}.{node.label.rpartition('.')[2]}" if node.parameter_of else node.label
+            lines = [f"{full}: {node.name}{shape}"]
+        if node.message is not None:
+            edge = self.edges.get(node.message)
+            sent = f" from {edge.sender} ({edge.function})" if edge is not None else ""
+            lines[0] += f", message {node.message}{sent}"
+        lines += [more for more in (node.module, node.line) if more]
+        told = f"; {self._told(box.key, marks)}" if marks is not None else ""
+        lines.append(f"node {node.number} of {box.worker}{told}")
+        return "\n".join(lines)
+
+    def _told(self, key: Key, marks: Marks) -> str:
+        """Return the tooltip's words on a node's part in the pass."""
+        count = marks.waits_for.get(key)
+        if count is None:
+            return "takes no part"
+        what = "operation" if self.trace.of_step else "gradient"
+        told = "root: the pass begins here; " if key in marks.roots else ""
+        if marks.got is not None and self.state_of(key) != "done":
+            told += f"has got {marks.got.get(key, 0)} of {_count(count, what)}"
+        else:
+            told += f"waits for {_count(count, what)}"
+        return told + ("; the first NaN or Inf" if key == marks.bad else "")
+
+    # -- lines --------------------------------------------------------------------------------
+
+    def _line(self, number: int, line: DrawnLine) -> str:
+        """Return a line between two boxes, coloured for messages, for missing gradients and for the critical path."""
+        marks = self.marks
+        colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
+        messages = {edge.autograd_message_id for edge in line.edges}
+        if marks is not None:
+            if messages and messages <= set(marks.in_vain):
+                colour, dashes = _BAD, ' stroke-dasharray="5 3"'
+            elif not any(source in marks.waits_for and target in marks.waits_for for source, target in line.ways):
+                colour, dashes = "#b6bdc6", ' stroke-dasharray="2 3"'
+            if any((target, source) in self.steps or (source, target) in self.steps for source, target in line.ways):
+                colour, thick = _PATH, 2.4
+        strokes = self.layout.routes[number]
+        path = "".join(_stroke(points, corners=number in self.layout.elbows) for points in strokes)
+        title = "\n".join(
+            f"message {edge.autograd_message_id}: {_tensors(edge)} for {edge.function}" for edge in line.edges
+        )
+        told = f"<title>{escape(title)}</title>" if title else ""
+        return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thick:g}"{dashes}>{told}</path>'
+
+    # -- the legend ---------------------------------------------------------------------------
+
+    def _legend(self, top: float, width: float) -> tuple[str, float]:
+        """Return the legend and its height; it explains only what this picture shows."""
+        x, y = 8.0, top
+        parts = []
+        for text, sample, length in self._samples():
+            need = length + 5 + _width(text) * 0.93
+            if x + need > width - 6 and x > 8:
+                x, y = 8.0, y + _LEGEND_LINE
+            parts.append(f'<g transform="translate({x:.1f} {y:g})">{sample}')
+            parts.append(f'<text x="{length + 4:.1f}" y="10" font-size="10" fill="#4b5563">{escape(text)}</text></g>')
+            x += need + 12
+        return "".join(parts), y - top + _LEGEND_LINE + 2
+
+    def _samples(self) -> list[tuple[str, str, float]]:
+        """Return the entries of the legend: the text, the sample drawn before the text, and the width of the sample."""
+        marks, trace = self.marks, self.trace
+        boxes = [box for each in self.diagram.boxes.values() for box in each]
+        kinds = {box.kind for box in boxes}
+        tags = {text for box in boxes for text, _, _ in self._tags(box)}
+        messages = {edge.autograd_message_id for line in self.diagram.lines for edge in line.edges}
+        what = "operations" if trace.of_step else "gradients"
+        names = {
+            "operation": "operation",
+            "leaf": "leaf (parameter)",
+            "receive": "receive",
+            "group": f"{TIMES}n: n nodes",
+        }
+        found = [(names[kind], _sample(kind), 16.0) for kind in names if kind in kinds]
+        if messages:
+            found.append(("message between workers", _sample_line(_MESSAGE), 18.0))
+        if marks is None:
+            return [*found, ("forward →, gradients ←", "", 0.0)]
+        if any(text.isdigit() for text in tags):
+            found.append((f"waits for n {what}", _sample_tag("n", "#fff", _INK), 12.0))
+        if any("/" in text for text in tags):
+            found.append((f"has got k of n {what}", _sample_tag("k/n", "#fff", _INK), 24.0))
+        if "root" in tags:
+            found.append(("the pass begins here", _sample_tag("root", _ROOT, "#fff"), 28.0))
+        if self.halfway:
+            found.append(("has not run", _sample("operation", dashed=True), 16.0))
+        if not all(map(self.takes_part, boxes)):
+            found.append(("takes no part", _sample("operation", pale=True), 16.0))
+        if messages.intersection(marks.in_vain):
+            found.append(("is waited for, and does not come", _sample_line(_BAD, ' stroke-dasharray="5 3"'), 18.0))
+        if marks.path:
+            found.append(("critical path", _sample_line(_PATH), 18.0))
+        if "NaN" in tags:
+            found.append(("the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0))
+        return [*found, ("time →" if trace.of_step else "forward →, gradients ←", "", 0.0)]
+
+
+def _width(text: str) -> float:
+    """Return the approximate width of a text 11 pixels high, in the broadest of the usual fonts."""
+    return sum(4.3 if c in _NARROW else 10.2 if c in _BROAD else 8.0 if c.isupper() else 6.9 for c in text)
+
+
+def _short(name: str, most: float = _NAME_LENGTH) -> str:
+    """Return a name cut to at most ``most`` characters: a dotted name loses its beginning, any other its end."""
+    if len(name) <= most:
+        return name
+    if "." in name:
+        return f"…{name[-int(most) + 1 :]}"
+    return f"{name[: int(most) - 1]}…"
+
+
+def _stroke(points: Sequence[Point], *, corners: bool) -> str:
+    """Return an SVG path through points; points of different heights are joined by a curve, or by straight lines."""
+    (x, y), *rest = points
+    told = f"M{x:.1f} {y:.1f}"
+    for to, down in rest:
+        middle = (x + to) / 2
+        if abs(down - y) < 0.05:
+            told += f"H{to:.1f}"
+        elif corners:
+            told += f"L{to:.1f} {down:.1f}"
+        else:
+            told += f"C{middle:.1f} {y:.1f} {middle:.1f} {down:.1f} {to:.1f} {down:.1f}"
+        x, y = to, down
+    return told
+
+
+def _boxed(
+    place: NodePlace,
+    kind: str,
+    name: str,
+    tags: Sequence[tuple[str, str, str]],
+    *,
+    pale: bool = False,
+    dashed: bool = False,
+    edge: tuple[str, float] = ("#8b95a1", 1.0),
+) -> str:
+    """Return the shapes of a box: its frame, its name, and its tags at the right end."""
+    x, y, width, height = place.x, place.y, place.width, place.height
+    round = height / 2 if kind == "leaf" else 3
+    fill, ink, stroke = (_FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")
+    dashes = ' stroke-dasharray="3 2"' if dashed or pale else ""
+    parts = [
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{round:g}" fill="{fill}" '
+        f'stroke="{stroke}" stroke-width="{edge[1]:g}"{dashes}/>'
+    ]
+    if kind == "group":
+        parts.append(f'<path d="M{x + 3:.1f} {y + height + 2.5:.1f}H{x + width - 3:.1f}" stroke="{stroke}"/>')
+    if name:
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + height / 2 + 4:.1f}" fill="{ink}">{escape(name)}</text>')
+    at = x + width - 2 - sum(_width(text) + 7 for text, _, _ in tags)
+    for text, back, letters in tags:
+        parts.append(_tag(at, y + 4, _width(text) + 5, height - 8, text, back, letters))
+        at += _width(text) + 7
+    return "".join(parts)
+
+
+def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, ink: str) -> str:
+    """Return a small field with a text."""
+    stroke = "#8b95a1" if fill == "#fff" else fill
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}" '
+        f'stroke="{stroke}" stroke-width=".7"/>'
+        f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 3.6:.1f}" text-anchor="middle" font-size="10" '
+        f'font-weight="bold" fill="{ink}">{escape(text)}</text>'
+    )
+
+
+def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
+    """Return the small box of a legend entry."""
+    return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
+
+
+def _sample_tag(text: str, fill: str, ink: str) -> str:
+    """Return the small tag of a legend entry."""
+    return _tag(0, 0, _width(text) + 5, BOX - 9, text, fill, ink)
+
+
+def _sample_line(colour: str, more: str = "") -> str:
+    """Return the short line of a legend entry."""
+    return f'<path d="M0 6H18" stroke="{colour}" stroke-width="1.8" fill="none"{more}/>'
+
+
+def _text_picture(text: str) -> str:
+    """Return a picture of nothing but a text."""
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="420" height="36" viewBox="0 0 420 36" '
+        f'font-family="system-ui, sans-serif" font-size="12"><title>{escape(text)}</title>'
+        '<rect width="420" height="36" fill="#fff"/>'
+        f'<text x="8" y="22" fill="{_INK}">{escape(text)}</text></svg>'
+    )

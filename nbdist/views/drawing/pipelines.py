@@ -1,0 +1,39 @@
+"""Draws the timeline of a pipeline's step: when its operations ran, and when they would if sending took no time."""
+
+from __future__ import annotations
+
+from nbdist.nn.schedules import OpTimes
+from nbdist.nn.timeline import PipelineTimeline
+from nbdist.views.drawing.gantt import Bar, gantt, micro_batch_name, with_legend
+
+__all__ = ["as_html"]
+
+_KINDS = {"F": "forward", "B": "backward"}
+"""The kinds of `nbdist.views.drawing.gantt.KINDS`, by the kinds of operations."""
+
+
+def as_html(timeline: PipelineTimeline) -> str:
+    """Return a step of a pipeline as two timelines, one above the other, with a common scale."""
+    seconds = max(timeline.seconds, timeline.ideal_seconds)
+    both = (
+        ("as it ran", timeline.rows, timeline.seconds, timeline.bubble),
+        ("ideal", timeline.ideal, timeline.ideal_seconds, timeline.ideal_bubble),
+    )
+    drawings = [
+        gantt(
+            f"{title}: {length * 1e3:.1f} ms, bubbles {bubble:.0%}",
+            [(name, [_bar(timeline, span) for span in row]) for name, row in zip(timeline.workers, rows, strict=True)],
+            seconds,
+        )
+        for title, rows, length, bubble in both
+    ]
+    return with_legend(drawings, {_KINDS[span.op.kind] for row in timeline.rows for span in row})
+
+
+def _bar(timeline: PipelineTimeline, span: OpTimes) -> Bar:
+    """Return the bar of one operation; its text has the stage where a worker has more than one."""
+    kind, stage, micro_batch = span.op
+    text = f"{micro_batch}" if timeline.stages == len(timeline.workers) else f"{stage}.{micro_batch}"
+    name = _KINDS[kind]
+    tip = f"{micro_batch_name(name, stage, micro_batch)}: {(span.end - span.start) * 1e3:.2f} ms"
+    return Bar(span.start, span.end, text, name, tip)

@@ -1,0 +1,27 @@
+"""Draws the values of lower layers that show themselves. `nbdist` gives these functions to them by `nbdist.registry`.
+
+They work in a plain script, too: nothing here needs a Jupyter package.
+"""
+
+from __future__ import annotations
+
+from nbdist.autograd.graph.inspection import Plan, Trace
+from nbdist.nn.timeline import PipelineTimeline
+from nbdist.views.drawing import pipelines
+from nbdist.views.drawing.graph import as_svg, as_text, plan_as_svg, plan_as_text
+from nbdist.views.drawing.pictures import as_image
+
+__all__ = ["pictures_of", "text_of"]
+
+
+def text_of(value: Trace | Plan) -> str:
+    """Return a trace or a plan as lines of text."""
+    return plan_as_text(value) if isinstance(value, Plan) else as_text(value)
+
+
+def pictures_of(value: Trace | Plan | PipelineTimeline) -> dict[str, str]:
+    """Return a value as a notebook shows it, by MIME type."""
+    if isinstance(value, PipelineTimeline):
+        return {"text/plain": repr(value), "text/html": pipelines.as_html(value)}
+    picture = plan_as_svg(value) if isinstance(value, Plan) else as_svg(value)
+    return {"text/plain": text_of(value), "text/html": as_image(picture), "image/svg+xml": picture}

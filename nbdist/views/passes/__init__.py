@@ -1,0 +1,12 @@
+"""Views of backward passes: which are watched, what is shown of them, and what stands out.
+
+===========  ==========================================
+`watching`   watches the passes that a cell begins
+`scouts`     find contexts that other workers open
+`pace`       which steps of a loop are watched
+`backward`   plan and events, as the data that is drawn
+`remarks`    what stands out, in sentences
+`report`     the pass as text and as HTML
+`intervals`  arithmetic on spans of time
+===========  ==========================================
+"""

@@ -1,0 +1,401 @@
+"""Combines the plan of a backward pass with the events seen of it, into the data that views draw. Pure.
+
+The state of a node, as `Backward.state_of` returns it::
+
+    unused       the node takes no part in the pass
+    waiting ──> ready ──┬─────────────────> running ──> done
+                        └──> halted ───────────┘
+    waiting      some of its gradients have not arrived: `got` is less than the plan's `waits_for`
+    ready        all have arrived
+    halted       the watcher holds the pass before this node
+
+A step of a pipeline is drawn in the same way: its nodes are operations, its gradients the inputs of the operations.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from typing import Any
+
+from nbdist.autograd.graph.inspection import NodeInfo, Plan
+from nbdist.autograd.watching.inherited_nans import Inherited
+from nbdist.autograd.watching.records import Event, Key
+from nbdist.rpc.references.peeking import Histogram
+from nbdist.views.drawing.graph import name_of
+from nbdist.views.passes.intervals import Interval, uncovered
+from nbdist.views.passes.remarks import remarks
+
+__all__ = ["Backward", "WorkerShare"]
+
+
+@dataclass
+class WorkerShare:
+    """One worker's share of a pass, in numbers."""
+
+    worker: str
+    nodes: int = 0
+    """The number of the worker's nodes that take part."""
+    done: int = 0
+    """The number of nodes that have run."""
+    busy: float = 0.0
+    """Seconds in which nodes ran."""
+    idle: float = 0.0
+    """Seconds between the worker's first node and its last in which it ran nothing and no worker was halted."""
+    waits_for: list[str] = field(default_factory=list)
+    """The other workers whose gradients this worker still waits for."""
+
+
+class Backward:
+    """One pass at one moment: its plan, and its progress by the events seen until then.
+
+    `Backward(plan)` has no events; `after` returns the pass with events. Keys are a worker and a node's number there.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.nodes: dict[Key, NodeInfo] = {
+            (worker, node.number): node for worker, each in plan.trace.nodes.items() for node in each
+        }
+        self._after = self._find_next()
+        self._before: dict[Key, list[Key]] = {key: [] for key in self.nodes}
+        for key, targets in self._after.items():
+            for target, _ in targets:
+                self._before[target].append(key)
+        self._targets: dict[int, list[Key]] = {}
+        for key, targets in self._after.items():
+            for target, message in targets:
+                if message is not None and key in plan.waits_for:
+                    self._targets.setdefault(message, []).append(target)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.state: dict[Key, str] = {}
+        self.got: dict[Key, int] = dict.fromkeys(self.nodes, 0)
+        self.seconds: dict[Key, float] = {}
+        self.norm: dict[Key, float] = {}
+        self.histogram: dict[Key, Histogram] = {}
+        self.ended: dict[Key, float] = {}
+        self.halts: list[Interval] = []
+        """The times in which workers were halted, of halts that are over."""
+        self._halted: dict[Key, float] = {}
+        """The start of each halt that is not over, by the node before which the pass is halted."""
+        self.messages: dict[int, str] = {}
+        """The last event of each message: ``marked`` or ``sent``; ``arrived`` once that has happened."""
+        self.bad: Key | None = None
+        """The node at which the first NaN or Inf was found."""
+        self.inherited: Inherited | None = None
+        """The origin of that NaN or Inf, if the forward pass gave it to the node `bad`."""
+
+    def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
+        """Return for each node the nodes to which its gradients go, each with the message that takes them, or None."""
+        sources = {
+            (e.autograd_message_id, i): (e.sender, s) for e in self.plan.trace.edges for i, s in enumerate(e.sources)
+        }
+        found: dict[Key, list[tuple[Key, int | None]]] = {}
+        if self.plan.trace.of_step:
+            return self._find_next_of_step()
+        for (worker, number), node in self.nodes.items():
+            targets: list[tuple[Key, int | None]] = [((worker, to), None) for to in node.inputs]
+            if node.message is not None:
+                known = [(node.message, index) for index in node.tensors if (node.message, index) in sources]
+                targets += [(sources[each], node.message) for each in known]
+            found[worker, number] = targets
+        return found
+
+    def _find_next_of_step(self) -> dict[Key, list[tuple[Key, int | None]]]:
+        """Return the next nodes for a pipeline's step, where a node's ``inputs`` run before the node, not after it."""
+        found: dict[Key, list[tuple[Key, int | None]]] = {key: [] for key in self.nodes}
+        sources = {edge.autograd_message_id: (edge.sender, edge.sources[0]) for edge in self.plan.trace.edges}
+        for (worker, number), node in self.nodes.items():
+            for source in node.inputs:
+                found[worker, source].append(((worker, number), None))
+            if node.message is not None:
+                found[sources[node.message]].append(((worker, number), node.message))
+        return found
+
+    def before(self, key: Key) -> list[Key]:
+        """Return the nodes whose gradients go to a node."""
+        return self._before[key]
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def after(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> Backward:
+        """Return a copy of this pass, with these events instead of its own, and halted at the events ``halted``.
+
+        The events may come in any order: their times decide.
+        """
+        found = copy.copy(self)  # the copy shares everything that follows from the plan alone
+        found._clear()
+        for event in sorted(events, key=lambda event: event.time):
+            found._enter(event)
+        for event in halted:
+            if event.key is not None and event.key in self.nodes:
+                found.state[event.key] = "halted"
+                found._measured(event.key, event)
+        return found
+
+    def _enter(self, event: Event) -> None:
+        """Take in one event; the earlier ones have been taken in."""
+        key = event.key
+        if event.what in ("marked", "arrived", "sent") and event.message is not None:
+            new = self.messages.get(event.message) != "arrived"
+            self.messages[event.message] = event.what if new else "arrived"
+            if event.what == "arrived" and new:
+                for target in self._targets.get(event.message, ()):
+                    self.got[target] += 1
+        if key is None or key not in self.nodes:
+            return
+        self._measured(key, event)
+        if event.what == "halted":
+            self._halted.setdefault(key, event.time)
+        elif event.what == "running":
+            self.state[key] = "running"
+            if key in self._halted:
+                self.halts.append((self._halted.pop(key), event.time))
+        elif event.what == "done":
+            self.state[key] = "done"
+            self.seconds[key] = event.seconds or 0.0
+            self.ended[key] = event.time
+            for target, message in self._after[key]:
+                if message is None:
+                    self.got[target] += 1
+        elif event.what == "nan" and self.bad is None:
+            self.bad, self.inherited = key, event.inherited
+
+    def _measured(self, key: Key, event: Event) -> None:
+        """Remember the norm and the histogram of a node's gradients, if an event has them."""
+        if event.norm is not None:
+            self.norm[key] = event.norm
+        if event.histogram is not None:
+            self.histogram[key] = event.histogram
+
+    # -- conclusions ----------------------------------------------------------------------------
+
+    def detail(self, key: Key) -> dict[str, Any]:
+        """Return the histogram of the gradients that a node was given, as JSON, for the node that a user has chosen.
+
+        An empty dict if no histogram is known.
+        """
+        found = self.histogram.get(key)
+        if found is None:
+            return {}
+        return {"node": list(key), "low": found.low, "high": found.high, "counts": found.counts}
+
+    def state_of(self, key: Key) -> str:
+        """Return the state of a node: unused, waiting, ready, halted, running or done.
+
+        "unused" nodes have no part in the pass; "ready" ones have all their gradients and have not run.
+        """
+        known = self.state.get(key)
+        if known is not None:
+            return known
+        if key not in self.plan.waits_for:
+            return "unused"
+        return "ready" if self.got[key] >= self.plan.waits_for[key] else "waiting"
+
+    def waits(self, key: Key) -> list[str]:
+        """Return the names of the other workers whose gradients a node waits for; empty if it does not wait."""
+        if self.state_of(key) != "waiting":
+            return []
+        return sorted({worker for worker, _ in self._missing(key) if worker != key[0]})
+
+    def _missing(self, key: Key) -> list[Key]:
+        """Return the nodes whose gradients a node has not got: they have not run, or the message is under way."""
+        return [
+            other
+            for other in self._before[key]
+            if other in self.plan.waits_for and (other not in self.ended or self._is_on_its_way(other, key))
+        ]
+
+    def _is_on_its_way(self, receive: Key, to: Key) -> bool:
+        """Return whether a node ``receive`` sends a node ``to`` gradients in a message that has not arrived."""
+        return any(
+            target == to and message is not None and self.messages.get(message) != "arrived"
+            for target, message in self._after[receive]
+        )
+
+    def shares(self) -> list[WorkerShare]:
+        """Return the shares of the workers that have nodes in the graph, also of those whose nodes take no part.
+
+        A worker that waits for the gradients of a halted worker waits for the user. So the time in which any worker was
+        halted does not count as idle.
+        """
+        found = {worker: WorkerShare(worker) for worker in self.plan.trace.nodes}
+        ran: dict[str, list[Interval]] = {worker: [] for worker in found}
+        for key in self.plan.waits_for:
+            share = found[key[0]]
+            share.nodes += 1
+            if key in self.ended:
+                share.done += 1
+                share.busy += self.seconds[key]
+                ran[key[0]].append((self.ended[key] - self.seconds[key], self.ended[key]))
+            share.waits_for = sorted({*share.waits_for, *self.waits(key)})
+        halts = [*self.halts, *((begun, math.inf) for begun in self._halted.values())]
+        for worker, times in ran.items():
+            if times:
+                span = min(times)[0], max(end for _, end in times)
+                found[worker].idle = uncovered(span, times + halts)
+        return [share for share in found.values() if share.nodes or self.plan.trace.nodes[share.worker]]
+
+    def critical_path(self) -> list[Key]:
+        """Return a chain of nodes, each of which waited for the one before it: from the first that ran to the last.
+
+        The path ends with a node whose gradients no other node has used yet. The time alone cannot tell the last node:
+        a node that sends gradients to another worker often ends after the nodes that these gradients start there,
+        because the send returns late and the clocks of two workers differ.
+        """
+        if not self.ended:
+            return []
+        ends = self._ends()
+        last = [key for key in ends if not any(target in ends for target, _ in self._after[key])]
+        path = [max(last, key=lambda key: ends[key])]
+        while before := [key for key in self._before[path[-1]] if key in ends]:
+            path.append(max(before, key=lambda key: ends[key]))
+        return path[::-1]
+
+    def _ends(self) -> dict[Key, float]:
+        """Return when each node ended, or for a pass that was halted, when it would have ended.
+
+        The user decides in which order the nodes of a halted pass run. So there only the nodes' own times count: each
+        begins as soon as those before it have ended. The graph says which nodes are before it, not the clock: see
+        `critical_path`.
+        """
+        if not self.halts and not self._halted:
+            return self.ended
+        before = {key: [other for other in self._before[key] if other in self.ended] for key in self.ended}
+        ends: dict[Key, float] = {}
+        for key in TopologicalSorter(before).static_order():
+            ends[key] = max((ends[other] for other in before[key]), default=0.0) + self.seconds[key]
+        return ends
+
+    def slowest(self) -> tuple[str, str, float, list[Key]] | None:
+        """Return the worker and line of code that took the most time, or None if no node has run.
+
+        Nodes whose line is not known are grouped by their kind instead. Returns the worker, the line or kind, the
+        seconds, and the nodes.
+        """
+        spent: dict[tuple[str, str], list[Key]] = {}
+        for key in self.seconds:
+            node = self.nodes[key]
+            spent.setdefault((key[0], node.line or name_of(node)), []).append(key)
+        if not spent:
+            return None
+        (worker, where), keys = max(spent.items(), key=lambda each: sum(self.seconds[key] for key in each[1]))
+        return worker, where, sum(self.seconds[key] for key in keys), keys
+
+    def blamed(self) -> Key | None:
+        """Return the node that the first NaN or Inf goes back to in the forward pass, if it came from there.
+
+        Otherwise return `bad`, the node at which it was found in the backward pass; None if there was none.
+        """
+        found = self.inherited
+        if found is not None and (found.worker, found.node) in self.nodes:
+            return found.worker, found.node
+        return self.bad
+
+    def largest(self) -> Key | None:
+        """Return the node that was given the gradient of the largest finite norm; None if no norms were measured."""
+        found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}
+        return max(found, key=lambda key: found[key]) if found else None
+
+    # -- for a page ---------------------------------------------------------------------------
+
+    def outline(self) -> dict[str, Any]:
+        """Return the parts of the pass that do not change while it runs, as JSON: nodes, links and messages.
+
+        Nodes are referred to by their index in ``"nodes"``. `snapshot` lists its values in the same order.
+        """
+        trace = self.plan.trace
+        workers = {worker: number for number, worker in enumerate(trace.nodes)}
+        nodes = [
+            {
+                "w": workers[key[0]],
+                "n": key[1],
+                "name": name_of(node),
+                "label": node.label or "",
+                "kind": node.kind,
+                "module": node.module or "",
+                "line": node.line or "",
+                "shape": f"{node.dtype}{list(node.shape)}" if node.shape is not None else "",
+                "waits": self.plan.waits_for.get(key, 0),
+            }
+            for key, node in self.nodes.items()
+        ]
+        index = {key: number for number, key in enumerate(self.nodes)}
+        edges = {edge.autograd_message_id: edge for edge in trace.edges}
+        return {
+            "workers": list(trace.nodes),
+            "nodes": nodes,
+            "links": [
+                [index[key], index[target]]
+                for key, targets in self._after.items()
+                for target, message in targets
+                if message is None
+            ],
+            "messages": [
+                {"from": index[key], "to": index[to], "bytes": edges[message].nbytes, "call": edges[message].function}
+                for key, to, message in self._crossings()
+            ],
+            "unreachable": trace.unreachable,
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the progress of the pass as JSON: states, times and norms, in the order of the outline's nodes.
+
+        `outline` has the names of the same nodes, and is sent once for a pass.
+        """
+        used = {edge.autograd_message_id for edge in self.plan.edges}
+        index = {key: number for number, key in enumerate(self.nodes)}
+        return {
+            "states": "".join(_CODES[self.state_of(key)] for key in self.nodes),
+            "got": list(self.got.values()),
+            "ms": [_ms(self.seconds.get(key)) for key in self.nodes],
+            "norms": [_number(self.norm.get(key)) for key in self.nodes],
+            "for": {index[key]: waits for key in self.nodes if (waits := self.waits(key))},
+            "path": [index[key] for key in self.critical_path()],
+            "bad": index[blamed] if (blamed := self.blamed()) is not None else None,
+            "messages": [
+                [message, self.messages.get(message, "expected" if message in used else "unused")]
+                for _, _, message in self._crossings()
+            ],
+            "shares": [
+                {
+                    "worker": share.worker,
+                    "nodes": share.nodes,
+                    "done": share.done,
+                    "busy": _ms(share.busy),
+                    "idle": _ms(share.idle),
+                    "for": share.waits_for,
+                }
+                for share in self.shares()
+            ],
+            "remarks": [
+                [part.text if part.node is None else [part.text, index[part.node]] for part in remark]
+                for remark in remarks(self)
+            ],
+        }
+
+    def _crossings(self) -> Iterator[tuple[Key, Key, int]]:
+        """Yield the node, the target and the message of all gradients that go from worker to worker."""
+        for key, targets in self._after.items():
+            yield from ((key, target, message) for target, message in targets if message is not None)
+
+
+_CODES = {"unused": "u", "waiting": "w", "ready": "r", "running": "g", "halted": "h", "done": "d"}
+"""The letters of the states in a snapshot; ``backward.js`` reads them."""
+
+
+def _number(norm: float | None) -> float | str | None:
+    """Return a norm with five digits for JSON, which has no NaN and infinity: these become text."""
+    if norm is None:
+        return None
+    return float(f"{norm:.5g}") if math.isfinite(norm) else str(norm)
+
+
+def _ms(seconds: float | None) -> float | None:
+    """Return seconds as milliseconds, rounded."""
+    return round(seconds * 1000, 4) if seconds is not None else None

@@ -1,0 +1,136 @@
+"""Says what stands out in a backward pass, in sentences whose parts may refer to nodes. Pure: a pass in, data out.
+
+`nbdist.views.passes.report` makes text and HTML of the sentences. The page of the live view makes links of the parts
+that refer to nodes::
+
+    critical path, 3 nodes: Sum@notebook → receive@notebook → Exp@worker1
+                            ------------   ----------------   -----------
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbdist.autograd.watching.inherited_nans import Inherited, told
+from nbdist.autograd.watching.records import Key
+from nbdist.views.amounts import duration
+from nbdist.views.drawing.graph import name_of
+
+if TYPE_CHECKING:
+    from nbdist.views.passes.backward import Backward
+
+__all__ = ["SentencePart", "Remark", "remarks", "text_of"]
+
+_NODES_NAMED = 12
+"""The number of nodes of a path that are named: its two ends, and the nodes that took the longest."""
+
+
+@dataclass(frozen=True)
+class SentencePart:
+    """A piece of a sentence; if it has a node, the piece is the node's name, and becomes a link."""
+
+    text: str
+    node: Key | None = None
+
+
+Remark = tuple[SentencePart, ...]
+
+
+def text_of(remark: Remark) -> str:
+    """Return a remark as plain text.
+
+    >>> text_of((SentencePart("the largest norm was given to "), SentencePart("Exp@worker1", ("worker1", 3))))
+    'the largest norm was given to Exp@worker1'
+    """
+    return "".join(part.text for part in remark)
+
+
+def remarks(found: Backward) -> list[Remark]:
+    """Return the remarks on a pass, finished or not: critical path, most time, first NaN or Inf, largest norm.
+
+    The last remark counts the messages without gradients. Remarks for which nothing is known are left out.
+    """
+    made = [_critical_path(found), _slowest(found), _first_bad(found), _largest(found)]
+    if found.plan.unused:
+        made.append(
+            (SentencePart(f"{len(found.plan.unused)} messages carry no gradients: no root depends on their tensors"),)
+        )
+    return [remark for remark in made if remark]
+
+
+def _critical_path(found: Backward) -> Remark:
+    path = found.critical_path()
+    if not path:
+        return ()
+    slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_NODES_NAMED - 2) :]
+    shown = {path[0], path[-1], *slow}
+    names = [_named(found, key) if key in shown else SentencePart("…") for key in path]
+    made = [SentencePart(f"critical path, {len(path)} nodes: ")]
+    for name, _ in itertools.groupby(names):
+        made += [name, SentencePart(" → ")]
+    return tuple(made[:-1])
+
+
+def _slowest(found: Backward) -> Remark:
+    slowest = found.slowest()
+    if slowest is None:
+        return ()
+    worker, where, seconds, keys = slowest
+    longest = max(keys, key=lambda key: found.seconds[key])
+    count = f"{len(keys)} nodes, the longest " if len(keys) > 1 else ""
+    node = SentencePart(f"node {longest[1]}", longest)
+    return (
+        SentencePart(f"most time, {duration(seconds)}, went into {where} on {worker} ({count}"),
+        node,
+        SentencePart(")"),
+    )
+
+
+def _first_bad(found: Backward) -> Remark:
+    bad, given = found.bad, found.inherited
+    if bad is None:
+        return ()
+    if given is None:
+        return (SentencePart("the first NaN or Inf came up at "), *_where(found, bad))
+    here, names = _named(found, bad), [_named(found, bad)]
+
+    def where(end: Inherited) -> str:
+        key = end.worker, end.node
+        node = found.nodes.get(key)
+        if node is None:
+            return f"{end.name}@{end.worker} (node {end.node})"
+        names.append(_named(found, key))
+        return ", ".join([f"{names[-1].text} (node {end.node})", *filter(None, (node.module, node.line))])
+
+    return _linked(told(given, f"{here.text} (node {bad[1]})", where), names)
+
+
+def _linked(sentence: str, names: Sequence[SentencePart]) -> Remark:
+    """Split a sentence into parts, so that each name is a part. The names occur in the sentence in this order."""
+    parts = []
+    for name in names:
+        before, _, sentence = sentence.partition(name.text)
+        parts += [SentencePart(before), name]
+    return tuple(part for part in [*parts, SentencePart(sentence)] if part.text)
+
+
+def _largest(found: Backward) -> Remark:
+    key = found.largest()
+    if key is None:
+        return ()
+    return (SentencePart(f"the largest norm, {found.norm[key]:.4g}, was given to "), *_where(found, key))
+
+
+def _named(found: Backward, key: Key) -> SentencePart:
+    """Return a node's name and worker as a part that refers to it: ``Exp@worker1``."""
+    return SentencePart(f"{name_of(found.nodes[key])}@{key[0]}", key)
+
+
+def _where(found: Backward, key: Key) -> Remark:
+    """Return a node's name and number, and the module and the line of code that made it, if known."""
+    node = found.nodes[key]
+    made = [part for part in (node.module, node.line) if part]
+    return (_named(found, key), SentencePart(f" (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")))

@@ -1,0 +1,64 @@
+"""Reports on a backward pass, finished or not, as text, and as HTML with a picture of its graph."""
+
+from __future__ import annotations
+
+from html import escape
+
+from nbdist.views import tables
+from nbdist.views.amounts import duration
+from nbdist.views.drawing.graph import Marks, as_svg
+from nbdist.views.drawing.pictures import as_image, themed
+from nbdist.views.passes.backward import Backward
+from nbdist.views.passes.remarks import remarks, text_of
+
+__all__ = ["as_html", "as_text", "marks_of"]
+
+
+def as_text(found: Backward) -> list[str]:
+    """Return a line for each worker, then a line for each remark."""
+    lines = []
+    for share in found.shares():
+        line = f"  {share.worker}: {share.done} of {share.nodes} nodes"
+        if share.done:
+            line += f", busy {duration(share.busy)}, waited {duration(share.idle)}"
+        if share.waits_for:
+            line += f"; waits for {', '.join(share.waits_for)}"
+        lines.append(line)
+    return lines + [f"  {text_of(remark)}" for remark in remarks(found)]
+
+
+def as_html(found: Backward, told: str) -> str:
+    """Return the picture, the table of workers and the remarks as HTML that needs no script, for a saved notebook.
+
+    ``told`` is the line above the picture.
+    """
+    rows = [
+        (
+            share.worker,
+            f"{share.done}/{share.nodes}",
+            duration(share.busy),
+            duration(share.idle),
+            ", ".join(share.waits_for),
+        )
+        for share in found.shares()
+    ]
+    table = tables.as_html(("worker", "nodes", "busy", "waited", "waits for"), rows)
+    told_of = "".join(f"<div>{escape(text_of(remark))}</div>" for remark in remarks(found))
+    drawing = as_image(as_svg(found.plan.trace, marks_of(found)))
+    return themed(f"<div>{escape(told)}</div>", drawing, table, told_of)
+
+
+def marks_of(found: Backward) -> Marks:
+    """Return the marks that the picture adds to the graph: counts of gradients, states, the critical path, a NaN."""
+    plan = found.plan
+    states = {key: found.state_of(key) for key in plan.waits_for}
+    over = all(state == "done" for state in states.values())
+    return Marks(
+        plan.waits_for,
+        () if plan.trace.of_step else plan.roots,
+        got=None if over else found.got,
+        states=states,
+        bad=found.blamed(),
+        path=found.critical_path(),
+        in_vain={edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else (),
+    )

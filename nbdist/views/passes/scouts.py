@@ -1,0 +1,247 @@
+"""Tells a `Watcher` in the notebook about the contexts that other workers open, so that it can watch their passes too.
+
+::
+
+    notebook                                  worker1
+    Scouts     ---- `_send_out` ----------->  makes a `Scout`, whose `Pace` decides which contexts are worth watching
+               <--- `_ask` -----------------  the worker has opened such a context: watch it? The call is made in the
+                                              context, so the notebook enters the context too
+               ---- a Watching, or None --->  the context is watched; it is not if the answer is None, or late
+               <--- `_show_plan` -----------  a pass is about to begin: its plan, while its graph still exists
+    hold       ---- `_hold` --------------->  pause every pass before its first node, or stop that
+    call_back  ---- `_call_back` ---------->  drops the `Scout`
+
+A worker waits for the answers, because the watcher must see and pause a pass from its first node on. So a
+watched context costs two calls and a plan; every other context costs a comparison of times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from nbdist.autograd import api, messages
+from nbdist.autograd.contexts import Context
+from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.inspection import Plan, plan_from
+from nbdist.autograd.messages import Watching
+from nbdist.errors import NbdistError
+from nbdist.rpc.api import current_agent
+from nbdist.rpc.futures import Future
+from nbdist.views.passes.pace import Pace
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class WatcherLike(Protocol):
+        """The methods of a `Watcher` that scouts need."""
+
+        def look_at(self, context: Context, opened: int) -> Watching | None:
+            """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
+
+            ``opened`` is the number of contexts that the worker has opened so far.
+            """
+
+        def plan(self, context_id: int, root: int, plan: Plan) -> None:
+            """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
+
+
+__all__ = ["Scouts"]
+
+_ANSWER_SECONDS = 2.0
+"""Seconds to wait for an answer. A worker or a context for which none arrives in time is not watched."""
+
+_log = logging.getLogger("nbdist.views")
+_numbers = itertools.count(1)
+_homes: WeakValueDictionary[int, WatcherLike] = WeakValueDictionary()
+"""The watchers of this process that have scouts, by their numbers."""
+
+
+class Scouts:
+    """The scouts of one `Watcher`: one on each other worker that is a member when this object is made."""
+
+    def __init__(self, home: WatcherLike, *, held: bool) -> None:
+        """Make a scout on every other worker, and wait until they exist. If ``held``, they pause every pass."""
+        self._agent = current_agent()
+        self._contexts = api.recorder().contexts
+        self._number = next(_numbers)
+        self._key = self._agent.me.incarnation, self._number
+        self._workers = [record for record in self._agent.members() if record != self._agent.me]
+        self._held = held
+        self._version = itertools.count(1)
+        _homes[self._number] = home
+        for sent in self._tell(_send_out, self._agent.me.id, held):
+            with contextlib.suppress(NbdistError, RuntimeError):  # the worker is gone or busy: its passes are not seen
+                sent.wait()
+
+    def hold(self, held: bool) -> None:
+        """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them.
+
+        Does nothing if the scouts have been told so already.
+        """
+        if held != self._held:
+            self._held = held
+            self._tell(_hold, next(self._version), held)
+
+    def call_back(self) -> None:
+        """Tell all scouts to end. Does not wait for them; a second call does nothing."""
+        if _homes.pop(self._number, None) is not None:
+            self._tell(_call_back)
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> list[Future[Any]]:
+        """Call a function on each worker that is still a member, outside of any context; return the futures.
+
+        Workers that are gone are skipped. The caller need not wait for the futures.
+        """
+        told = []
+        with self._contexts.outside():
+            for record in self._workers:
+                with contextlib.suppress(NbdistError):  # the worker is gone, or the world has ended
+                    if self._agent.member(record.incarnation) is not None:
+                        args = (self._key, *arguments)
+                        told.append(self._agent.call(record.id, function, *args, timeout=_ANSWER_SECONDS))
+        return told
+
+
+# -- on the notebook ------------------------------------------------------------------------------
+
+
+def _ask(number: int, opened: int) -> Watching | None:
+    """Answer a scout that asks about the current context: a record of the watch, or None not to watch it.
+
+    A scout calls this on the notebook, in the new context.
+    """
+    home, context = _homes.get(number), api.recorder().contexts.current
+    return home.look_at(context, opened) if home is not None and context is not None else None
+
+
+def _show_plan(number: int, context_id: int, root: int, plan: Plan) -> None:
+    home = _homes.get(number)
+    if home is not None:
+        home.plan(context_id, root, plan)
+
+
+# -- on the other workers -------------------------------------------------------------------------
+
+Key = tuple[int, int]
+"""The identity of a watcher: the incarnation of its worker, and its number there."""
+
+
+class Scout:
+    """Reports the contexts that are opened on this worker to a `Watcher` on another worker, until `end`.
+
+    A scout also ends when the watcher's worker is lost.
+    """
+
+    def __init__(self, key: Key, home: int, held: bool) -> None:
+        self.held = held
+        self.version = 0
+        self._agent = current_agent()
+        self._recorder = api.recorder()
+        self._number = key[1]
+        self._home = home
+        self._pace = Pace()
+        self._opened = 0
+        self._due = set[int]()
+        """The threads that are opening a context that will be watched."""
+        self._lock = threading.Lock()
+        self._forget = self._recorder.when_opened(self._on_context, self._decide)
+        self._heard = self._agent.on_lost(lambda record, why: self.end() if record.incarnation == key[0] else None)
+
+    def end(self) -> None:
+        """Report no more contexts; doing this twice is harmless."""
+        self._forget()
+        self._heard()
+
+    def _decide(self) -> bool:
+        """Return whether to watch the context that the calling thread is about to open.
+
+        The step's thread calls this before the context opens; it asks nobody.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self._opened += 1
+            self._pace.begins(now)
+            due = self.held or self._pace.is_due(now)
+            if due:
+                self._pace.looks(now)
+                self._due.add(threading.get_ident())
+        return due
+
+    def _on_context(self, context: Context) -> None:
+        """Ask the notebook to watch a context that the calling thread has just opened, if `_decide` said so.
+
+        It waits for the notebook's answer, `_ANSWER_SECONDS` at most. Without one the context is not watched.
+        """
+        with self._lock:
+            if threading.get_ident() not in self._due:
+                return
+            self._due.discard(threading.get_ident())
+        watching = self._call(_ask, self._number, self._opened)  # in the context, so that the notebook enters it
+        if watching is None:
+            return
+        observing = self._recorder.passes.observing
+        if context.watching is None:
+            observing.on_watch(messages.WatchChanged(context.id, context.maker, watching, False))
+        context.before_pass = partial(self._plan, context.id)
+        context.before_step = partial(self._show, context.id)
+
+    def _plan(self, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
+        """Send the notebook the plan of a pass that is about to begin on this worker.
+
+        An error is logged, and the pass runs without a drawing.
+        """
+        with self._recorder.contexts.outside():
+            try:
+                plan = plan_from(self._recorder.contexts.get(context_id), roots, mode)
+            except Exception:  # the pass must not fail because of its drawing
+                _log.exception("a backward pass cannot be drawn in the notebook: its plan could not be made")
+            else:
+                self._show(context_id, plan)
+
+    def _show(self, context_id: int, plan: Plan) -> None:
+        with self._recorder.contexts.outside():
+            self._call(_show_plan, self._number, context_id, self._recorder.me, plan)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function on the notebook, and return its result; None if no answer comes in time.
+
+        The reason is logged: a view must not fail the user's step.
+        """
+        try:
+            return self._agent.call(self._home, function, *arguments, timeout=_ANSWER_SECONDS).wait()
+        except (NbdistError, RuntimeError) as error:
+            _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
+            return None
+
+
+_scouts: dict[tuple[int, Key], Scout] = {}
+"""The scouts, by the incarnation of their agent and by key. `nbdist.testing.World` has several agents in a process."""
+
+
+def _mine(key: Key) -> tuple[int, Key]:
+    """Return the key in `_scouts` of the calling agent's scout for a watcher."""
+    return current_agent().me.incarnation, key
+
+
+def _send_out(key: Key, home: int, held: bool) -> None:
+    _scouts[_mine(key)] = Scout(key, home, held)
+
+
+def _hold(key: Key, version: int, held: bool) -> None:
+    scout = _scouts.get(_mine(key))
+    if scout is not None and version > scout.version:  # otherwise a later call has overtaken this one
+        scout.version, scout.held = version, held
+
+
+def _call_back(key: Key) -> None:
+    scout = _scouts.pop(_mine(key), None)
+    if scout is not None:
+        scout.end()

@@ -1,0 +1,598 @@
+"""Watches the backward passes that a cell begins: `%%watch` makes a `Watcher`.
+
+    %%watch --paused -a
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [loss])
+
+A `Watcher` is a handle on one pass: the pass under way, or the last one. It pauses, steps and runs the pass, and views
+draw it. It watches the contexts that threads of this process open while the cell runs, and those that other workers
+open, as a training loop in `%%remote` does (`nbdist.views.passes.scouts`). Of many contexts in a row it watches one now
+and then (`nbdist.views.passes.pace`), so that a training loop is not slowed down; if passes are to be paused, it
+watches all. If several passes run at the same time, the handle stays on one, and turns to another when that is over.
+
+The state of a watcher, as `Watcher.state` returns it::
+
+    waiting for a backward pass ──> running <──> paused      the state of the present pass
+                                       └─────────┴──> over, or failed ──> running, with the next pass
+    ended      the cell or the context has ended before the pass was over, or before any pass
+    failed     also: the cell runs in the background and raised an error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from nbdist.autograd import api
+from nbdist.autograd.contexts import Context
+from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.inspection import Plan, Trace, plan_from, planned, trace
+from nbdist.autograd.messages import PassId, Watching
+from nbdist.autograd.watching.records import Event, Pass
+from nbdist.autograd.watching.watcher import Until, Watch
+from nbdist.errors import UsageError
+from nbdist.rpc.futures import blocking_wait
+from nbdist.views.passes import report
+from nbdist.views.passes.backward import Backward
+from nbdist.views.passes.pace import Pace
+from nbdist.views.passes.scouts import Scouts
+
+__all__ = ["Watcher"]
+
+T = TypeVar("T")
+
+_LAST_REPORTS_SECONDS = 0.5
+"""Seconds to wait at the end of a cell for the last reports of other workers about a pass."""
+
+_cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()
+"""The watcher whose cell a thread runs, by the thread's ident."""
+
+
+class Watcher:
+    """Watches the passes of contexts that are opened on any worker while a cell runs; pauses, steps and runs them.
+
+    As a context manager it surrounds the cell, or `begin` runs the cell on a thread. Any thread may call its methods.
+    The notebook ``03_watch_backward.ipynb`` shows it.
+    """
+
+    def __init__(self, *, paused: bool = False, norms: bool = True, given: Watch | None = None) -> None:
+        """Watch contexts from now on until `close`.
+
+        With ``paused``, every pass halts before its first node. With ``norms``, workers measure the gradients, which
+        takes time. ``given`` is for `of`: then only that watch of the user's is followed.
+        """
+        self.changed: Callable[[], None] = lambda: None
+        """Called after any news, by any thread; it must not block."""
+        self.shown = False
+        """True once the cell shows a view or picture of this watcher."""
+        self.view: Any = None
+        """The live view, if there is one."""
+        self.error: BaseException | None = None
+        """The error of a cell that runs in the background, if it has failed."""
+        self._paused = paused
+        self._norms = norms
+        self._pace = Pace()
+        self._watches: list[Watch] = []
+        self._plans: dict[Watch, tuple[int, Backward]] = {}
+        """For each watch, the worker on which its next pass begins (its incarnation), and the plan of that pass."""
+        self._opened: dict[int, int] = {}
+        """The number of contexts that each worker has opened, by its incarnation, as far as is known."""
+        self._watch: Watch | None = None
+        """The watch of the present pass, which is the pass `_id` with the plan `_pass`."""
+        self._id: PassId | None = None
+        self._pass: Backward | None = None
+        self._outline: tuple[Plan, dict[str, Any]] | None = None
+        """The outline for a page that was made last, and its plan."""
+        self._waiting = 0
+        """The number of threads that wait for a pass, to step or run it."""
+        self._due = set[int]()
+        """The threads that are opening a context that will be watched."""
+        self._ended = False
+        self._changed = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        self._own = threading.get_ident() if given is None else 0
+        """The thread that runs the cell; it must not wait for a pass that it would have to begin itself."""
+        self._given = given
+        """The user's own watch, if this watcher was made for one."""
+        self._recorder = api.recorder()
+        self._forget: Callable[[], None] = lambda: None
+        self._scouts: Scouts | None = None
+        if given is None:
+            self._forget = self._recorder.when_opened(self._on_context, self._decide)
+            self._scouts = Scouts(self, held=paused)
+
+    @classmethod
+    def of(cls, watch: Watch) -> Watcher:
+        """Return a watcher that draws and steers a `Watch` that the user has made.
+
+        Takes over the watch's callbacks; `close` closes the watch, too. A watch that has ended is drawn as it was
+        at its end.
+        """
+        self = cls(paused=watch.paused, given=watch)
+        self._follow(watch)
+        self._on_news(watch)  # needed for a watch that has ended, which will have no more news
+        return self
+
+    def __enter__(self) -> Watcher:
+        _cells.setdefault(self._own, self)  # of several watchers in one thread, the outermost counts
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass.
+
+        It waits `_LAST_REPORTS_SECONDS` at most. The cell's end calls this.
+        """
+        with blocking_wait(), self._changed:
+            if error is None and self._watch is not None:
+                self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _LAST_REPORTS_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching, and resume paused passes. What was seen stays. Doing this twice is harmless."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+            watches, self._watches = self._watches, []
+            self._changed.notify_all()
+        self._forget()
+        if _cells.get(self._own) is self:
+            del _cells[self._own]
+        if self._scouts is not None:
+            self._scouts.call_back()
+        for watch in watches:
+            watch.close()
+        self._plans.clear()
+        self._news()
+
+    # -- in the background --------------------------------------------------------------------
+
+    def begin(self, cell: Callable[[], Any], then: Callable[[], None] = lambda: None) -> None:
+        """Run a cell on a thread of its own and watch it until its end; then the thread calls ``then()``.
+
+        An error of the cell is kept in `error`, and `wait` raises it.
+        """
+
+        def run() -> None:
+            self._own = threading.get_ident()
+            _cells[self._own] = self
+            try:
+                cell()
+            except BaseException as error:
+                self.error = error
+            finally:
+                self._end(self.error)
+                then()
+
+        self._own = 0
+        self._thread = threading.Thread(target=run, name="watched cell", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end of a cell that runs in the background, ``timeout`` seconds at most; raise its error.
+
+        Raises:
+            UsageError: the cell does not run in the background.
+            TimeoutError: the cell has not ended in time.
+        """
+        if self._thread is None:
+            raise UsageError(
+                "this cell does not run in the background, so there is nothing to wait for: run it with %%watch -a"
+            )
+        with blocking_wait():
+            self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                "the watched cell has not ended in time" + (": it is paused, call run()" if self.paused else "")
+            )
+        if self.error is not None:
+            raise self.error
+
+    # -- acting -------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """True if the present pass is paused; if none is open, True if the next pass will be."""
+        watch = self._open()
+        return watch.paused if watch is not None else self._held()
+
+    @property
+    def count(self) -> int:
+        """The number of contexts that were opened on all workers since the watcher was made, as far as is known."""
+        return sum(self._opened.values())
+
+    @property
+    def ended(self) -> bool:
+        """True once the watcher is closed, or the user's own watch has ended."""
+        return self._ended
+
+    @property
+    def under_way(self) -> bool:
+        """True if the present pass has begun and is not over."""
+        seen = self.last
+        return self._open() is not None and seen is not None and not seen.over
+
+    def pause(self) -> None:
+        """Halt the present pass before its next node on every worker, and every later pass before its first node.
+
+        Returns at once, before the workers have halted.
+        """
+        self._steer(True)
+
+    def run(self, until: Until = None) -> Event | None:
+        """Let the present pass run to its end, or ``until`` a place where it halts again.
+
+        Without ``until`` this returns None at once, and later passes are no longer paused. Otherwise it waits for a
+        pass, if none is under way, and until the pass halts or ends; later passes are paused or not as before. See
+        `nbdist.autograd.watching.watcher.Watch.run` for the places and the result.
+
+        Raises:
+            UsageError: ``until`` is no such place; or with ``until``, in the thread of the cell itself, while no pass
+                is under way.
+        """
+        if until is None:
+            self._steer(False)
+            return None
+        return self._with_pass(lambda watch: watch.run(until))
+
+    def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
+        """Let ``count`` halted nodes run one by one, on any worker or on one; return the events of those that ran.
+
+        Later passes are paused. If no pass is under way, this waits for the next one; if the cell ends without one, it
+        returns an empty list.
+
+        Raises:
+            UsageError: in the thread of the cell itself, while no pass is under way.
+        """
+        self._paused = True
+        return self._with_pass(lambda watch: watch.step(count, worker)) or []
+
+    def trace(self) -> Trace:
+        """Return the graph that the context of the present pass has recorded on all workers.
+
+        For a step of a pipeline, these are its operations. If the context has ended, the graph is the plan's.
+
+        Raises:
+            UsageError: there has been no pass yet.
+        """
+        with self._changed:
+            watch, found = self._watch, self._pass
+        of_step = found is not None and found.plan.trace.of_step
+        if watch is not None and not watch.closed and not of_step:
+            with contextlib.suppress(UsageError):  # the context has just ended
+                return trace(watch.context_id)
+        if found is None:
+            raise UsageError("there has been no backward pass to trace: call this after one has begun in the cell")
+        return found.plan.trace
+
+    def _with_pass(self, act: Callable[[Watch], T]) -> T | None:
+        """Call ``act`` with the watch of the pass under way, or wait for the next pass; None if the cell ends without.
+
+        A pass that this waits for is paused before its first node, so that ``act`` finds it there. Only a pass that
+        begins on another worker, in a context that is open already, may run some nodes before that worker hears of it.
+        """
+        self._pace.disturbed()
+        with self._changed:
+            self._waiting += 1
+            if not self.under_way:
+                self._hold()  # pause open contexts too: their pass may begin before this thread hears of it
+        acted = None
+        try:
+            while (watch := self._await_pass()) is not None:
+                try:
+                    acted = watch
+                    return act(watch)
+                except UsageError:
+                    if not watch.closed:  # if it is closed, its context has just ended: wait for the next pass
+                        raise
+            return None
+        finally:
+            with self._changed:
+                self._waiting -= 1
+            self._hold(acted)
+            self._pace.disturbed()
+            self._news()
+
+    def _hold(self, but: Watch | None = None) -> None:
+        """Pause or resume every open watch and all scouts, to match what the next pass should do.
+
+        The watch ``but`` is left as it is.
+        """
+        with self._changed:  # held to the end: another thread may want the opposite
+            held = self._held()
+            self._tell_scouts()
+            for watch in self._watches:
+                if watch is not but and watch.paused != held:
+                    self._have(watch, held)
+
+    def _steer(self, paused: bool) -> None:
+        """Pause or resume every open watch, and all passes that begin later.
+
+        A view's buttons and the user's calls end here. Closed watches are skipped.
+        """
+        self._pace.disturbed()
+        with self._changed:
+            self._paused = paused
+            self._tell_scouts()
+            for watch in self._watches:
+                self._have(watch, paused)
+        self._news()
+
+    def _tell_scouts(self) -> None:
+        """Tell the scouts on other workers to pause passes, or not, as `_held` says."""
+        if self._scouts is not None and not self._ended:
+            self._scouts.hold(self._held())
+
+    @staticmethod
+    def _have(watch: Watch, paused: bool) -> None:
+        """Pause or resume a watch, unless it is closed."""
+        try:
+            watch.pause() if paused else watch.run()
+        except UsageError:
+            if not watch.closed:
+                raise
+
+    def _open(self) -> Watch | None:
+        """Return the watch of the present pass, unless it is closed."""
+        watch = self._watch
+        return watch if watch is not None and not watch.closed else None
+
+    def _await_pass(self) -> Watch | None:
+        """Wait for a pass to be under way, and return its watch; None if the cell ends without one.
+
+        Raises UsageError in the thread of the cell, which would wait for itself.
+        """
+        with blocking_wait(), self._changed:
+            while not self._ended:
+                watch = self._open()
+                if watch is not None and self.under_way:
+                    return watch
+                if threading.get_ident() == self._own:
+                    raise UsageError(
+                        "no backward pass is under way, and the cell that asks would have to begin it: run the cell "
+                        "with %%watch -a, and step or run the pass from another cell"
+                    )
+                self._changed.wait()
+        return None
+
+    # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> Pass | None:
+        """The present pass as its watch records it, or None: the pass under way, or else the last one."""
+        watch, id = self._watch, self._id
+        return watch.seen(id)[0] if watch is not None and id is not None else None
+
+    @property
+    def backward(self) -> Backward | None:
+        """The plan of the present pass with all events seen so far; None if there is no pass, or no plan yet."""
+        with self._changed:
+            watch, id, found = self._watch, self._id, self._pass
+        if watch is None or id is None:
+            return None
+        _, events, halted = watch.seen(id)
+        return found.after(events, halted) if found is not None else None
+
+    @property
+    def state(self) -> str:
+        """The state of the watcher in a few words: see the table at the top of this module."""
+        if self.error is not None:
+            return "failed"
+        seen = self.last
+        if seen is None:
+            return "ended" if self._ended else "waiting for a backward pass"
+        if seen.error:
+            return "failed"
+        if seen.over:
+            return "over"
+        if self._open() is None:
+            return "ended"
+        return "paused" if self.paused else "running"
+
+    def drawn(self) -> tuple[dict[str, Any], dict[str, Any], Backward | None]:
+        """Return the data of a page: the outline of the present pass, its progress, and the pass itself or None.
+
+        The outline is the same object as long as the pass is the same.
+        """
+        found = self.backward
+        outline: dict[str, Any] = {}
+        if found is not None:
+            if self._outline is None or self._outline[0] is not found.plan:
+                self._outline = found.plan, found.outline()
+            outline = self._outline[1]
+        return outline, self._snapshot(found), found
+
+    def _snapshot(self, found: Backward | None) -> dict[str, Any]:
+        seen = self.last
+        return {
+            **(found.snapshot() if found is not None else {}),
+            "state": self.state,
+            "paused": self.paused,
+            "ended": self._ended,
+            "over": seen is not None and seen.over,
+            "told": self._told(found),
+        }
+
+    def told(self) -> str:
+        """Return a line about the present pass: its kind, the nodes that have run, the state, an error."""
+        return self._told(self.backward)
+
+    def _told(self, found: Backward | None) -> str:
+        seen = self.last
+        failed = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
+        if seen is None:
+            return f"{self.state}{failed}"
+        ran = sum(share.done for share in found.shares()) if found is not None else 0
+        total = len(found.plan.waits_for) if found is not None else 0
+        error = f": {seen.error.splitlines()[0]}" if seen.error else failed
+        more = f"; {self.count} contexts until now" if self.count > 1 else ""
+        of_step = found is not None and found.plan.trace.of_step
+        kind = f"pipeline step of {seen.root}" if of_step else f"{seen.mode.upper()} pass of {seen.root}"
+        return f"{kind}: {ran} of {total} nodes, {self.state}{error}{more}"
+
+    def __repr__(self) -> str:
+        found = self.backward
+        if found is None:
+            return f"<{'a watched cell' if self._given is None else 'a watch'}, {self._told(None)}>"
+        return "\n".join([self._told(found), *report.as_text(found)])
+
+    # -- contexts and news ----------------------------------------------------------------------
+
+    def _decide(self) -> bool:
+        """Return whether to watch the context that the calling thread is about to open.
+
+        Called for each context of this process, before it opens. Another watcher's cell does not count.
+        """
+        now = time.monotonic()
+        with self._changed:
+            if self._is_anothers():
+                return False
+            self._opened[self._recorder.me] = self._opened.get(self._recorder.me, 0) + 1
+            self._pace.begins(now)
+            due = not self._ended and (self._held() or (not self.under_way and self._pace.is_due(now)))
+            if due:
+                self._pace.looks(now)
+                self._due.add(threading.get_ident())
+        return due
+
+    def _is_anothers(self) -> bool:
+        """Return whether the calling thread runs the cell of another watcher."""
+        owner = _cells.get(threading.get_ident())
+        return owner is not None and owner is not self
+
+    def _held(self) -> bool:
+        """Return whether the next pass must halt before its first node: passes are paused, or a thread waits for it."""
+        with self._changed:
+            return self._paused or self._waiting > 0
+
+    def _on_context(self, context: Context) -> None:
+        """Watch a context that the calling thread has just opened, if `_decide` said so."""
+        with self._changed:
+            if threading.get_ident() not in self._due:
+                return
+            self._due.discard(threading.get_ident())
+        if context.watch is None:
+            self._follow(self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms))
+
+    def look_at(self, context: Context, opened: int) -> Watching | None:
+        """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
+
+        ``opened`` is the number of contexts that the worker has opened so far. A scout calls this, and its worker waits
+        for the answer.
+        """
+        with self._changed:
+            self._opened[context.maker] = opened
+            if self._ended or context.watch is not None or not (self._held() or not self.under_way):
+                return None
+        watch = self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms)
+        self._follow(watch)
+        return watch.watching
+
+    def plan(self, context_id: int, root: int, plan: Plan) -> None:
+        """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``.
+
+        Dropped if the context is not watched here.
+        """
+        with self._changed:
+            watch = next((watch for watch in self._watches if watch.context_id == context_id), None)
+            if watch is not None:
+                self._plans[watch] = root, Backward(plan)
+
+    def _follow(self, watch: Watch) -> None:
+        """Receive the news of a watch, and pause or resume it as `_held` says; close it if this watcher has ended.
+
+        An earlier callback of the watch is replaced.
+        """
+        watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
+        watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
+        watch.on_news = lambda: self._on_news(watch)
+        with self._changed:
+            ended = self._ended
+            self._watches = [other for other in self._watches if not other.closed]
+            if not ended:
+                self._watches.append(watch)
+                if self._given is None and watch.paused != self._held():  # `_held` has changed since the watch began
+                    self._have(watch, self._held())
+        if ended:
+            watch.close()
+
+    def _on_begin(self, watch: Watch, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
+        """Make and store the plan of a pass that the calling thread is about to begin on this worker.
+
+        `Watch` calls this before any node runs; it logs an error, and the pass begins all the same.
+        """
+        # The context is looked up by its id, so that the callback does not keep the context alive.
+        found = Backward(plan_from(self._recorder.contexts.get(watch.context_id), roots, mode))
+        with self._changed:
+            self._plans[watch] = self._recorder.me, found
+
+    def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
+        """Reconstruct the plan of a pass that has begun without one, on this or another worker.
+
+        The roots are not known here. So the nodes of the root worker to which no gradients come are taken for roots.
+        """
+        seen = watch.seen(id)[0]
+        if seen is None or watch.closed:
+            return
+        try:
+            recorded = trace(watch.context_id)
+        except UsageError:  # the context has ended
+            return
+        whole = Backward(planned(recorded, []))
+        roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before(key)]
+        found = Backward(planned(recorded, roots, "fast" if seen.mode == "fast" else "smart"))
+        with self._changed:
+            if self._id == id:
+                self._pass = found
+        self._news()
+
+    def _on_news(self, watch: Watch) -> None:
+        """Take in the news of a watch; called by any thread.
+
+        A watcher that has ended keeps its present pass.
+        """
+        with self._changed:
+            if not self._ended:
+                self._turn_to(watch)
+            if watch is self._given and watch.closed:
+                self._ended = True
+        self._news()
+
+    def _turn_to(self, watch: Watch) -> None:
+        """Make the last pass of ``watch`` the present one, or another pass that is under way; with the lock held.
+
+        Does nothing while the present pass is under way. If the pass has no plan, a thread reconstructs it.
+        """
+        if self.under_way and watch is not self._watch:
+            return
+        if not _is_under_way(watch):
+            watch = next(filter(_is_under_way, self._watches), watch)
+        id = watch.latest
+        if id is None or (watch is self._watch and id == self._id):
+            return
+        self._watch, self._id = watch, id
+        root, found = self._plans.pop(watch, (None, None))
+        self._pass = found if root == id.root else None
+        if self._pass is None:
+            self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
+
+    def _news(self) -> None:
+        """Wake the threads that wait, and tell the view."""
+        with self._changed:
+            self._changed.notify_all()
+        self.changed()
+
+
+def _is_under_way(watch: Watch) -> bool:
+    """Return whether the latest pass of a watch has begun and is not over."""
+    seen = watch.seen(watch.latest)[0] if watch.latest is not None and not watch.closed else None
+    return seen is not None and not seen.over

@@ -1,0 +1,122 @@
+"""Records on a worker when it did what, for a `Timeline` of the notebook.
+
+A recording subscribes to `nbdist.trace`, and only while somebody records. An event with a ``start`` stands for work
+that began then and ends now. A call has two events, at the start and at the end of its function.
+`nbdist.views.timeline.wording` names the calls in words that users know.
+
+`begin`, `end` and `forget` are called on the worker by the timeline's process, in this order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nbdist import trace
+from nbdist.errors import UsageError
+from nbdist.views.drawing.gantt import micro_batch_name
+from nbdist.views.timeline.wording import name_call
+
+__all__ = ["EVENTS_KEPT", "Noted", "begin", "end", "forget"]
+
+EVENTS_KEPT = 100_000
+"""The number of events that a recording keeps; later ones are only counted."""
+
+
+class Noted(NamedTuple):
+    """A piece of work of an agent, with its times in seconds by the worker's own monotonic clock."""
+
+    agent: str
+    kind: str
+    """One of `nbdist.views.drawing.gantt.KINDS`."""
+    name: str
+    start: float
+    end: float
+    thread: int
+    text: str = ""
+    """The text in the bar; if empty, the last part of the name."""
+
+
+def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the kind, name and text of a pipeline's operation, from the fields of its event."""
+    kind = "forward" if fields["kind"] == "F" else "backward"
+    return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])
+
+
+_NAMES: dict[str, Callable[[dict[str, Any]], tuple[str, str, str]]] = {
+    "micro_batch.ran": _micro_batch,
+    "segment.ran": lambda _: ("segment", "segment of a backward pass", "backward"),
+    "optimizer.stepped": lambda fields: ("step", f"{fields['optimizer']}.step", fields["optimizer"]),
+}
+"""For each event with a ``start``: a function that returns the kind, name and text of its bar."""
+
+
+class _Recording:
+    """A recording under way in this process, from its creation until `stop` is called. Any thread may emit events."""
+
+    def __init__(self) -> None:
+        self.noted: list[Noted] = []
+        self.lost = 0
+        self._calls: dict[tuple[str, int, int], tuple[str, str, float]] = {}
+        self.stop = trace.subscribe(self._take)
+
+    def _take(self, event: str, fields: dict[str, Any]) -> None:
+        """Note an event of `nbdist.trace`; called by the thread that emits it.
+
+        An operation counts to the recording once it has ended.
+        """
+        now = time.monotonic()
+        thread = threading.get_ident()
+        if event == "call.run":
+            named = name_call(fields["function"], fields["callee"], fields["args"])
+            if named is not None:
+                self._calls[fields["agent"], thread, fields["id"]] = (*named, time.monotonic())
+        elif event == "call.ran":
+            begun = self._calls.pop((fields["agent"], thread, fields["id"]), None)
+            if begun is not None:
+                kind, name, start = begun
+                self._note(Noted(fields["agent"], kind, name, start, now, thread))
+        elif event in _NAMES:
+            kind, name, text = _NAMES[event](fields)
+            self._note(Noted(fields["agent"], kind, name, fields["start"], now, thread, text))
+
+    def _note(self, noted: Noted) -> None:
+        if len(self.noted) < EVENTS_KEPT:
+            self.noted.append(noted)
+        else:
+            self.lost += 1
+
+
+_recordings: dict[str, _Recording] = {}
+
+
+def begin(key: str) -> None:
+    """Begin to record under a key, the timeline's; does nothing if a recording of that key is under way.
+
+    A worker runs this by RPC, from the notebook's `Timeline`.
+    """
+    if key not in _recordings:
+        _recordings[key] = _Recording()
+
+
+def end(key: str, agent: str) -> tuple[list[Noted], int]:
+    """Return what a recording has noted of an agent, and the number of events that it did not keep.
+
+    The recording continues until `forget`: if a process has several agents, each of them is asked.
+    """
+    recording = _recordings.get(key)
+    if recording is None:
+        raise UsageError("nothing is recorded on this worker: it started after the timeline. Record a new timeline")
+    return [noted for noted in recording.noted if noted.agent == agent], recording.lost
+
+
+def forget(key: str) -> None:
+    """End a recording and drop it; does nothing if there is none.
+
+    A worker runs this by RPC when the timeline has the events.
+    """
+    recording = _recordings.pop(key, None)
+    if recording is not None:
+        recording.stop()

@@ -1,0 +1,207 @@
+"""Records what each worker does and when; shows it as a picture in the notebook, or as a file for Perfetto.
+
+    with cluster.timeline() as timeline:
+        …
+    timeline                      # a picture with lanes by worker
+    timeline.save("step.json")    # for ui.perfetto.dev
+
+All times are those of this process's clock. Workers of this host have the same clock; the clocks of other hosts are
+compared by round trips (`nbdist.rpc.world.clocks`). `nbdist.views.timeline.recording` is the part that runs on the
+workers.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nbdist.errors import NbdistError
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.world.clocks import offset
+from nbdist.views.drawing.gantt import KINDS, Bar, counted, gantt, with_legend
+from nbdist.views.drawing.pictures import themed
+from nbdist.views.timeline import recording
+from nbdist.views.timeline.recording import Noted
+
+__all__ = ["Timeline"]
+
+_BARS_DRAWN = 1500
+"""The number of bars that a picture has at most; the shortest are left out."""
+
+
+class Timeline:
+    """A recording of the work of an agent and of all members of its world, until `stop` or the end of a ``with`` block.
+
+    Recording begins when the object is made. Workers that join later are not recorded. If a worker dies, what it has
+    noted is lost, and `lost` counts that.
+
+    Attributes:
+        noted: after `stop`, all pieces of work, sorted by start, with times in seconds since the recording began.
+        workers: after `stop`, the names of the agents that were recorded.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.noted: list[Noted] = []
+        self.workers: list[str] = []
+        self.lost = 0
+        """The number of events that were not kept because there were too many, and of workers that did not answer."""
+        self._agent = agent
+        self._key = secrets.token_hex(8)
+        self._records = sorted(agent.members(), key=lambda record: record.id)
+        self._offsets = {record.name: offset(agent.me, record, agent.ask) for record in self._records}
+        self._running = True
+        self._end: float | None = None
+        self._start = time.monotonic()
+        self._each(recording.begin)
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    # -- recording ----------------------------------------------------------------------------
+
+    def stop(self) -> Timeline:
+        """End the recording, gather the events from the workers, and return the timeline. Further calls do nothing.
+
+        A worker that does not answer adds 1 to `lost`.
+        """
+        if self._running:
+            self._running = False
+            self._end = time.monotonic()
+            found = self._each(recording.end, lambda record: (record.name,))
+            self._each(recording.forget)
+            for name, answer in found.items():
+                if isinstance(answer, Exception):
+                    self.lost += 1
+                    continue
+                noted, lost = answer
+                self.lost += lost
+                ahead = self._offsets[name] + self._start
+                self.noted += [one._replace(start=one.start - ahead, end=one.end - ahead) for one in noted]
+            self.noted.sort(key=lambda one: (one.start, one.end))
+            self.workers = [record.name for record in self._records]
+        return self
+
+    def _each(
+        self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
+    ) -> dict[str, Any]:
+        """Call a function of `views.timeline.recording` on all workers; return the results, or errors, by worker.
+
+        ``more(record)`` returns arguments after the key.
+        """
+        begun = {}
+        found: dict[str, Any] = {}
+        for record in self._records:
+            args = (self._key, *(more(record) if more is not None else ()))
+            begun[record.name] = self._agent.begin(record.name, function, *args) if self._is_there(record) else None
+        for name, latch in begun.items():
+            try:
+                found[name] = latch.wait() if latch is not None else NbdistError(f"{name} is gone")
+            except Exception as error:  # whatever one worker raises, the others must end their recordings
+                found[name] = error
+        return found
+
+    def _is_there(self, record: Any) -> bool:
+        return self._agent.member(record.incarnation) is not None
+
+    # -- looking ------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """The length of the recording in seconds, until now if it has not been stopped."""
+        return (self._end or time.monotonic()) - self._start
+
+    def __repr__(self) -> str:
+        if self._running:
+            return f"<a timeline, recording since {self.seconds:.1f} s: .stop() ends that>"
+        lines = [f"{self.seconds * 1e3:.1f} ms"]
+        for worker in self.workers:
+            own = [one for one in self.noted if one.agent == worker]
+            if own:
+                count = Counter(one.kind for one in own)
+                kinds = ", ".join(counted(kind, count[kind]) for kind in KINDS if count[kind])
+                lines.append(f"{worker}: {kinds}; busy {_busy(own) * 1e3:.1f} ms")
+        if self.lost:
+            lines.append(f"{self.lost} events or workers are missing")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if self._running:
+            return themed(escape(repr(self)[1:-1]))
+        shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_BARS_DRAWN]
+        rows: list[tuple[str, list[Bar]]] = []
+        for worker in self.workers:
+            lanes = stack([one for one in shown if one.agent == worker])
+            for number, lane in enumerate(lanes):
+                rows.append((worker if not number else "", [_bar(one) for one in lane]))
+        left = f"; the {_BARS_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _BARS_DRAWN else ""
+        lost = f"; {self.lost} events or workers are missing" if self.lost else ""
+        title = f"{self.seconds * 1e3:.1f} ms{left}{lost}"
+        return with_legend([gantt(title, rows, self.seconds)], {one.kind for one in shown})
+
+    def to_perfetto(self) -> dict[str, Any]:
+        """Return the events in the JSON format that Perfetto and Chrome's tracing read, with times in microseconds.
+
+        Call it after `stop`: before, there are no events, and it stops nothing itself.
+        """
+        events: list[dict[str, Any]] = []
+        for number, worker in enumerate(self.workers):
+            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": worker}})
+            for lane, row in enumerate(stack([one for one in self.noted if one.agent == worker])):
+                events += [
+                    {
+                        "ph": "X",
+                        "name": one.name,
+                        "cat": KINDS[one.kind].words,
+                        "pid": number,
+                        "tid": lane,
+                        "ts": one.start * 1e6,
+                        "dur": (one.end - one.start) * 1e6,
+                    }
+                    for one in row
+                ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        """Write the events to a JSON file, which ui.perfetto.dev opens. Raises OSError if it cannot be written.
+
+        Call it after `stop`: before, there are no events. A file of that name is overwritten.
+        """
+        Path(path).write_text(json.dumps(self.to_perfetto()))
+
+
+def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
+    """Return pieces of work in lanes, so that none overlap in a lane. Nested work is in a lane below the outer work."""
+    lanes: list[list[Noted]] = []
+    for one in sorted(noted, key=lambda one: (one.start, -one.end)):
+        for lane in lanes:
+            if lane[-1].end <= one.start:
+                lane.append(one)
+                break
+        else:
+            lanes.append([one])
+    return lanes
+
+
+def _bar(one: Noted) -> Bar:
+    about = "" if one.kind in ("forward", "backward") else f"{KINDS[one.kind].words}: "  # these names say the kind
+    tip = f"{about}{one.name}, {(one.end - one.start) * 1e3:.2f} ms"
+    return Bar(one.start, one.end, one.text or one.name.rpartition(".")[2], one.kind, tip)
+
+
+def _busy(noted: Sequence[Noted]) -> float:
+    """Return the seconds in which at least one piece of work was under way."""
+    total, until = 0.0, float("-inf")
+    for one in sorted(noted, key=lambda one: one.start):
+        total += max(0.0, one.end - max(one.start, until))
+        until = max(until, one.end)
+    return total

@@ -1,0 +1,135 @@
+"""Names the calls in a timeline, in words that a user knows.
+
+A function of the user or of torch keeps its name. For functions of nbdist's own, which users do not know, the table
+`_WORDS` has words. Calls that only look, such as those of panels and of the recording itself, are left out (`_HIDDEN`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from nbdist.rpc.references.rref import RRef
+from nbdist.wire.pickling.names import display_name
+
+__all__ = ["name_call"]
+
+_HIDDEN = (
+    "nbdist.views.",
+    "nbdist.rpc.world.clocks",
+    "nbdist.rpc.calls.stopping",
+    "nbdist.cluster.worker.collectives",
+    "nbdist.cluster.inspection.holdings",
+    "nbdist.cluster.interrupting",
+    "nbdist.cluster.standing",
+    "nbdist.cluster.inspection.status",
+)
+"""The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out."""
+_OTHERS = "nbdist's own work"
+"""The name of all calls of nbdist that have no words in `_WORDS`."""
+
+
+def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] | None:
+    """Return the kind of a call (of `views.drawing.gantt.KINDS`) and its name in a timeline; None if it is left out.
+
+    ``label`` is the name under which the caller sent the call, ``callee`` the function that runs with ``args``. Runs on
+    the worker for every recorded call, so it asks no other worker.
+    """
+    module = str(getattr(callee, "__module__", None) or type(callee).__module__)
+    if not module.startswith("nbdist."):
+        owner = getattr(callee, "__self__", None)
+        if "." not in label and isinstance(callee, MethodType) and not isinstance(owner, type):
+            label = f"{type(owner).__qualname__}.{label}"  # the caller did not know the class of the value yet
+        return "call", label.removesuffix(".__call__")
+    if module.startswith(_HIDDEN):
+        return None
+    place = f"{module.removeprefix('nbdist.')}:{getattr(callee, '__qualname__', label)}"
+    if place.startswith("swarm.server.server:Server"):
+        return "own", _of_server(place.partition("Server")[2].removeprefix("."))
+    words = _WORDS.get(place, _OTHERS)
+    if isinstance(words, str):
+        return "own", words
+    try:
+        return words(*args)
+    except Exception:  # the arguments do not have the form that the table expects, as after a change of the function
+        return "own", _OTHERS
+
+
+def _spaced(method: object) -> str:
+    """Return a method's name with spaces instead of underscores."""
+    return str(method).strip("_").replace("_", " ")
+
+
+def _class_of(rref: RRef[Any]) -> str:
+    """Return the name of the class of a reference's value, or "module" if it is not known here."""
+    return rref.state.qualname if rref.state is not None else "module"
+
+
+# The words for the methods of `nbdist.swarm.server.server.Server`; "" is the constructor.
+_OF_SERVER: Mapping[str, str] = {
+    "": "start to serve blocks",
+    "load": "load blocks",
+    "unload": "unload blocks",
+    "open": "open a session",
+    "close": "close a session",
+    "push": "hidden states arrive",
+    "step": "step through blocks",
+    "forward": "forward through blocks",
+    "backward": "backward through blocks",
+    "export": "send a session's caches",
+    "adopt": "take over a session",
+}
+
+
+def _of_server(method: object) -> str:
+    """Return the words for a method of a swarm's server."""
+    return _OF_SERVER.get(str(method), "serve blocks")
+
+
+def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
+    """Return the kind and name of an executor's task: those of the user's function.
+
+    The views of `nbdist.compat.ipyparallel` pass the user's function to a function of their own.
+    """
+    if getattr(function, "__module__", "") == "nbdist.compat.ipyparallel.tasks":
+        function = args[0]
+    return "call", getattr(function, "expression", None) or display_name(function)
+
+
+_WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
+    "nn.station:build_stages": "build a pipeline's stages",
+    "nn.station:run_share": "a worker's share of a pipeline step",
+    "nn.station:deliver": "a micro-batch arrives",
+    "nn.station:abandon_step": "break off a pipeline step",
+    "nn.station:call_station": lambda _, method, *more: ("own", f"pipeline: {_spaced(method)}"),
+    "nn.remote_module:create": lambda cls, *_: ("call", f"RemoteModule({display_name(cls)})"),
+    "nn.remote_module:run": lambda rref, *_: ("call", f"{_class_of(rref)}.forward"),
+    "nn.remote_module:parameters": lambda rref, *_: ("call", f"{_class_of(rref)}.parameters"),
+    "nn.remote_module:train": lambda rref, *_: ("call", f"{_class_of(rref)}.train"),
+    "nn.remote_module:state_of": lambda rref, *_: ("call", f"{_class_of(rref)}.state_dict"),
+    "nn.remote_module:load": lambda rref, *_: ("call", f"{_class_of(rref)}.load_state_dict"),
+    "optim.local:new_local_optimizer": lambda cls, *_: ("own", f"make an optimizer ({display_name(cls)})"),
+    "optim.local:call_local": lambda rref, method, *_: (
+        "own",
+        f"{_class_of(rref).removeprefix('Local').lower()}: {_spaced(method)}",
+    ),
+    "optim.clipping:local_norms": "norms of gradients",
+    "optim.clipping:scale_local": "clip gradients",
+    "rpc.references.rref:_look": "peek at a value",
+    "rpc.references.rref:_backward": "backward from a reference",
+    "cluster.inspection.comparing:prints": "fingerprints of a value",
+    "cluster.inspection.comparing:part_of": "part of a value",
+    "cluster.worker.values:receive": "variables arrive",
+    "cluster.worker.output:take_last_value": "value of a cell",
+    "autograd.graph.inspection:local_nodes": "look at a graph",
+    "compat.gathering:gather_to_leader": "gather objects",
+    "compat.gathering:broadcast_to_followers": "hand gathered objects out",
+    "swarm.server.neighbours:_here": lambda _, method, *more: ("own", _of_server(method)),
+    "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
+    "cluster.worker.tasks:run": _task,
+}
+"""For functions of nbdist, by module and name: words, or a function of the call's arguments.
+
+That function returns the kind and the name. Words alone are of the kind "own".
+"""

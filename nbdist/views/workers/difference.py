@@ -1,0 +1,54 @@
+"""Shows the result of `%dist_diff`: whether a value is equal on all workers, and where and by how much it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from nbdist.cluster.inspection.comparing import Difference
+from nbdist.views import tables
+from nbdist.views.drawing.pictures import themed
+
+__all__ = ["DiffTable"]
+
+
+class DiffTable:
+    """The result of a comparison, as text and as a table. Its truth value: whether the value is equal everywhere."""
+
+    def __init__(
+        self, name: str, workers: Sequence[str], found: Sequence[Difference], differing: int, parts: int
+    ) -> None:
+        """Show the differences of the variable ``name``; every worker is compared with the first of ``workers``."""
+        self.name = name
+        self.workers = list(workers)
+        self.differences = list(found)
+        self.differing = differing
+        """The number of parts that are not the same everywhere; `differences` may name fewer."""
+        self.parts = parts
+        """The number of parts that were compared, such as the tensors of a state dict."""
+
+    @property
+    def equal(self) -> bool:
+        """True if the value is the same on all workers."""
+        return not self.differing
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def _head(self) -> str:
+        where = f"{len(self.workers)} workers" if len(self.workers) != 1 else self.workers[0]
+        parts = f" ({self.parts} parts)" if self.parts > 1 else ""
+        if self.equal:
+            return f"{self.name} is equal on {where}{parts}"
+        return f"{self.name} differs: {self.differing} of {self.parts} parts, from {self.workers[0]}'s"
+
+    def __repr__(self) -> str:
+        lines = [self._head()]
+        lines += [f"  {self.name}{each.path} on {each.worker}: {each.told}" for each in self.differences]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if self.equal:
+            return themed(escape(self._head()))
+        rows = [(each.path, each.worker, each.told) for each in self.differences]
+        return themed(f"<div>{escape(self._head())}</div>", tables.as_html(("part", "worker", "difference"), rows))

@@ -1,0 +1,211 @@
+"""Samples a cluster for `%dist_panel`: the state of each worker, and its course in the last minute.
+
+A sample asks the workers as `%dist_status` does, without waiting for a busy worker. The live view
+(`nbdist.views.widgets.panel`) samples once a second while somebody looks. The last `_SAMPLES_KEPT` samples are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.inspection.status import WorkerStatus, collect
+from nbdist.views.drawing.pictures import themed
+from nbdist.views.workers.status import StatusTable
+
+__all__ = ["Panel"]
+
+_SAMPLES_KEPT = 60
+"""The number of samples kept for each worker: those of a minute."""
+_CHAINS_SHOWN = 8
+"""The number of chains of waiting workers that are shown at most."""
+_QUIET_BYTES_PER_SECOND = 10_000
+"""Bytes a second below which traffic is not shown: samples and signs of life take some of their own."""
+
+
+class Panel:
+    """The workers of one cluster, as last sampled; the first sample is taken at once. Any thread may use it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.rows: list[WorkerStatus] = []
+        self._courses: dict[str, Course] = {}
+        self._sent: dict[str, tuple[Mapping[str, int], float]] = {}
+        self._rates: dict[tuple[str, str], float] = {}
+        self._awaited: list[str] = []
+        self._lock = threading.Lock()
+        self._sampling = threading.Lock()
+        self.sample()
+
+    def sample(self) -> None:
+        """Take one sample of all workers; a second thread waits for its turn.
+
+        Workers that do not answer in time keep the facts that the notebook itself knows.
+        """
+        with self._sampling:
+            rows = collect(self.cluster)
+            now = time.monotonic()
+            agent = self.cluster.agent
+            awaited = list({call.worker for call in agent.awaited()})
+            sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.sent()}
+            with self._lock:
+                self.rows, self._awaited = rows, awaited
+                # Only of workers that have answered: the last rates of a worker that is gone are not its rates now.
+                self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] in sent}
+                for name, counts in sent.items():
+                    self._note_rates(name, counts, now)
+                for row in rows:
+                    course = self._courses.setdefault(row.name, Course())
+                    course.add("cpu", course.share(row.pid, now))
+                    course.add("memory", row.memory or 0)
+                    course.add("gpu", row.gpu_memory or 0)
+                    course.add("out", round(sum(rate for (one, _), rate in self._rates.items() if one == row.name)))
+                    course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
+
+    def _note_rates(self, name: str, counts: Mapping[str, int], now: float) -> None:
+        """Compute the bytes a second that a worker sends to each other worker, from its totals now and last time."""
+        known, at = self._sent.get(name, ({}, now))
+        self._sent[name] = counts, now
+        for other, count in counts.items():
+            if other != name and now > at:
+                self._rates[name, other] = max(0, count - known.get(other, 0)) / (now - at)
+
+    def talk(self) -> list[tuple[str, str, int, float]]:
+        """Return the pairs of workers where the first waits for the second, or sends it data.
+
+        Each is (first, second, calls of the first that wait for an answer, bytes a second).
+        """
+        waits = {(row.name, other): count for row in self.rows for other, count in row.waits.items()}
+        pairs = [
+            *waits,
+            *(pair for pair, rate in self._rates.items() if rate >= _QUIET_BYTES_PER_SECOND and pair not in waits),
+        ]
+        return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
+
+    def blamed(self) -> list[str]:
+        """Return lines about the workers that hold up others: see the function `blamed`."""
+        return blamed(self._waits(), {row.name: row.where for row in self.rows})
+
+    def _waits(self) -> dict[str, list[str]]:
+        """Return for each worker, and for the notebook, the other workers for whose answers it waits."""
+        agent = self.cluster.agent
+        waits = {agent.me.name: self._awaited, **{row.name: list(row.waits) for row in self.rows}}
+        return {name: [other for other in others if other != name] for name, others in waits.items()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the last sample, with the course of the last minute, as JSON for a page.
+
+        It asks no worker, and does not wait for a sample under way.
+        """
+        with self._lock:
+            return {
+                "running": self.cluster.running,
+                "rows": [
+                    {
+                        "name": row.name,
+                        "state": row.state.partition("\n")[0],
+                        "lost": row.pid is None,
+                        "device": row.device,
+                        "pid": row.pid,
+                        "runs": row.runs,
+                        "where": row.where,
+                        "calls": row.calls,
+                        "log": list(row.log),
+                        **self._courses[row.name].values,
+                    }
+                    for row in self.rows
+                ],
+                "talk": [
+                    {"from": one, "to": other, "calls": calls, "rate": round(rate)}
+                    for one, other, calls, rate in self.talk()
+                ],
+                "blamed": self.blamed(),
+            }
+
+    def __repr__(self) -> str:
+        return "\n".join([repr(StatusTable(self.rows)), *self.blamed()])
+
+    def _repr_html_(self) -> str:
+        talk = [f"{escape(one)} waits for {calls} of {escape(other)}" for one, other, calls, _ in self.talk() if calls]
+        told = [*([("; ".join(talk))] if talk else []), *map(escape, self.blamed())]
+        return StatusTable(self.rows)._repr_html_() + themed(*(f"<div>{line}</div>" for line in told))
+
+
+def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> list[str]:
+    """Return a line for each chain of workers that wait for one another, `_CHAINS_SHOWN` at most. Pure.
+
+    ``waits`` has the workers for which each worker waits, ``places`` the code that each runs. A chain ends at a worker
+    that waits for nobody, which holds up the others, or it is a circle.
+    """
+    awaited = {other for others in waits.values() for other in others}
+    starts = [name for name in waits if waits[name] and name not in awaited]
+    seen: set[str] = set()
+    found = [line for name in starts for line in _ways([name], waits, places, seen)]
+    for name in waits:  # circles that no other worker waits for
+        if waits[name] and name not in seen:
+            found += _ways([name], waits, places, seen)
+    return found[:_CHAINS_SHOWN]
+
+
+def _ways(
+    way: list[str], waits: Mapping[str, Sequence[str]], places: Mapping[str, str], seen: set[str]
+) -> Iterator[str]:
+    """Yield a line for each way on from the last worker of ``way``; workers in ``seen`` are not followed again."""
+    last = way[-1]
+    if last in way[:-1]:
+        yield f"{' → '.join(way)}: they wait for each other"
+    elif not waits.get(last):
+        place = places.get(last, "")
+        yield " → ".join(way) + (f", which is at {place}" if place else "")
+    elif last not in seen:  # otherwise other lines have the ways on from here
+        seen.add(last)
+        for other in waits[last]:
+            yield from _ways([*way, other], waits, places, seen)
+
+
+class Course:
+    """The samples of one worker in the last minute, by name of the quantity, the oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, deque[float]] = {}
+        self._spent: tuple[int, float, float] | None = None
+
+    def add(self, name: str, value: float) -> None:
+        """Append the newest value of a quantity; the oldest one is dropped after `_SAMPLES_KEPT` values."""
+        self._kept.setdefault(name, deque(maxlen=_SAMPLES_KEPT)).append(value)
+
+    @property
+    def values(self) -> dict[str, list[float]]:
+        """All values by name."""
+        return {name: list(kept) for name, kept in self._kept.items()}
+
+    def share(self, pid: int | None, now: float) -> float:
+        """Return how many CPU cores a process has used on average since the last call.
+
+        0 in the first call, after a restart, and for a process that cannot be read.
+        """
+        spent, known = _seconds_of(pid), self._spent
+        if spent is None or pid is None:
+            return 0.0
+        self._spent = pid, spent, now
+        if known is None or known[0] != pid or now <= known[2]:
+            return 0.0
+        return round(max(0.0, spent - known[1]) / (now - known[2]), 3)
+
+
+def _seconds_of(pid: int | None) -> float | None:
+    """Return the seconds of CPU time that a process of this host has used; None if it cannot be read."""
+    if pid is None:
+        return None
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

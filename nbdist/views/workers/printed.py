@@ -1,0 +1,113 @@
+"""Shows the result of `%dist_log`: lines that workers have printed, also those that a cell's output left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from nbdist.cluster.output.arranger import label_of
+from nbdist.cluster.output.print_log import Printed
+from nbdist.cluster.output.shortening import LINES_KEPT
+
+__all__ = ["LineRange", "save", "say"]
+
+_LINES_SHOWN = 2 * LINES_KEPT
+"""The number of lines to show at most, of all workers together: as many as a cell shows of one worker."""
+
+
+class LineRange(NamedTuple):
+    """The lines to show, numbered from 1, the first line ever printed; both ends are included."""
+
+    first: int | None
+    """The first line. With None, the last ``last`` lines are shown."""
+    last: int | None
+    """The last line; None for the end."""
+
+
+class _Shown(NamedTuple):
+    """The part of a worker's lines that is shown. If several workers' parts are equal, they are shown once."""
+
+    lines: tuple[tuple[int, str], ...]
+    """The lines, each with the number of its cell."""
+    first: int
+    """The number of the first of them."""
+    total: int
+    """The number of all lines that the worker has printed."""
+    dropped: int
+    """The number of oldest lines that are not kept any more."""
+    broken: str
+    """The reason why later lines could not be kept; empty if they were."""
+
+
+def say(printed: Sequence[Printed], span: LineRange | None) -> str:
+    """Return the lines of a span as text; if they are not all lines, a line before them says which they are.
+
+    Without a span, all lines are shown. If there are too many of one cell, the lines are shown that the cell's output
+    left out, from the first of them on; if there are too many of all cells, the last lines.
+    """
+    most = max(1, _LINES_SHOWN // max(1, len(printed)))
+    groups: dict[_Shown, list[Printed]] = {}
+    for each in printed:
+        groups.setdefault(_look(each, span, most), []).append(each)
+    said: list[str] = []
+    for shown, group in groups.items():
+        workers = tuple(each.worker for each in group)
+        label = f"{label_of(workers)} " if len(printed) > 1 else ""
+        said += [f"{label}{line}" for line in _say(shown, group[0].cell)]
+    return "\n".join(said)
+
+
+def _look(printed: Printed, span: LineRange | None, most: int) -> _Shown:
+    """Choose the lines of one worker to show, ``most`` at most.
+
+    Without ``span``, the end of the log, or for one cell the lines after those that were shown in the notebook.
+    """
+    total = printed.dropped + sum(1 for _ in printed.lines())
+    oldest = printed.dropped + 1
+    first, last = span if span is not None else (None, None)
+    if first is None and (span is not None or printed.cell is None or total - printed.dropped <= most):
+        first, last = total + 1 - min(last or most, most), total
+    elif first is None:
+        first = LINES_KEPT + 1
+    first = max(first, oldest)
+    last = min(total, first + most - 1, last if last is not None else total)
+    lines = islice(printed.lines(), first - oldest, max(first - oldest, last - oldest + 1))
+    return _Shown(tuple(lines), first, total, printed.dropped, printed.broken)
+
+
+def _say(shown: _Shown, cell: int | None) -> list[str]:
+    """Return the chosen lines, with lines before them that say what is missing, and a line before each cell's."""
+    where = "" if cell is None else f" in cell {cell}"
+    said = []
+    if not shown.total:
+        said.append(f"nothing printed{where}")
+    elif not shown.lines and shown.dropped < shown.total:
+        said.append(f"there are {shown.total:,} lines{where}")
+    elif 0 < len(shown.lines) < shown.total:
+        last = shown.first + len(shown.lines) - 1
+        said.append(f"lines {shown.first:,} to {last:,} of {shown.total:,}{where}; `--lines FIRST:LAST` shows others")
+    if shown.dropped:
+        said.append(f"the first {shown.dropped:,} lines are gone: of each worker the newest 200 MB are kept")
+    if shown.broken:
+        said.append(f"later lines are not here: {shown.broken}")
+    for number, lines in groupby(shown.lines, lambda line: line[0]):
+        said += [f"-- cell {number} --"] if cell is None else []
+        said += [line for _, line in lines]
+    return said
+
+
+def save(printed: Sequence[Printed], file: str) -> int:
+    """Write all lines that are kept to a file, and return their number. Raises OSError if the file cannot be written.
+
+    With several workers, each line begins with its worker's label.
+    """
+    count = 0
+    with Path(file).expanduser().open("w", errors="backslashreplace") as out:
+        for each in printed:
+            label = f"{label_of((each.worker,))} " if len(printed) > 1 else ""
+            for _, line in each.lines():
+                out.write(f"{label}{line}\n")
+                count += 1
+    return count

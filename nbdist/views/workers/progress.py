@@ -1,0 +1,74 @@
+"""Shows the progress of each worker while a cluster starts; also progress bars and texts for other views."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Sequence
+
+from nbdist.cluster.output.sinks import PlainSink, Sink
+from nbdist.cluster.workers import STEPS
+
+__all__ = ["LiveText", "StartProgress", "bar", "draw"]
+
+_WIDTH = 12
+"""The width of a worker's bar in characters."""
+
+
+def bar(done: int, total: int, width: int) -> str:
+    """Return a bar of ``width`` characters, filled in the proportion of ``done`` to ``total``; empty if both are 0."""
+    full = round(width * done / max(1, total))
+    return "█" * full + "░" * (width - full)
+
+
+def draw(names: Sequence[str], steps: dict[str, str]) -> str:
+    """Return a line for each worker: its name, a bar, and the step that it has reached ("starting" if none)."""
+    longest = max(map(len, names), default=0)
+    lines = []
+    for name in names:
+        step = steps.get(name, "starting")
+        reached = len(STEPS) if step == "ready" else STEPS.index(step) + 1 if step in STEPS else 0
+        lines.append(f"{name:<{longest}}  {bar(reached, len(STEPS), _WIDTH)}  {step}")
+    return "\n".join(lines)
+
+
+class LiveText:
+    """Shows a text below a cell, and replaces it by later texts.
+
+    If no user can be watching, or on a terminal, which cannot replace its text, only the last text is shown.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._id = uuid.uuid4().hex
+        self._kind = "display_data"
+        self._live = sink.interactive and not isinstance(sink, PlainSink)
+
+    def draw(self, text: str, *, last: bool = False) -> None:
+        """Show a text in place of the one before. ``last`` says that no other text follows.
+
+        Where output cannot be replaced, only the last text is shown.
+        """
+        if self._live or last:
+            content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
+            self._sink.publish(self._kind, content)
+            self._kind = "update_display_data"
+
+
+class StartProgress:
+    """Draws the progress of a cluster's start, again whenever a worker reaches a step. Any thread may call it."""
+
+    def __init__(self, names: Sequence[str], sink: Sink) -> None:
+        self._names = names
+        self._steps: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._text = LiveText(sink)
+        self._text.draw(draw(names, {}))
+
+    def __call__(self, worker: str, step: str) -> None:
+        """Note that a worker has reached a step, and draw that; the drawing is the last when all are ready."""
+        with self._lock:
+            if self._steps.get(worker) != step:
+                self._steps[worker] = step
+                finished = all(self._steps.get(name) == "ready" for name in self._names)
+                self._text.draw(draw(self._names, self._steps), last=finished)

@@ -1,0 +1,244 @@
+"""Finds the functions and classes of ``__main__``, and tells whether two processes define the same.
+
+If every rank runs the same script, each process has its own copy of each function and class, with its own locks and
+globals. There a definition must travel by name. The definitions of a notebook exist in one process only. There they
+must travel by value. The sender cannot know which it is. So a reference to ``__main__`` carries a digest of the code. A
+callee without an equal definition says so (`MissingDefinition`), before it has run the function, and the caller sends
+the call again with the definitions in it (`nbdist.rpc.calls.repeats`). Results and errors carry the definitions at
+once.
+
+Code counts: bytecode, constants, defaults, class attributes, bases in ``__main__``, and the function that a decorator
+wrapped, which is in the closure. State does not count, because running the code may change it: globals, the contents of
+lists, dicts and objects, and variables of a closure that the function itself assigns (``nonlocal``).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import sys
+import types
+from typing import Any
+
+from nbdist.errors import MissingDefinition
+from nbdist.wire.pickling.names import MAIN_NAMES
+
+__all__ = ["choose", "digest", "find_named", "find_own", "get_own", "name_and_digest", "own_name"]
+
+
+def find_named(qualname: str) -> Any:
+    """Return the object that this process's ``__main__`` has under that qualified name; None if it has none.
+
+    In a process that `multiprocessing` has spawned, ``__mp_main__`` is the program's module.
+    """
+    for name in MAIN_NAMES:
+        found: Any = sys.modules.get(name)
+        for part in qualname.split("."):
+            found = getattr(found, part, None)
+            if found is None:
+                break
+        else:
+            return found
+    return None
+
+
+def own_name(definition: Any) -> str | None:
+    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if it has not.
+
+    Only such definitions can be sent by name, or compared by digest.
+    """
+    if getattr(definition, "__module__", None) not in MAIN_NAMES:
+        return None
+    qualname = getattr(definition, "__qualname__", "")
+    if not qualname or "<" in qualname or find_named(qualname) is not definition:
+        return None
+    return str(qualname)
+
+
+def find_own(qualname: str, expected: str) -> Any:
+    """Return this process's definition of that name if its digest is ``expected``; else None."""
+    found = find_named(qualname)
+    if isinstance(found, types.FunctionType | type) and digest(found) == expected:
+        return found
+    return None
+
+
+def get_own(qualname: str, expected: str) -> Any:
+    """Return this process's definition of that name; raise MissingDefinition unless its digest is ``expected``.
+
+    The sender of the call then repeats it with the definition.
+    """
+    found = find_own(qualname, expected)
+    if found is None:
+        raise MissingDefinition(f"__main__ on this worker has no {qualname!r} with the same code as on the sender")
+    return found
+
+
+def name_and_digest(function: types.FunctionType) -> tuple[str, str] | None:
+    """Return the name and digest of a top-level function of ``__main__``, for a call; None for other functions."""
+    qualname = own_name(function)
+    return None if qualname is None or "." in qualname else (qualname, digest(function))
+
+
+def choose(qualname: str, expected: str, value: Any) -> Any:
+    """Return this process's definition of that name if its digest is ``expected``, else ``value``.
+
+    So an instance that travels has the receiver's own class, where both have the same one.
+    """
+    return find_own(qualname, expected) or value
+
+
+_DIGESTS_REMEMBERED = 1024
+"""The most entries of each cache here."""
+_digests: dict[Any, str] = {}
+"""The digests by everything that counts for them, as `_function` and `_class` return it."""
+
+
+def digest(definition: Any) -> str:
+    """Return a fingerprint of a function's or class's code that does not depend on where the code was written.
+
+    Everything that counts is looked at each time, so a change is always noticed. Only the slow part is cached: hashing
+    the bytecode and everything around it.
+    """
+    described = (
+        _function(definition, set()) if isinstance(definition, types.FunctionType) else _class(definition, set())
+    )
+    found = _digests.get(described)
+    if found is None:
+        if len(_digests) >= _DIGESTS_REMEMBERED:
+            _digests.clear()
+        text = repr(_in_full(described))
+        found = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+        _digests[described] = found
+    return found
+
+
+def _in_full(described: Any) -> Any:
+    """Return a description with every code object replaced by its contents."""
+    if isinstance(described, types.CodeType):
+        return _code(described)
+    return tuple(map(_in_full, described)) if isinstance(described, tuple) else described
+
+
+_EXACT = frozenset({type(None), bool, int, str, bytes})
+"""The types whose equal values have equal reprs, unlike 0.0 and -0.0."""
+
+
+def _constant(value: Any) -> Any:
+    """Return ``value`` in a form whose repr is the same in every process.
+
+    Of lists, dicts and all other objects that are no constants, only the type counts.
+    """
+    if type(value) in _EXACT:
+        return type(value).__name__, value
+    if isinstance(value, types.CodeType):
+        return _code(value)
+    if isinstance(value, tuple):
+        return type(value).__name__, *map(_constant, value)
+    if isinstance(value, frozenset):
+        return "frozenset", *sorted(repr(_constant(item)) for item in value)
+    if isinstance(value, int | float | complex | str | bytes):
+        return type(value).__name__, repr(value)
+    return "object", type(value).__module__, type(value).__qualname__
+
+
+def _code(code: types.CodeType) -> tuple[Any, ...]:
+    """Return the parts of a code object that count for the digest."""
+    return (
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        code.co_cellvars,
+        code.co_flags,
+        code.co_exceptiontable,  # two functions may differ only in the lines that their handlers cover
+        code.co_argcount,
+        code.co_posonlyargcount,
+        code.co_kwonlyargcount,
+        tuple(map(_constant, code.co_consts)),
+    )
+
+
+@functools.lru_cache(maxsize=_DIGESTS_REMEMBERED)
+def _assigned_around(code: types.CodeType) -> frozenset[str]:
+    """Return the variables of the closure that a function with this code assigns, or a function inside it."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    inner = [_assigned_around(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(found.union(*inner).intersection(code.co_freevars))
+
+
+def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
+    """Describe a function by everything that counts for its digest.
+
+    ``seen`` has the functions and classes that were described so far; one that is met again counts by its name, so that
+    recursion ends. The description is a hashable tuple, so that it can be the key of a cache.
+    """
+    if function in seen:
+        return ("again", function.__qualname__)
+    seen.add(function)
+    cells: Any = ()
+    if function.__closure__:
+        state = _assigned_around(function.__code__)
+        names = function.__code__.co_freevars
+        cells = tuple(
+            _content(cell, seen) for name, cell in zip(names, function.__closure__, strict=True) if name not in state
+        )
+    defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
+    return (
+        "function",
+        function.__qualname__,
+        function.__code__,
+        defaults and _constant(defaults),
+        kwdefaults and tuple((name, _constant(value)) for name, value in kwdefaults.items()),
+        cells,
+    )
+
+
+def _content(cell: types.CellType, seen: set[Any]) -> Any:
+    """Describe the content of a variable of a closure."""
+    try:
+        return _member(cell.cell_contents, seen)
+    except ValueError:
+        return "empty"
+
+
+_IGNORED = {
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__module__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__annotations__",
+    "__annotations_cache__",
+    "__slotnames__",  # added when an instance is first pickled
+    "_abc_impl",
+}
+"""Attributes of a class that are not code, or that Python adds by itself."""
+
+
+def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
+    """Describe a class by everything that counts for its digest. Bases of other modules count by their names."""
+    if cls in seen:
+        return ("again", cls.__qualname__)
+    seen.add(cls)
+    bases = tuple(
+        _class(base, seen) if base.__module__ in MAIN_NAMES else (base.__module__, base.__qualname__)
+        for base in cls.__bases__
+    )
+    members = tuple((name, _member(value, seen)) for name, value in sorted(vars(cls).items()) if name not in _IGNORED)
+    return "class", cls.__qualname__, bases, members
+
+
+def _member(value: Any, seen: set[Any]) -> Any:
+    """Describe an attribute of a class or a variable of a closure."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value).__name__, _member(value.__func__, seen)
+    if isinstance(value, property):
+        return "property", *(_member(part, seen) for part in (value.fget, value.fset, value.fdel))
+    if isinstance(value, types.FunctionType):
+        return _function(value, seen)
+    if isinstance(value, type) and value.__module__ in MAIN_NAMES:
+        return _class(value, seen)
+    return _constant(value)

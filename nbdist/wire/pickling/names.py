@@ -1,0 +1,160 @@
+"""Names functions and classes for other processes as ``module:qualified.name``, and finds them by that name.
+
+``torch.add`` and its like have no usable module name. They are looked for where torch keeps them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any, NamedTuple
+
+import torch
+
+from nbdist.errors import DecodeError
+
+__all__ = ["MAIN_NAMES", "Named", "describe", "display_name", "is_builtin", "name_of", "resolve"]
+
+MAIN_NAMES = ("__main__", "__mp_main__")
+"""The modules whose definitions may differ between workers."""
+
+_PYTHON = (types.FunctionType, types.MethodType, type)
+"""The types of functions that are written in Python, and classes."""
+_TORCH_HOMES = (
+    ("torch", torch),
+    ("torch.nn.functional", torch.nn.functional),
+    ("torch", torch.Tensor),
+)
+"""The namespaces in which torch's functions are looked for, each with the module's name."""
+
+
+class Named(NamedTuple):
+    """The facts about a function that a call needs."""
+
+    name: str | None
+    """The result of `name_of`."""
+    label: str
+    """The result of `display_name`."""
+    builtin: bool
+    """The result of `is_builtin`."""
+
+
+_NAMES_REMEMBERED = 1024
+"""The most functions that `describe` remembers."""
+_described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
+"""The cache of `describe`, by the function's id: function, the namespace that has it, its name there, the facts."""
+
+
+def describe(function: Any) -> Named:
+    """Return the facts about ``function`` that a call needs. They are cached while the function's module still has it.
+
+    A function of ``__main__`` has no name for other processes: it travels with its digest
+    (`nbdist.wire.pickling.definitions`).
+    """
+    if type(function) is types.FunctionType and function.__module__ in MAIN_NAMES:
+        return Named(None, function.__qualname__ or function.__name__, False)
+    entry = _described.get(id(function))
+    if entry is not None and entry[0] is function and entry[1].get(entry[2]) is function:
+        return entry[3]
+    named = Named(name_of(function), display_name(function), is_builtin(function))
+    if named.name is not None:
+        module, _, qualname = named.name.partition(":")
+        namespace = getattr(sys.modules.get(module), "__dict__", {})
+        if namespace.get(qualname) is function:
+            if len(_described) >= _NAMES_REMEMBERED:
+                _described.clear()
+            _described[id(function)] = (function, namespace, qualname, named)
+    return named
+
+
+def name_of(function: Any) -> str | None:
+    """Return the name by which another process finds ``function``; None if it cannot, or if ``__main__`` defines it.
+
+    The name is checked: this process finds the same object by it. Lambdas, functions inside functions, and methods of
+    an object that is no class have none.
+    """
+    if isinstance(function, types.BuiltinFunctionType):
+        name = function.__name__
+        if getattr(torch, name, None) is function:
+            return f"torch:{name}"
+    if isinstance(function, types.MethodType) and not isinstance(function.__self__, type):
+        return None
+    qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if not isinstance(qualname, str) or "<" in qualname:
+        return None
+    module = getattr(function, "__module__", None)
+    if module in MAIN_NAMES:
+        return None
+    if isinstance(module, str) and _walk(sys.modules.get(module), qualname) is function:
+        return f"{module}:{qualname}"
+    # An operator of torch says nothing useful of its module.
+    short = qualname.rpartition(".")[2]
+    for home, namespace in _TORCH_HOMES:
+        if getattr(namespace, short, None) is function:
+            inner = f"Tensor.{short}" if namespace is torch.Tensor else short
+            return f"{home}:{inner}"
+    if isinstance(function, types.MethodType) and isinstance(module, str):
+        # A class method: each lookup makes a new object, so it is compared by value.
+        found = _walk(sys.modules.get(module), qualname)
+        if isinstance(found, types.MethodType) and found == function:
+            return f"{module}:{qualname}"
+    return None
+
+
+def _walk(module: Any, qualname: str) -> Any:
+    """Return the object under a dotted name in a module; None if there is none."""
+    found = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    return found
+
+
+def resolve(name: str) -> Any:
+    """Return the object that `name_of` named; import its module if need be.
+
+    Raises DecodeError if this process has no such module, or no such object in it.
+    """
+    module_name, _, qualname = name.partition(":")
+    module = sys.modules.get(module_name)
+    # The usual case: the module is loaded, and the name has no dots.
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        found = getattr(module, qualname, None)
+        if found is not None:
+            return found
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError as error:
+        failed = DecodeError(f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}")
+        failed.lacks = f"{type(error).__name__}: {error}"
+        raise failed from error
+    for part in qualname.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            failed = DecodeError(
+                f"this worker's module {module_name!r} has no {qualname!r}: the function or class must be "
+                "defined on both sides"
+            )
+            failed.lacks = f"AttributeError: Can't get attribute {qualname!r} on {sys.modules[module_name]!r}"
+            raise failed from None
+    return found
+
+
+def is_builtin(function: Any) -> bool:
+    """Return whether ``function`` is one of torch's operators, rather than a Python function."""
+    return not isinstance(function, _PYTHON) and (getattr(torch, getattr(function, "__name__", ""), None) is function)
+
+
+def display_name(function: Any) -> str:
+    """Return a short name of ``function`` for messages to people."""
+    name = None if is_builtin(function) else getattr(function, "__qualname__", None)
+    name = name or getattr(function, "__name__", None)
+    if isinstance(name, str):
+        return name
+    wrapped = getattr(function, "func", None)
+    if wrapped is not None and wrapped is not function:
+        return f"partial({display_name(wrapped)})"
+    return type(function).__qualname__

@@ -1,0 +1,276 @@
+"""Pickles any value, with special treatment of the objects that pickle handles badly or wrongly.
+
+These are: tensors, remote references, exceptions whose ``__init__`` does not take their ``args``, TorchScript, and the
+functions and classes of ``__main__`` (see `nbdist.wire.pickling.definitions`; cloudpickle pickles them by value).
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import pickle
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import cloudpickle.cloudpickle as cloudpickle
+import torch
+
+from nbdist.errors import EncodeError
+from nbdist.wire.messages import Fork
+from nbdist.wire.pickling import definitions, names, stand_ins
+from nbdist.wire.pickling.large_globals import warn_of_large_globals
+from nbdist.wire.pickling.registered import Forker, reducers, reference_types
+from nbdist.wire.tensors import OWN_FRAME_BYTES, Buffer, TensorPacker, is_packable, refuse_uncarried
+
+__all__ = ["Pickler", "ValueWanted"]
+
+
+class _ByValue:
+    """Wraps a definition in the place where its value is wanted rather than its name."""
+
+    def __init__(self, definition: Any) -> None:
+        self.definition = definition
+
+
+class ValueWanted(Exception):
+    """Raised when the receiver is known to lack a definition: the message must be encoded again, by value."""
+
+
+class _TakeBuffers:
+    """Puts large buffers, such as numpy's, into frames of their own."""
+
+    def __init__(self, frames: list[Buffer]) -> None:
+        self._frames = frames
+
+    def __call__(self, buffer: pickle.PickleBuffer) -> bool:
+        """Return False if the buffer was put into a frame, True if pickle must put it into the body."""
+        try:
+            raw = buffer.raw()
+        except BufferError:  # the memory is not contiguous
+            return True
+        if raw.nbytes < OWN_FRAME_BYTES:
+            return True
+        self._frames.append(bytes(raw))
+        return False
+
+
+_NO_FILE = "<dynamic-code>"
+"""The text that cloudpickle 3.1.3 writes in place of the file name of a function's code."""
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
+    """Pickles one value into a body, and collects what goes beside it: tensors, buffers, forks."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        buffers: list[Buffer],
+        packer: TensorPacker,
+        forker: Forker | None,
+        by_value: bool,
+        record: bool = False,
+    ) -> None:
+        """Pickle into ``file``. Large buffers are added to ``buffers``, and tensors to ``packer``.
+
+        ``by_value`` puts definitions of ``__main__`` into the body. ``record`` marks tensors that require grad.
+        """
+        # One dict: cloudpickle's own is a chain of tables, which is slow to find that it has nothing for an object.
+        self.dispatch_table = {}
+        for table in reversed([reducers, *cloudpickle.Pickler.dispatch_table.maps]):
+            self.dispatch_table.update(table)
+        self.dispatch_table[types.CodeType] = _reduce_code
+        # Not a method of this pickler: that would be a reference cycle, and keep the value until a garbage collection.
+        super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
+        self.packer = packer
+        self.forks: list[Fork] = []
+        self.references: dict[int, int] = {}
+        """The index in `forks` of each reference, by the object's id."""
+        self.kept: list[Any] = []
+        """The references that were met. Their ids must stay valid while pickling goes on."""
+        self.definitions: list[tuple[str, str]] = []
+        """The definitions of ``__main__`` that the value refers to, by name and digest."""
+        self.named: list[tuple[str, str]] = []
+        """The definitions of ``__main__`` that are in the body by name only, by name and digest."""
+        self.lacking: Collection[str] = ()
+        """The digests of definitions that the receiver is known to lack."""
+        self.known: Collection[str] = ()
+        """The digests of definitions that the receiver is known to have."""
+        self.plain = True
+        """True while only tensors and types of pickle's own were met: decoding then runs no user code."""
+        self.recorded: list[torch.Tensor] = []
+        self._recorded_at: dict[int, int] = {}
+        self.requires_grad = False
+        self._record = record
+        self._modules: set[int] = set()
+        """The ids of modules that `_look_into` has seen."""
+        self._of_modules: set[int] = set()
+        """The ids of the parameters of these modules. They are not recorded."""
+        self._ordinary: set[type] = set()
+        """The types of objects that were met and need no special treatment."""
+        self._forker = forker
+        self._by_value = by_value
+        self._wrappers: dict[int, _ByValue] = {}
+        self._inner: set[int] = set()
+        """The ids of functions inside classes that travel by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to pickle ``obj``; NotImplemented to leave it to pickle's own rules.
+
+        Pickle calls this for every object that is no atom and no built-in container, except those that it has pickled
+        before. Everything except a tensor makes the message not `plain`.
+        """
+        kind = type(obj)
+        # Tensors first: they are the most frequent, and decode without user code.
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if obj.requires_grad and id(obj) not in self._of_modules:
+                self.requires_grad = True
+                if self._record:
+                    return stand_ins.recorded, (self._add_recorded(obj),)
+            if is_packable(obj):
+                return stand_ins.tensor, (self.packer.add(obj),)
+            refuse_uncarried(obj)
+            return NotImplemented
+        if obj is stand_ins.tensor or obj is stand_ins.recorded:
+            return NotImplemented
+        self.plain = False
+        # The same type was met before, and needed nothing.
+        if kind in self._ordinary:
+            return NotImplemented
+        if kind is OrderedDict and kind not in self.dispatch_table:
+            # As pickle would do it, without a search for slots: each module has about ten of these dicts.
+            return OrderedDict, (), vars(obj) or None, None, iter(obj.items())
+        if kind in reference_types:
+            return stand_ins.reference, (self._refer(obj),)
+        if kind is types.FunctionType or issubclass(kind, type):
+            return self._definition(obj)
+        if kind is _ByValue:
+            return self._value(obj.definition)
+        if isinstance(obj, BaseException):
+            return _reduce_exception(obj)
+        if isinstance(obj, torch.nn.Module):
+            if id(obj) not in self._modules:
+                self._look_into(obj)
+            if isinstance(obj, torch.jit.ScriptModule):
+                saved = io.BytesIO()
+                torch.jit.save(obj, saved)
+                return stand_ins.script, (saved.getvalue(),)
+            return NotImplemented
+        if isinstance(obj, torch.jit.ScriptFunction):
+            return self._script_function(obj)
+        if obj.__class__ is kind:  # a proxy has another class, and each proxy is looked at by itself
+            self._ordinary.add(kind)
+            return NotImplemented
+        return super().reducer_override(obj)
+
+    def _look_into(self, module: torch.nn.Module) -> None:
+        """Note the parameters of a module and of the modules in it: the receiver gets parameters of its own.
+
+        So they are not recorded, although they require grad: gradients do not flow back to a copied module.
+        """
+        stack: list[Any] = [module]
+        # Without the methods of modules, which some modules refuse to run.
+        while stack:
+            inner = stack.pop()
+            if id(inner) not in self._modules:
+                self._modules.add(id(inner))
+                self._of_modules.update(map(id, inner.__dict__.get("_parameters", {}).values()))
+                stack += [child for child in inner.__dict__.get("_modules", {}).values() if child is not None]
+
+    def _add_recorded(self, tensor: torch.Tensor) -> int:
+        """Return the index of a tensor among the recorded ones; add it if it is new.
+
+        A recorded tensor requires grad, and is sent in an autograd context.
+        """
+        index = self._recorded_at.get(id(tensor))
+        if index is None:
+            index = self._recorded_at[id(tensor)] = len(self.recorded)
+            self.recorded.append(tensor)
+        return index
+
+    def _refer(self, reference: Any) -> int:
+        """Return the index of a reference's fork in the message; make the fork if there is none.
+
+        Raises EncodeError where no references can be sent: in messages other than calls and results.
+        """
+        if self._forker is None:
+            raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")
+        index = self.references.get(id(reference))
+        if index is None:
+            self.kept.append(reference)
+            index = self.references[id(reference)] = len(self.forks)
+            self.forks.append(self._forker.fork(reference))
+        return index
+
+    def _definition(self, obj: Any) -> Any:
+        """Return how to pickle a function or class: by its name, by its value, or as cloudpickle does.
+
+        Only definitions of ``__main__`` need care. A definition that ``__main__`` has under its own name is sent as
+        that name and the digest. With ``by_value``, unless the receiver is known to have it, its value is sent as well:
+        the receiver then chooses its own definition if the digest is the same. A definition that ``__main__`` does not
+        have under its name, such as a lambda, always goes by value. A method goes as an attribute of its class.
+
+        Raises ValueWanted if a definition that the receiver is known to lack would go by name only.
+        """
+        if getattr(obj, "__module__", None) not in names.MAIN_NAMES or id(obj) in self._inner:
+            return super().reducer_override(obj)
+        qualname = definitions.own_name(obj)
+        if qualname is None:
+            return self._value(obj)
+        outer, _, attribute = qualname.rpartition(".")
+        if outer and isinstance(obj, types.FunctionType):
+            return getattr, (definitions.find_named(outer), attribute)
+        digest = definitions.digest(obj)
+        self.definitions.append((qualname, digest))
+        if not self._by_value or digest in self.known:
+            if digest in self.lacking:
+                raise ValueWanted
+            self.named.append((qualname, digest))
+            return definitions.get_own, (qualname, digest)
+        wrapper = self._wrappers.setdefault(id(obj), _ByValue(obj))
+        return definitions.choose, (qualname, digest, wrapper)
+
+    def _value(self, definition: Any) -> Any:
+        """Return how to pickle a function or class of ``__main__`` by value.
+
+        The functions in a class are noted, so that they travel inside the class and not by names of their own.
+        """
+        if isinstance(definition, types.FunctionType):
+            warn_of_large_globals(definition)
+            return self._dynamic_function_reduce(definition)
+        for member in vars(definition).values():
+            inner = getattr(member, "__func__", member)
+            parts = (inner.fget, inner.fset, inner.fdel) if isinstance(inner, property) else (inner,)
+            self._inner.update(id(part) for part in parts if isinstance(part, types.FunctionType))
+        return cloudpickle._class_reduce(definition)
+
+    @staticmethod
+    def _script_function(function: Any) -> Any:
+        """Return how to pickle a function of TorchScript: by its name if a module has it, else as torch saves it."""
+        module, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+        if module not in names.MAIN_NAMES and getattr(sys.modules.get(module), name, None) is function:
+            return getattr, (sys.modules[module], name)
+        saved = io.BytesIO()
+        torch.jit.save(function, saved)
+        return stand_ins.script_function, (saved.getvalue(),)
+
+
+def _reduce_exception(error: BaseException) -> Any:
+    """Return how to pickle an error without calling its ``__init__``; NotImplemented if pickle can do it.
+
+    Pickle can do it for built-in errors, and for classes with a ``__reduce__`` of their own. Attributes that nbdist has
+    put on the error stay here.
+    """
+    cls = type(error)
+    if cls.__module__ == builtins.__name__ or cls.__reduce__ is not BaseException.__reduce__:
+        return NotImplemented
+    state = {key: value for key, value in error.__dict__.items() if not key.startswith("__nbdist")}
+    return stand_ins.exception, (cls, error.args, state)
+
+
+def _reduce_code(code: types.CodeType) -> Any:
+    """Return how to pickle a function's code with the name of its file: errors and `inspect` find its lines by it."""
+    make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)

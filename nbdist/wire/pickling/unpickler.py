@@ -1,0 +1,106 @@
+"""Rebuilds the values that `nbdist.wire.pickling.pickler` and `nbdist.wire.pickling.few_tensors` have pickled."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle.cloudpickle as cloudpickle
+import torch
+
+from nbdist import torch_private
+from nbdist.errors import DecodeError
+from nbdist.wire.pickling import names, stand_ins
+from nbdist.wire.tensors import Buffer
+
+__all__ = ["Unpickler"]
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function that came by value.
+
+    A name that the sender did not have is looked up in ``__main__`` here.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        for module in names.MAIN_NAMES:
+            namespace = getattr(sys.modules.get(module), "__dict__", {})
+            if name in namespace:
+                return namespace[name]
+        raise KeyError(name)
+
+
+class Unpickler(pickle.Unpickler):
+    """Rebuilds the value of one message."""
+
+    def __init__(
+        self,
+        body: bytes,
+        buffers: Sequence[Buffer],
+        tensors: Sequence[torch.Tensor],
+        references: Sequence[Any],
+        recorded: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Read ``body``. It refers to ``tensors``, ``references`` and ``recorded`` tensors by their indices."""
+        super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
+        self._tensors = tensors
+        self._references = references
+        self._recorded = recorded
+        self._globals: dict[int, tuple[Any, _Globals]] = {}
+        """The globals that were made, by the id of the dict that they replace.
+
+        Each with that dict, so that its id stays valid.
+        """
+
+    def persistent_load(self, index: int) -> torch.Tensor:
+        """Return the tensor with the index that a `TensorPickler` wrote."""
+        return self._tensors[index] if index >= 0 else self._recorded[-1 - index]
+
+    def read(self) -> Any:
+        """Return the value. Nothing here refers to it afterwards.
+
+        Call it once: the pickle is used up then.
+        """
+        try:
+            return self.load()
+        finally:
+            self.memo = {}  # it has methods of this object: a reference cycle that would keep all values
+            # Torch checks sparse tensors after loading, and keeps a list of them until it is asked.
+            torch_private.validate_sparse()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the object of that name. The first three names of `stand_ins` become functions that know this message.
+
+        Raises DecodeError if this worker has no such object.
+        """
+        if module == stand_ins.__name__:
+            if name == "tensor":
+                return self._tensors.__getitem__
+            bound: dict[str, Callable[..., Any]] = {
+                "recorded": self._recorded.__getitem__,
+                "reference": self._references.__getitem__,
+            }
+            if name in bound:
+                return bound[name]
+        elif name == "_make_function" and module == cloudpickle.__name__:
+            return self._make_function
+        try:
+            return super().find_class(module, name)
+        except (AttributeError, ImportError) as error:
+            failed = DecodeError(
+                f"this worker has no {name!r} in module {module!r}, which the value needs: it must be defined on "
+                f"both sides ({error})"
+            )
+            failed.lacks = f"{type(error).__name__}: {error}"
+            raise failed from error
+
+    def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
+        """Make a function that came by value, with globals that fall back on this worker's ``__main__``."""
+        # Functions that shared their globals have one namespace here, too; so what replaces it is one object.
+        known = self._globals.get(id(namespace))
+        if known is None:
+            known = self._globals[id(namespace)] = (namespace, _Globals(namespace))
+        return cloudpickle._make_function(code, known[1], *rest)
