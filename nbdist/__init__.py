@@ -11,6 +11,8 @@ layer  modules                      contents
        signals holds                no Ctrl-C in the middle of an update; which objects were collected
        finalisers                   calls that a user's ``__del__`` or signal handler makes
        torch_private                the private names of torch that nbdist uses, in one table
+       code_places                  whose code a file holds: the user's, nbdist's, torch's, Python's
+       amounts columns              bytes, seconds and counts in words; aligned rows of text
 1      wire                         messages, their encoding, the protocol between two agents: all pure
 2      channel                      moves frames: in-process, unix sockets, ZeroMQ, faulty; wakes readers
                                     (gate, spinning); memory that agents of one host share
@@ -70,6 +72,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.cluster.cluster import Cluster
+    from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
+    from nbdist.rpc.agent import Agent
+    from nbdist.views.timeline.timeline import Timeline
 
 __all__ = [
     "Cluster",
@@ -99,6 +104,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 LAYERS: dict[str, int] = {
+    "amounts": 0,
+    "code_places": 0,
+    "columns": 0,
     "durations": 0,
     "errors": 0,
     "finalisers": 0,
@@ -150,11 +158,9 @@ def __getattr__(name: str) -> Any:
     `Cluster` needs Jupyter's packages, and `swarm` needs transformers, which not every program has.
     """
     if name == "Cluster":
-        from nbdist.compat.ipyparallel.client import view_of
-        from nbdist.views import clusters
+        from nbdist.cluster.cluster import Cluster
 
-        clusters.Cluster.add_view("view", view_of)
-        return clusters.Cluster
+        return Cluster
     if name in _NAMESPACES:
         return importlib.import_module(f"nbdist.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -181,9 +187,25 @@ def _draw(value: Any) -> dict[str, str]:
     return pictures_of(value)
 
 
+def _make_timeline(agent: Agent) -> Timeline:
+    """Return a new timeline of the work of an agent and its world."""
+    from nbdist.views.timeline.timeline import Timeline
+
+    return Timeline(agent)
+
+
+def _make_view(cluster: Cluster, targets: Any, balanced: bool) -> DirectView | LoadBalancedView:
+    """Return a view of workers of a cluster, as ipyparallel has them."""
+    from nbdist.compat.ipyparallel.client import view_of
+
+    return view_of(cluster, targets, balanced=balanced)
+
+
 registry.make_recorder = _make_recorder
 registry.describe = _describe
 registry.draw = _draw
+registry.make_timeline = _make_timeline
+registry.make_view = _make_view
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

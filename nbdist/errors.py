@@ -65,41 +65,102 @@ class NbdistError(RuntimeError):
 
 
 class UsageError(NbdistError):
-    """The caller asked for something impossible, such as an option out of range. The text says what is possible."""
+    """The caller asked for something impossible, such as an option out of range. The text says what is possible.
+
+    Example:
+        >>> rpc.WorkerInfo("two words", 1)
+        Traceback (most recent call last):
+        nbdist.errors.UsageError: Worker name must match [A-Za-z0-9-_:]*, but 'two words' does not
+    """
 
 
 class NotInitialized(UsageError):
-    """RPC does not run in this process: call `nbdist.rpc.init_rpc`, or start a cluster with ``%dist_init``."""
+    """RPC does not run in this process: call `nbdist.rpc.init_rpc`, or start a cluster with ``%dist_init``.
+
+    Example:
+        >>> with World(1) as world:
+        ...     pass
+        >>> with world[0].activate():
+        ...     rpc.get_worker_info()
+        Traceback (most recent call last):
+        nbdist.errors.NotInitialized: Current RPC agent is not set! ...
+    """
 
 
 class UnknownWorker(UsageError):
-    """There has never been a worker of this name or id in this world. The text lists the workers there are."""
+    """There has never been a worker of this name or id in this world. The text lists the workers there are.
+
+    Example:
+        >>> rpc.get_worker_info("worker7")
+        Traceback (most recent call last):
+        nbdist.errors.UnknownWorker: unknown destination worker 'worker7'; there are worker0, worker1
+    """
 
 
 class EncodeError(UsageError):
-    """An argument or a result cannot be sent to another worker. The text says which one, and why."""
+    """An argument or a result cannot be sent to another worker. The text says which one, and why.
+
+    Example:
+        >>> import threading
+        >>> rpc.rpc_sync("worker1", print, args=(threading.Lock(),))
+        Traceback (most recent call last):
+        nbdist.errors.EncodeError: `args[0]` is a lock, which cannot be sent: cannot pickle '_thread.lock' object
+    """
 
 
 class RemoteError(NbdistError):
     """A function failed on another worker, with an error that cannot be rebuilt here.
 
     The text has the error's class and text; a note has the worker's traceback.
+
+    Example:
+        >>> import threading
+        >>> class Broken(Exception):
+        ...     def __init__(self):
+        ...         self.lock = threading.Lock()
+        ...     def __str__(self):
+        ...         return "the lock is broken"
+        >>> def fail():
+        ...     raise Broken
+        >>> rpc.rpc_sync("worker1", fail)
+        Traceback (most recent call last):
+        nbdist.errors.RemoteError: nbdist.errors.Broken: the lock is broken ...
     """
 
 
 class DecodeError(NbdistError):
-    """A value arrived that this process cannot rebuild, most often because it lacks the value's class."""
+    """A value arrived that this process cannot rebuild, most often because it lacks the value's class.
+
+    Example:
+        >>> class Broken:
+        ...     def __reduce__(self):
+        ...         return int, ("no number",)
+        >>> rpc.rpc_sync("worker1", print, args=(Broken(),))
+        Traceback (most recent call last):
+        nbdist.errors.DecodeError: a value that another worker sent cannot be rebuilt in this process: ValueError: ...
+    """
 
     lacks: str = ""
     """Python's text about the missing module or name, such as ``"ModuleNotFoundError: No module named 'm'"``."""
 
 
 class MissingDefinition(DecodeError):
-    """The receiver's ``__main__`` lacks a definition of the sender's ``__main__``; the same call again sends it."""
+    """The receiver's ``__main__`` lacks a definition of the sender's ``__main__``; the same call again sends it.
+
+    ``docs/troubleshooting.md`` has an example.
+    """
 
 
 class RRefError(NbdistError):
-    """The value of a remote reference is not available: it was released, never made, or RPC has ended."""
+    """The value of a remote reference is not available: it was released, never made, or RPC has ended.
+
+    Example:
+        >>> rref = rpc.remote("worker1", max, args=(1, 2))
+        >>> rref.release()
+        >>> rref.to_here()
+        Traceback (most recent call last):
+        nbdist.errors.RRefError: <RRef ...> cannot be used: release() was called on it
+    """
 
 
 class RpcTimeout(NbdistError, TimeoutError):
@@ -133,23 +194,42 @@ class WorkerLost(NbdistError):
 
 
 class RendezvousError(NbdistError):
-    """The world could not form, or did not end in time. The text says why, such as which workers are missing."""
+    """The world could not form, or did not end in time. The text says why, such as which workers are missing.
+
+    ``docs/troubleshooting.md`` has an example.
+    """
 
 
 class NotUnique(RendezvousError):
-    """A living worker has the name or the rank already."""
+    """A living worker has the name or the rank already.
+
+    ``docs/errors.md`` has examples.
+    """
 
 
 class GroupError(NbdistError):
-    """A process group cannot be used any more, or not yet. The text says why, and what to do."""
+    """A process group cannot be used any more, or not yet. The text says why, and what to do.
+
+    ``docs/troubleshooting.md`` has an example.
+    """
 
 
 class SecurityError(NbdistError):
-    """Something unsafe was refused, such as a world over several hosts without a secret. The text says what to set."""
+    """Something unsafe was refused, such as a world over several hosts without a secret. The text says what to set.
+
+    ``docs/troubleshooting.md`` has an example.
+    """
 
 
 class ForwardNaN(NbdistError, FloatingPointError):
-    """An operation of a forward pass made a NaN, or received one, in a context with ``check="nan"``."""
+    """An operation of a forward pass made a NaN, or received one, in a context with ``check="nan"``.
+
+    Example:
+        >>> with dist_autograd.context(check="nan"):
+        ...     torch.tensor([1.0, -1.0]).log()
+        Traceback (most recent call last):
+        nbdist.errors.ForwardNaN: log made 1 NaN of 2 values ...
+    """
 
     worker: str = ""
     """The name of the worker that ran the operation."""
@@ -162,16 +242,35 @@ class ForwardNaN(NbdistError, FloatingPointError):
 
 
 class ResourceError(NbdistError, OSError):
-    """No more files can be opened, or disk space or memory is used up: the text says which. ``errno`` has the code."""
+    """No more files can be opened, or disk space or memory is used up: the text says which. ``errno`` has the code.
+
+    ``docs/troubleshooting.md`` has an example.
+    """
 
 
 class ProtocolError(NbdistError):
-    """Another process sent something that no correct member sends."""
+    """Another process sent something that no correct member sends.
+
+    ``docs/errors.md`` has examples.
+    """
 
 
 class VersionMismatch(ProtocolError):
-    """Another member runs a version of nbdist with another protocol. Install the same version everywhere."""
+    """Another member runs a version of nbdist with another protocol. Install the same version everywhere.
+
+    ``docs/troubleshooting.md`` has an example.
+    """
 
 
 class Interrupted(NbdistError):
-    """The user's Ctrl-C, or a cancellation, ended a call or a wait that KeyboardInterrupt could not reach."""
+    """The user's Ctrl-C, or a cancellation, ended a call or a wait that KeyboardInterrupt could not reach.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id, dist_autograd.watch(context_id, paused=True):
+        ...     handle = context_id.backward_async(w.sum())
+        ...     handle.cancel()
+        ...     handle.wait()
+        Traceback (most recent call last):
+        nbdist.errors.Interrupted: the backward pass was cancelled, by cancel() of its handle
+    """

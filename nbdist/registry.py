@@ -8,9 +8,15 @@ printed in a plain script draws itself, although the drawing is in `nbdist.views
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["describe", "draw", "make_recorder"]
+if TYPE_CHECKING:
+    from nbdist.cluster.cluster import Cluster
+    from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
+    from nbdist.rpc.agent import Agent
+    from nbdist.views.timeline.timeline import Timeline
+
+__all__ = ["describe", "draw", "make_recorder", "make_timeline", "make_view"]
 
 make_recorder: Callable[[Any], Any]
 """Returns the recorder of an agent, a `nbdist.rpc.recording.CallRecorder`, which the agent calls for each call."""
@@ -20,3 +26,9 @@ describe: Callable[[Any], str]
 
 draw: Callable[[Any], dict[str, str]]
 """Returns a value's pictures by MIME type. For a `Trace`, a `Plan`, or a `nbdist.nn.timeline.PipelineTimeline`."""
+
+make_timeline: Callable[[Agent], Timeline]
+"""Returns a new timeline of the work of an agent and its world. For `Cluster.timeline`."""
+
+make_view: Callable[[Cluster, Any, bool], DirectView | LoadBalancedView]
+"""Returns a view of a cluster's workers, as ipyparallel has them. For `Cluster.view`, whose arguments it takes."""

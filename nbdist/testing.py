@@ -40,7 +40,7 @@ __all__ = ["Faults", "FaultyChannel", "InProcessChannel", "ManualClock", "Networ
 
 
 class ManualClock:
-    """A clock that stands still until a test moves it.
+    """A clock that stands still until a test moves it. It shows ``start`` seconds at first.
 
     The pure parts of nbdist, such as `nbdist.wire.peer.Peer`, take the time as an argument; a test gives them this
     clock's.

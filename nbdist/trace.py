@@ -67,7 +67,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Call the listeners with an event and its fields. A listener that raises an error is logged and dropped.
+    """Call the listeners with ``event`` and its ``fields``. A listener that raises an error is logged and dropped.
 
     Example:
         >>> end = subscribe(print)

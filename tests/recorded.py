@@ -1,7 +1,7 @@
 """Recorded graphs that are made by hand, for tests of how they are drawn."""
 
-from nbdist.autograd.graph.inspection import Edge, NodeInfo, Trace
 from nbdist.autograd.graph.origins import NodeOrigin
+from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace
 from nbdist.nn import schedules
 from nbdist.nn.watched import plan_of_step
 

@@ -18,7 +18,7 @@ def classes() -> dict[str, type]:
     """The classes of rpc, wire and the watch of processes, by name."""
     found: dict[str, type] = {}
     for package in (nbdist.rpc, nbdist.wire):
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             found |= {
                 name: thing
                 for name, thing in vars(importlib.import_module(module.name)).items()

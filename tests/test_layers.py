@@ -85,12 +85,14 @@ def absolute(module: Module, level: int, name: str) -> str:
     return ".".join([*base, name] if name else base) if base else ""
 
 
-def imports(module: Module, known: set[str]) -> Iterator[tuple[int, str]]:
+def imports(module: Module, known: set[str], *, for_types: bool = False) -> Iterator[tuple[int, str]]:
     """The line and the absolute name of every module that `module` imports when it runs.
 
-    Of `from a import b` that is `a.b` where `a.b` is one of the `known` modules, and else `a`.
+    Of `from a import b` that is `a.b` where `a.b` is one of the `known` modules, and else `a`. With `for_types`, the
+    imports in the bodies of `if TYPE_CHECKING:` are among them.
     """
-    for node in running_nodes(ast.parse(module.source, module.path)):
+    tree = ast.parse(module.source, module.path)
+    for node in ast.walk(tree) if for_types else running_nodes(tree):
         match node:
             case ast.Import():
                 for alias in node.names:
@@ -168,23 +170,23 @@ def test_every_import_keeps_to_the_layers():
 
 
 def imports_within(folder: str) -> dict[str, set[str]]:
-    """What each module of a folder of the package imports of the same folder, for its annotations too."""
+    """What each module of a folder of the package imports of the same folder, at any depth.
+
+    Imports in functions, imports for annotations and imports by string are among them.
+    """
     modules = {module.name: module for module in modules_below(Path(nbdist.__file__).parent)}
     inside = {name for name in modules if name.startswith(f"nbdist.{folder}.")}
     found = {}
     for name in inside:
-        tree = ast.parse(modules[name].source)
-        targets = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                targets |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        targets = {target for _, target in imports(modules[name], inside, for_types=True)}
         found[name] = targets & inside - {name}
     return found
 
 
-@pytest.mark.parametrize("folder", ["rpc", "wire", "channel"])
+@pytest.mark.parametrize(
+    "folder",
+    ["wire", "channel", "rpc", "autograd", "optim", "nn", "swarm", "cluster", "views", "magics", "compat"],
+)
 def test_modules_of_a_layer_do_not_import_each_other_in_circles(folder):
     graphlib.TopologicalSorter(imports_within(folder)).prepare()  # raises CycleError, which names the circle
 
@@ -196,7 +198,7 @@ def test_a_circle_of_imports_is_found():
 
 def test_the_parts_of_an_agent_do_not_know_it():
     """Each part is given what it needs; only what stands above an agent, or is one, may import its class."""
-    above = {"nbdist.rpc.api", "nbdist.rpc.hosted", "nbdist.rpc.world.start"}
+    above = {"nbdist.rpc.api", "nbdist.rpc.asking", "nbdist.rpc.hosted", "nbdist.rpc.world.start"}
     know_it = {name for name, targets in imports_within("rpc").items() if "nbdist.rpc.agent" in targets}
     assert know_it == above
 
@@ -314,6 +316,23 @@ def test_an_import_of_a_higher_layer_is_found(source):
 )
 def test_what_is_allowed_is_not_found(source):
     assert check("nbdist.wire.codec", source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import nbdist.wire.rooms.codec",
+        "from nbdist.wire.rooms import codec",
+        "from nbdist.wire.rooms.codec import X",
+        "from .rooms import codec",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nbdist.wire.rooms.codec import X",
+        "def f():\n    from nbdist.wire.rooms import codec",
+        "import importlib\nimportlib.import_module('nbdist.wire.rooms.codec')",
+    ],
+)
+def test_every_kind_of_import_counts_in_a_circle(source):
+    found = imports(Module("nbdist.wire.peer", "m.py", source), {"nbdist.wire.rooms.codec"}, for_types=True)
+    assert "nbdist.wire.rooms.codec" in {target for _, target in found}
 
 
 def test_relative_imports_of_a_package_count_from_the_package_itself():

@@ -5,7 +5,7 @@ The words for a backward pass, one meaning each; the code uses them as names:
 ============== =================================================================================================
 word           meaning
 ============== =================================================================================================
-context        the record of one iteration, on each worker that it touches (`contexts.Context`)
+context        the record of one iteration, on each worker that it touches (`state.Context`)
 maker          the worker that made a context, and the only one that ends it
 edge           the two ends of a message with tensors: `Sent` on the sender, `Received` on the
                receiver; the number ``message`` names both. A *graph edge* is torch's: a node of a graph, and
@@ -16,7 +16,7 @@ roots          the tensors on which `backward` is called
 pass           one backward computation from its roots, on all workers that it reaches; a `PassId` names it.
                A *local pass* is torch's own ``backward()``, in one process
 root           of a pass: the worker on which it began
-run            what one worker keeps of one pass: its part, its threads, what it must report (`passes.state.Run`)
+run            what one worker keeps of one pass: its part, its threads, what it must report (`state.Run`)
 part           what one worker computes of one pass (`passes.worker_part.Part`)
 entry          the roots, or the gradient of one slot: gradients that a part has still to give to torch's engine
 step           one call of torch's engine (`_Step`). A step of a pipeline is something else (`nbdist.nn`)
@@ -52,7 +52,8 @@ tensor([3., 3.])
 
 The modules:
 
-- Users call `api`. The agent calls `recorder` for every message in a context, and `contexts` stores what it records.
+- Users call `api`. The agent calls `recorder` for every message in a context. `contexts` finds the context, and `state`
+  stores what is recorded in it, and its passes.
 - `graph`, a room: the record of a forward pass. It has the edges between workers, walks over torch's graphs, and
   collects both as the data of `trace` and `plan`, which `nbdist.views` draws.
 - `passes`, a room: the backward pass. It decides what each worker can run, has torch's engine run it, exchanges
@@ -63,9 +64,10 @@ The modules:
 from __future__ import annotations
 
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open, watch
-from nbdist.autograd.graph.inspection import Plan, Trace, plan, trace
+from nbdist.autograd.graph.inspection import plan, trace
+from nbdist.autograd.graph.traces import Plan, Trace
 from nbdist.autograd.passes.driver import UnusedOutputs
-from nbdist.autograd.watching.inherited_nans import Carried, Inherited
+from nbdist.autograd.watching.inherited import Carried, Inherited
 from nbdist.autograd.watching.records import Event, Pass
 from nbdist.autograd.watching.watcher import Watch
 

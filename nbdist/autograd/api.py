@@ -9,9 +9,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from nbdist.autograd.contexts import Context
-from nbdist.autograd.passes.state import Run
+from nbdist.autograd.messages import Mode
 from nbdist.autograd.recorder import Recorder
+from nbdist.autograd.state import Context, Run
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import Interrupted, UsageError
 from nbdist.rpc.api import current_agent
@@ -32,7 +32,6 @@ __all__ = [
     "watch",
 ]
 
-Mode = Literal["smart", "fast"]
 Checked = Literal["nan"] | None
 
 
@@ -75,12 +74,12 @@ class ContextId(int):
     def backward_async(self, *arguments: Any, **options: Any) -> Handle:
         """Begin a backward pass in this context, as `nbdist.autograd.backward_async` does, and return its handle.
 
-        The handle's `wait` raises the error of the pass.
+        The arguments are those of `nbdist.autograd.backward`. The handle's `wait` raises the error of the pass.
         """
         return backward_async(int(self), *arguments, **options)
 
     def watch(self, *, paused: bool = False, norms: bool = False) -> Watch:
-        """Watch the backward passes of this context, as `nbdist.autograd.watch` does.
+        """Watch the backward passes of this context; the arguments are those of `nbdist.autograd.watch`.
 
         Raises UsageError if this worker watches the context already, or the context has ended.
         """

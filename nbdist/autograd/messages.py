@@ -27,12 +27,12 @@ Workers are named by their incarnations, and the tensors of a message by their i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
-from nbdist.autograd.watching.inherited_nans import Inherited
+from nbdist.autograd.watching.inherited import Inherited
 from nbdist.errors import ProtocolError
 from nbdist.rpc.references.peeking import Histogram
 from nbdist.wire import quick
@@ -54,6 +54,7 @@ __all__ = [
     "Marked",
     "Message",
     "Missing",
+    "Mode",
     "Observed",
     "Over",
     "PassId",
@@ -68,6 +69,10 @@ __all__ = [
     "encode",
     "encode_usual_gradients",
 ]
+
+
+Mode = Literal["smart", "fast"]
+"""The mode of a pass: marking finds out which gates will get a gradient, or all gates must get one."""
 
 
 class PassId(msgspec.Struct, array_like=True, frozen=True):
@@ -345,9 +350,10 @@ _ONE_HOLE = quick.leave_holes([None], quick.LIST, ())
 def encode_usual_gradients(
     gradients: Sequence[torch.Tensor | None], space: Space | None
 ) -> tuple[Payload, list[bytes]] | None:
-    """Return the payload and the frames of a list with one small gradient, or None for any other list.
+    """Return the payload and the frames of a list with one small gradient; None where `codec.encode` is needed.
 
-    This is the usual case, and faster than `codec.encode`, which would return the same.
+    It is needed for any other list, and for a gradient that requires grad, has no elements or is no plain dense tensor.
+    What this returns is what `codec.encode` would return, but sooner; it is the usual case.
     """
     gradient = gradients[0] if len(gradients) == 1 else None
     if gradient is None or gradient.requires_grad or not is_packable(gradient):

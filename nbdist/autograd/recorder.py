@@ -24,21 +24,20 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
-import nbdist
 from nbdist.autograd import messages
-from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.contexts import Contexts
 from nbdist.autograd.graph import edges
 from nbdist.autograd.graph.edges import Received
-from nbdist.autograd.graph.origins import noted
+from nbdist.autograd.graph.noting import noted
 from nbdist.autograd.passes.driver import Passes
-from nbdist.autograd.passes.state import Run
 from nbdist.autograd.passes.worker_part import PassRoots
+from nbdist.autograd.state import Context, Run
 from nbdist.autograd.watching.forward_nans import Check
+from nbdist.code_places import NBDIST
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
@@ -52,8 +51,6 @@ from nbdist.wire import codec
 from nbdist.wire.messages import Cast, Payload, Record, Recording
 
 __all__ = ["Recorder"]
-
-_OURS = str(Path(nbdist.__file__).parent)
 
 failure_words: Callable[[Exception, int], Exception] | None = None
 """Set by `nbdist.compat`: called with the error of a pass and the id of its root, returns the error to raise."""
@@ -300,11 +297,12 @@ class Recorder:
     def warn(self, function: str, worker: str) -> None:
         """Warn of tensors that are sent to a function on another worker outside of any context, once for each place.
 
-        A place is a line of the user's code: the innermost frame outside of nbdist.
+        A place is a line of the code that calls nbdist: the innermost frame outside of nbdist, as a warning names it.
+        Every such call looks for it, so the frames are compared with `NBDIST` itself.
         """
         frame = sys._getframe(1)
         level = 2
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(NBDIST):
             frame, level = frame.f_back, level + 1
         place = frame.f_code.co_filename, frame.f_lineno
         if place in self._warned:

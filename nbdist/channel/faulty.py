@@ -61,10 +61,19 @@ def _rule(rules: Mapping[str, float], word: str) -> float:
 
 
 class FaultyChannel:
-    """A channel that wraps another one and injects `Faults` into what it sends. Receiving is not affected."""
+    """A channel that wraps another one and injects `Faults` into what it sends. Receiving is not affected.
+
+    Example:
+        >>> from nbdist.testing import Network
+        >>> network = Network()
+        >>> receiver, sender = network.open(), FaultyChannel(network.open(), Faults(duplicate={"call": 1.0}))
+        >>> sender.connect(receiver.addresses).send([b"hello"], "call")
+        >>> receiver.receive(timeout=1.0), receiver.receive(timeout=1.0)
+        ([b'hello'], [b'hello'])
+    """
 
     def __init__(self, inner: Channel, faults: Faults) -> None:
-        """Wrap the channel ``inner``, which is closed together with this one."""
+        """Wrap the channel ``inner``, which is closed together with this one; inject ``faults`` into what it sends."""
         self.inner = inner
         self.faults = faults
         self.random = random.Random(faults.seed)
@@ -81,7 +90,7 @@ class FaultyChannel:
         return self.inner.addresses
 
     def connect(self, addresses: Sequence[str]) -> FaultyLink:
-        """Return a link of the wrapped channel, with faults. Raises ChannelError as that channel does."""
+        """Return the wrapped channel's link to ``addresses``, with faults. Raises ChannelError where it does."""
         return FaultyLink(self, self.inner.connect(addresses))
 
     @property

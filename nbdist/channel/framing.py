@@ -22,6 +22,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 
+from nbdist import amounts
 from nbdist.channel.shared_memory import mapping
 from nbdist.errors import ProtocolError
 
@@ -127,7 +128,9 @@ class Cutter:
     def _begin_large(self, data: bytes, start: int, length: int) -> None:
         """Allocate memory for the message of ``length`` bytes that begins at ``start``, and copy in what has come."""
         if length >= _COMPARED_WITH_MEMORY and length > (left := mapping.available()):
-            raise MemoryError(f"a message of {length} bytes does not fit: the machine has {left} bytes of memory left")
+            raise MemoryError(
+                f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory left"
+            )
         large = memoryview(_unfilled(None, length))
         self._filled = len(data) - start
         large[: self._filled] = memoryview(data)[start:]

@@ -43,7 +43,7 @@ class Network:
         return self._open.get(address)
 
     def remove(self, address: str) -> None:
-        """Remove a channel that has been closed: messages to it are lost from now on."""
+        """Remove the channel at ``address``, which has been closed: messages to it are lost from now on."""
         with self._lock:
             self._open.pop(address, None)
 
@@ -51,7 +51,7 @@ class Network:
 class InProcessChannel:
     """A channel inside one process: one queue, into which links put messages. Make one with `Network.open`.
 
-    It has one reader and no guest, so `expect`, `expect_no_more` and `called` do nothing.
+    It has one reader and no guest, so `expect`, `expect_no_more` and `called` do nothing. `Network` has an example.
     """
 
     def __init__(self, network: Network, address: str) -> None:
@@ -67,7 +67,7 @@ class InProcessChannel:
         return [self.address]
 
     def connect(self, addresses: Sequence[str]) -> InProcessLink:
-        """Return a link to the first address of an in-process channel. Raises ChannelError if there is none.
+        """Return a link to the first of ``addresses`` of an in-process channel. Raises ChannelError if there is none.
 
         The other channel need not be open: messages to a closed one are lost.
         """
@@ -77,7 +77,7 @@ class InProcessChannel:
         raise ChannelError(f"none of the addresses {list(addresses)} is in this process")
 
     def deliver(self, frames: list[bytes]) -> None:
-        """Put a message into the queue. Does nothing after `close`."""
+        """Put a message, as ``frames``, into the queue. Does nothing after `close`."""
         if not self._closed:
             self._queue.put(frames)
 
@@ -91,7 +91,10 @@ class InProcessChannel:
         return False
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
-        """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed."""
+        """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
+
+        ``guest`` and ``soon`` change nothing here.
+        """
         if self._closed:
             return None
         try:

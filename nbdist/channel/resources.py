@@ -58,7 +58,8 @@ def refusals_in_words(doing: str) -> Iterator[None]:
         number = _number(error)
         if not number:
             raise
-        failure = ResourceError(f"{doing}: {in_words(number, _path(error))}")
+        used_up_and_remedy = in_words(number, _path(error))
+        failure = ResourceError(f"{doing}: {used_up_and_remedy}")
         failure.errno = number
         raise failure from error
 

@@ -9,7 +9,6 @@ interrupting every interrupt, whatever caused it
 executor     calls functions on the first free worker, as an executor of `concurrent.futures` does
 standing     the line below a cell that says what its workers wait for
 errors       the errors with which cells fail
-users_code   tells the user's files from others
 rooms
 processes    starts the worker processes, forms their process group, restarts and ends them
 kernels      talks to the workers' kernels; the cells that run there

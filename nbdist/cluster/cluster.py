@@ -19,11 +19,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from nbdist import durations
+from nbdist import durations, registry
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster.executor import Lanes, WorkerExecutor
@@ -45,12 +45,16 @@ from nbdist.cluster.workers import Worker, lost_error
 from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.calls import failures
-from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.references.rref import RRef
 from nbdist.torch_private import warn_of_untested
 from nbdist.wire.pickling import culprit
+
+if TYPE_CHECKING:
+    from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
+    from nbdist.views.timeline.timeline import Timeline
 
 __all__ = ["Cluster"]
 
@@ -88,7 +92,7 @@ class Cluster:
         UsageError: A value is not possible, such as a GPU that does not exist.
 
     Example:
-        In a script (in a notebook, ``%dist_init -n 3`` starts one: ``notebooks/00_tour.ipynb``)::
+        In a script, as in README.md (in a notebook, ``%dist_init -n 3`` starts one: ``notebooks/00_tour.ipynb``)::
 
             with nbdist.Cluster(3) as cluster:
                 cluster.execute("x = torch.full((2,), float(rank)); dist.all_reduce(x)")
@@ -132,11 +136,6 @@ class Cluster:
         ]
         self.driver = driver or "notebook"
         self._lanes = Lanes(self)
-
-    @classmethod
-    def add_view(cls, name: str, make: Callable[..., Any]) -> None:
-        """Make ``cluster.name(...)`` call ``make(cluster, ...)``. Higher layers add their views in this way."""
-        setattr(cls, name, make)
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:
@@ -192,7 +191,7 @@ class Cluster:
         return self._thread
 
     def signal(self, name: str, number: int) -> None:
-        """Send the signal ``number`` to a worker's process; do nothing if that process has ended."""
+        """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended."""
         self._lives.launcher.signal(name, number)
 
     @property
@@ -475,7 +474,7 @@ class Cluster:
             if not self._thread.soon(self._send, cell, workers, *packed):
                 raise UsageError("this cluster has been shut down; make another")
             if progress_after > 0 and sink.interactive and not quiet:
-                self._thread.soon(Lookout(self, cell, progress_after).start)
+                self._thread.soon(Lookout(self._thread, self.agent, cell, progress_after).start)
 
         if block:
             cell.wait(timeout, begin=send)
@@ -530,7 +529,7 @@ class Cluster:
     # -- calls ----------------------------------------------------------------------------------
 
     def executor(self, targets: Targets = None) -> WorkerExecutor:
-        """Return an executor of `concurrent.futures` that calls functions on some workers, or on all.
+        """Return an executor of `concurrent.futures` that calls functions on the workers in ``targets``.
 
         Each call goes to the first worker that is free. A worker runs one call at a time, after the cells that it was
         sent before. A call fails with `WorkerLost` if its worker dies while it runs.
@@ -544,10 +543,40 @@ class Cluster:
         self.start()
         return WorkerExecutor(self._lanes, [worker.name for worker in self.select(targets)])
 
+    # -- views: of higher layers, by `nbdist.registry` ------------------------------------------
+
+    def timeline(self) -> Timeline:
+        """Record what all workers do from now on, until `Timeline.stop` or the end of a ``with`` block.
+
+        Example:
+            ::
+
+                with cluster.timeline() as timeline:
+                    cluster.execute("train()")
+                timeline.save("step.json")  # for ui.perfetto.dev
+        """
+        self.start()
+        return registry.make_timeline(self.agent)
+
+    @overload
+    def view(self, targets: Targets | slice = None, *, balanced: Literal[False] = False) -> DirectView: ...
+    @overload
+    def view(self, targets: Targets | slice = None, *, balanced: Literal[True]) -> LoadBalancedView: ...
+    @overload
+    def view(self, targets: Targets | slice = None, *, balanced: bool) -> DirectView | LoadBalancedView: ...
+    def view(self, targets: Targets | slice = None, *, balanced: bool = False) -> DirectView | LoadBalancedView:
+        """Return a view of some workers, or of all, as ipyparallel has them: ``notebooks/10_from_ipyparallel.ipynb``.
+
+        Args:
+            targets: A rank, a slice or sequence of ranks, or a target of ``%%remote``; None for all workers.
+            balanced: Whether each task goes to the first of these workers that is free. Otherwise, each goes to all.
+        """
+        return registry.make_view(self, targets, balanced)
+
     # -- stopping -------------------------------------------------------------------------------
 
     def interrupt(self, targets: Targets = None) -> None:
-        """Interrupt everything that workers do: cells, begun or not, and calls that they run for others.
+        """Interrupt everything that the workers in ``targets`` do: cells, begun or not, and calls from other workers.
 
         Each of these cells fails with a `CellError` that is named KeyboardInterrupt, each of these calls with a
         KeyboardInterrupt on the worker. Does not wait for that. Cells and calls that are sent afterwards run. Dead
@@ -585,8 +614,8 @@ class Cluster:
         """
         cell = self.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
         with torch.no_grad():  # the value is a copy: no context records its way here, and a leaf stays a leaf
-            values = [api.rpc_async(part.worker, take_last_value, (part.id,)) for part in cell.parts.values()]
-        found = [value.wait() for value in values]
+            asked = ask_each(self.agent, take_last_value, {part.worker: (part.id,) for part in cell.parts.values()})
+        found = list(asked.or_raise().values())
         return found[0] if _is_single(targets, len(found)) else found
 
     def references(self, cell: Cell, targets: Targets = None) -> Any:
@@ -632,17 +661,17 @@ class Cluster:
         self.start()
         workers = self.select(targets)
         self._require_alive(workers)
+        names = [worker.name for worker in workers]
         token = os.urandom(8).hex()
         with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
             try:
-                sent: list[Future[Any]] = [api.rpc_async(w.name, receive, (token, dict(variables))) for w in workers]
+                received = ask_each(self.agent, receive, dict.fromkeys(names, (token, dict(variables))))
             except EncodeError as error:
                 found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")
                 raise EncodeError(
                     f"{found}, which cannot be sent: {error.__cause__}" if found else str(error)
                 ) from error
-        for future in sent:
-            future.wait()
+        received.or_raise()
         code = f"__import__('nbdist.cluster.worker.values', fromlist=['_']).place({token!r})"
         self.execute(code, [worker.rank for worker in workers], quiet=True)
 

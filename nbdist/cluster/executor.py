@@ -16,16 +16,15 @@ import datetime
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from nbdist.cluster.kernels.connection import KernelThread
 from nbdist.cluster.worker.tasks import now, run
+from nbdist.cluster.workers import Worker
 from nbdist.errors import UsageError
 from nbdist.rpc import api
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
 
 __all__ = ["Lanes", "Task", "WorkerExecutor"]
 
@@ -73,10 +72,28 @@ class Task(Future[Any]):
             self.set_exception(error)
 
 
+class TaskCluster(Protocol):
+    """The parts of a `nbdist.cluster.cluster.Cluster` that `Lanes` needs."""
+
+    @property
+    def running(self) -> bool:
+        """True while the workers are ready."""
+        ...
+
+    @property
+    def kernel_thread(self) -> KernelThread:
+        """The thread that talks to the workers' kernels."""
+        ...
+
+    def find(self, name: str) -> Worker:
+        """Return the worker called ``name``."""
+        ...
+
+
 class Lanes:
     """Hands the tasks of one cluster to its workers, one task at a time to each, by a thread for each worker."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: TaskCluster) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
         self._waiting: list[Task] = []

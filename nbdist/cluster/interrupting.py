@@ -27,19 +27,20 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.cluster.inspection import where
 from nbdist.cluster.kernels.labels import is_cell
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import call_off
 from nbdist.errors import NbdistError
-from nbdist.rpc.agent import active_agent
+from nbdist.rpc.agent import Agent, active_agent
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.calls.stopping import BREAK_OFF_AFTER, NAME_AFTER
 
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
+if TYPE_CHECKING:  # workers import this module for `stop_served_calls`, but not the notebook's side of cells
     from nbdist.cluster.kernels.cells import Cell, CellPart
+    from nbdist.cluster.kernels.connection import KernelThread
     from nbdist.cluster.workers import Worker
     from nbdist.rpc.futures import Future
 
@@ -64,32 +65,57 @@ _POLL = 0.005
 """Seconds between two looks at a condition that `_until` waits for."""
 
 
-async def interrupt_cell(cluster: Cluster, cell: Cell) -> list[str]:
+class InterruptedCluster(Protocol):
+    """The parts of a `nbdist.cluster.cluster.Cluster` that an interrupt needs."""
+
+    @property
+    def agent(self) -> Agent:
+        """The RPC agent of this process."""
+        ...
+
+    @property
+    def kernel_thread(self) -> KernelThread:
+        """The thread that talks to the workers' kernels."""
+        ...
+
+    @property
+    def folder(self) -> str:
+        """The path of the run directory, which has the sockets, connection files and logs of the workers."""
+        ...
+
+    def find(self, name: str) -> Worker:
+        """Return the worker called ``name``."""
+        ...
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a worker's process."""
+        ...
+
+
+async def interrupt_cell(cluster: InterruptedCluster, cell: Cell) -> list[str]:
     """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop in time."""
     return await interrupt(cluster, [(cell, part) for part in cell.parts.values()])
 
 
-def interrupt_workers(cluster: Cluster, workers: Sequence[Worker]) -> None:
+def interrupt_workers(cluster: InterruptedCluster, workers: Sequence[Worker]) -> None:
     """Interrupt everything that these workers do: cells, begun or not, and the calls that they run for others.
 
-    Returns once the interrupts are on their way, at most 0.5 s later. Work that is sent afterwards runs. The kernel
-    thread must not call this, because the interrupts need it.
+    Returns once the interrupts are on their way, about 0.5 s later at most. Work that is sent afterwards runs. The
+    kernel thread must not call this, because the interrupts need it.
     """
     cluster.kernel_thread.soon(_interrupt_cells_of, cluster, workers)
     names = [worker.name for worker in workers]
-    stopping = cluster.agent.call_each(names, stop_served_calls, timeout=_CALLS_STOP_WITHIN)
-    for stopped in stopping.values():
-        with contextlib.suppress(NbdistError):
-            stopped.wait()
+    stopped = ask_each(cluster.agent, stop_served_calls, dict.fromkeys(names, ()), timeout=_CALLS_STOP_WITHIN)
+    stopped.or_raise(but=NbdistError)
 
 
-def _interrupt_cells_of(cluster: Cluster, workers: Sequence[Worker]) -> None:
+def _interrupt_cells_of(cluster: InterruptedCluster, workers: Sequence[Worker]) -> None:
     """Start to interrupt all cells of these workers. Called in the kernel thread."""
     work = [(cell, cell.parts[worker.name]) for worker in workers for cell in worker.cells]
     cluster.kernel_thread.loop.create_task(interrupt(cluster, work))
 
 
-async def interrupt(cluster: Cluster, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
+async def interrupt(cluster: InterruptedCluster, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
     """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
 
     Cells that have not begun are called off, cells that run get SIGINT. After `BREAK_AFTER` seconds collectives are
@@ -123,7 +149,7 @@ def stop_served_calls() -> None:
         agent.stopping.stop_served()
 
 
-def _is_next(cluster: Cluster, cell: Cell, part: CellPart) -> bool:
+def _is_next(cluster: InterruptedCluster, cell: Cell, part: CellPart) -> bool:
     """Return whether the worker runs this cell or will run it next.
 
     ``part.began`` alone does not tell: a cell that takes the GIL at once cannot report that it began.
@@ -138,7 +164,7 @@ async def _until(happened: Callable[[], bool], deadline: float) -> None:
         await asyncio.sleep(_POLL)
 
 
-def _signal(cluster: Cluster, part: CellPart) -> None:
+def _signal(cluster: InterruptedCluster, part: CellPart) -> None:
     """Send SIGINT to the worker as soon as its kernel reacts to it, which is when the cell has begun.
 
     A part that has ended gets no signal. A cell that holds the GIL cannot report its beginning, so the signal goes out
@@ -175,7 +201,7 @@ def _signal(cluster: Cluster, part: CellPart) -> None:
     part.when_begun.append(send_once)
 
 
-def _call_off(cluster: Cluster, part: CellPart) -> Future[Any] | None:
+def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None:
     """Tell a worker to skip a cell that has not begun.
 
     Returns a future that is done once the worker has confirmed, or None if the worker is gone. A worker that was told
@@ -193,7 +219,7 @@ def _call_off(cluster: Cluster, part: CellPart) -> Future[Any] | None:
     return None
 
 
-def _break_collective(cluster: Cluster, part: CellPart) -> None:
+def _break_collective(cluster: InterruptedCluster, part: CellPart) -> None:
     """Break the process group of the collective in which the worker may wait, and note in the part what was broken.
 
     Returns at once. The note stays empty if the worker does not answer or waits in no collective.
@@ -207,7 +233,7 @@ def _break_collective(cluster: Cluster, part: CellPart) -> None:
         cluster.agent.call(part.worker, collectives.break_off, timeout=NAME_AFTER).then(note)
 
 
-async def _describe(cluster: Cluster, cell: Cell, part: CellPart, deadline: float) -> str:
+async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, deadline: float) -> str:
     """Return what to say of a worker that has not ended its cell; "" if it ends while its traceback is formatted."""
     name = part.worker
     if not _is_next(cluster, cell, part):
@@ -229,10 +255,10 @@ async def _describe(cluster: Cluster, cell: Cell, part: CellPart, deadline: floa
     )
 
 
-async def _frames(cluster: Cluster, worker: str) -> list[where.Frame]:
+async def _frames(cluster: InterruptedCluster, worker: str) -> list[where.Frame]:
     """Return the frames of a worker's main thread, innermost first; none if the worker writes none."""
     with contextlib.suppress(OSError):
-        asked = where.Question(cluster, worker)
+        asked = where.Question(cluster.folder, worker, cluster.signal)
         deadline = time.monotonic() + where.ANSWER_WITHIN
         while time.monotonic() < deadline and not asked.answered:
             await asyncio.sleep(where.POLL)

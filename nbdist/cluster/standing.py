@@ -19,17 +19,19 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nbdist.amounts import plural
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.in_place import InPlace
-from nbdist.cluster.users_code import is_users
+from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
+from nbdist.errors import NbdistError
 
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
+if TYPE_CHECKING:  # workers import this module, but not the notebook's side of cells
     from nbdist.cluster.kernels.cells import Cell, CellPart
+    from nbdist.cluster.kernels.connection import KernelThread
+    from nbdist.rpc.agent import Agent
 
 __all__ = ["Lookout", "Position", "Stands", "say_where"]
 
@@ -44,7 +46,7 @@ _SHARE_OF_WAITING = 0.05
 _SHOWN = 60
 """Characters of a line of code that are shown, at most."""
 
-_COLLECTIVE_WRAPPER = "/torch/distributed/c10d_logger.py"
+_COLLECTIVE_WRAPPER = f"{TORCH}distributed/c10d_logger.py"
 """The file with torch's wrapper around each collective, which is often the innermost frame of an interrupted one."""
 
 _SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
@@ -108,9 +110,8 @@ def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
     for frame, number in frames:
         file = frame.f_code.co_filename
         if is_users(file):
-            name = "cell" if "ipykernel" in file else Path(file).name
-            return called or linecache.getline(file, number).strip()[:_SHOWN], f"{name}:{number}"
-        if file.endswith(_COLLECTIVE_WRAPPER):
+            return called or linecache.getline(file, number).strip()[:_SHOWN], f"{shown_name(file)}:{number}"
+        if file == _COLLECTIVE_WRAPPER:
             inside = frame.f_locals
             collective = inside.get("func_name") or getattr(inside.get("func"), "__name__", "")
             called = called or (f"dist.{collective}()" if collective else "")
@@ -126,10 +127,8 @@ def _is_wrapper(frame: FrameType) -> bool:
 
 def _say_call(frame: FrameType) -> str:
     """Return the call of a frame in words, such as ``dist.recv(src=0)``: the function's name as users write it."""
-    code = frame.f_code
-    space = (
-        "dist." if "/torch/distributed/" in code.co_filename else "rpc." if "/nbdist/rpc/" in code.co_filename else ""
-    )
+    code, file = frame.f_code, frame.f_code.co_filename
+    space = "dist." if is_torchs(file, "distributed") else "rpc." if is_nbdists(file, "rpc") else ""
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     told = []
     for name in _SHOWN_ARGUMENTS:
@@ -187,17 +186,15 @@ class Stands:
         said = []
         for (call, line), workers in groups.items():
             since = min(self._since[worker] for worker in workers)
-            said.append(f"{say_names(workers)} wait{_s(workers)} in {call}, {line}, {now - since:.0f} s")
+            said.append(
+                f"{say_names(workers)} {plural(len(workers), 'waits', 'wait')} in {call}, {line}, {now - since:.0f} s"
+            )
         if computing := [worker for worker in running if worker not in self._since]:
-            said.append(f"{say_names(computing)} compute{_s(computing)}")
+            said.append(f"{say_names(computing)} {plural(len(computing), 'computes', 'compute')}")
         for failed, verb in ((True, "failed"), (False, "ended")):
             if workers := [worker for worker, how in ended.items() if how == failed]:
-                said.append(f"{say_names(workers)} {'has' if len(workers) == 1 else 'have'} {verb}")
+                said.append(f"{say_names(workers)} {plural(len(workers), 'has', 'have')} {verb}")
         return "; ".join(said)
-
-
-def _s(workers: Sequence[str]) -> str:
-    return "s" if len(workers) == 1 else ""
 
 
 # -- the driver -------------------------------------------------------------------------------------------------
@@ -206,8 +203,9 @@ def _s(workers: Sequence[str]) -> str:
 class Lookout:
     """Looks at the workers of a silent cell, and shows the line after ``after`` seconds. In the kernel thread."""
 
-    def __init__(self, cluster: Cluster, cell: Cell, after: float) -> None:
-        self._cluster = cluster
+    def __init__(self, thread: KernelThread, agent: Agent, cell: Cell, after: float) -> None:
+        self._thread = thread
+        self._agent = agent
         self._cell = cell
         self._after = after
         self._stands = Stands()
@@ -222,7 +220,7 @@ class Lookout:
         self._later(self._look, min(_LOOK_EVERY, self._after))
 
     def _later(self, action: Any, seconds: float, *arguments: Any) -> None:
-        self._cluster.kernel_thread.loop.call_later(seconds, action, *arguments)
+        self._thread.loop.call_later(seconds, action, *arguments)
 
     def _look(self) -> None:
         """Ask the workers where they are, if the cell is silent. The kernel thread must not wait for their answers.
@@ -231,10 +229,11 @@ class Lookout:
         """
         if self._cell.done:
             return
-        asked: Mapping[str, Any] = {}
+        asked: dict[str, Any] = {}
         if time.monotonic() - self._cell.last_output >= min(_LOOK_EVERY, self._after) * 0.9:
-            running = [part.worker for part in self._running()]
-            asked = self._cluster.agent.call_each(running, place, timeout=_ANSWER_WITHIN)
+            for part in self._running():
+                with contextlib.suppress(NbdistError):  # the worker is gone
+                    asked[part.worker] = self._agent.call(part.worker, place, timeout=_ANSWER_WITHIN)
         self._later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:

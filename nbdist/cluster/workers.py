@@ -22,17 +22,15 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.cluster.kernels import labels
+from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.connection import Kernel, KernelThread, Message
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.cluster.output.tail import Tail
 from nbdist.cluster.processes.worker_processes import describe_exit
 from nbdist.errors import NbdistError, WorkerLost
-
-if TYPE_CHECKING:
-    from nbdist.cluster.kernels.cells import Cell
 
 __all__ = ["CALL_EXTENSION", "STEPS", "StartError", "Worker"]
 

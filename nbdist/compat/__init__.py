@@ -21,6 +21,10 @@ def install() -> None:
 
     Call this at the top of a program, in every process, before it calls ``init_rpc``. ``docs/howto/call_functions.md``
     shows ``python -m nbdist run``, which needs no line in the program.
+
+    Example:
+        >>> from nbdist import compat
+        >>> compat.install()  # doctest: +SKIP
     """
     from nbdist.compat import substitution  # imported here: it imports torch, which `nbdist.compat.run` does not need
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nbdist.autograd.api import backward, context, get_gradients, recorder
-from nbdist.autograd.contexts import Context
 from nbdist.autograd.graph.edges import Sent
+from nbdist.autograd.state import Context
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 

@@ -23,6 +23,7 @@ from typing import Any
 from nbdist import durations
 from nbdist.errors import RpcTimeout
 from nbdist.rpc import api
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import Future
 
 __all__ = ["all_gather", "broadcast_to_followers", "gather_to_leader"]
@@ -129,17 +130,11 @@ def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any
 
 def _broadcast(sequence_id: str, whole: dict[str, Any], followers: list[str], timeout: float) -> None:
     """Send all parts to the followers. Raises RpcTimeout, with torch's text, if that fails for any of them."""
-    calls = {
-        name: api.rpc_async(name, broadcast_to_followers, (sequence_id, whole), None, timeout) for name in followers
-    }
-    errors: dict[str, RuntimeError] = {}
-    for name, call in calls.items():
-        try:
-            call.wait()
-        except RuntimeError as error:
-            errors[name] = error
+    agent = api.current_agent()
+    told = dict.fromkeys(followers, (sequence_id, whole))
+    errors = ask_each(agent, broadcast_to_followers, told, timeout=timeout).errors
     if errors:
-        seconds = api.current_agent().timeout_of(timeout)
+        seconds = agent.timeout_of(timeout)
         raise RpcTimeout(
             f"{', '.join(errors)} timed out in _all_gather after {seconds:.2f} seconds; the first error was: "
             f"{next(iter(errors.values()))}"

@@ -195,7 +195,7 @@ def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
 
 def _fork_for_anybody(rref: RRef[Any]) -> bytes:
     """Make a fork of a reference for an unknown receiver, and encode it."""
-    return msgspec.msgpack.encode(rref.hand_over(_UNKNOWN_RECEIVER, rref._home.references))
+    return msgspec.msgpack.encode(rref.hand_over(_UNKNOWN_RECEIVER))
 
 
 def _accept_fork(data: bytes) -> RRef[Any]:

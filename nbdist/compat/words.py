@@ -91,11 +91,10 @@ def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
 
     ``what`` is the use, such as "to_here()" or "fork"; empty for a call of a method of the value.
     """
-    deleted = rref._fork is not None and rref._home.references.forks.standing(rref._fork) is None
-    if deleted and what in _AFTER_DELETION:
-        names = f"UserRRef(rref_id={rref._id}, fork_id={rref._fork})"
+    if rref.is_forgotten() and what in _AFTER_DELETION:
+        names = f"UserRRef(rref_id={rref.id}, fork_id={rref.fork_id})"
         return RuntimeError(f"{names} has been deleted. Cannot call {_AFTER_DELETION[what]} after deletion.")
-    if rref._home.references.closed and not (what == "local_value()" and rref._fork is not None):
+    if rref.has_ended() and not (what == "local_value()" and not rref.is_owner()):
         return RuntimeError(NO_AGENT)
     return _of_call(error, "") if isinstance(error, UsageError) else error
 
@@ -164,7 +163,8 @@ def of_lacking(error: BaseException, worker: str) -> BaseException:
         where = f"On WorkerInfo(id={id}, name={worker})"
         said = RuntimeError(f'AttributeError: {where}:\nAttributeError("{text} {_ON_BOTH_SIDES}")')
     else:
-        said = RuntimeError(f"Error on Node {id}: {error.lacks}")
+        import_error = error.lacks  # such as "ModuleNotFoundError: No module named 'm'"
+        said = RuntimeError(f"Error on Node {id}: {import_error}")
     said.__cause__ = error
     return said
 

@@ -16,15 +16,17 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, 
 from IPython.display import display
 
 from nbdist import autograd, rpc
+from nbdist.amounts import counted
+from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.inspection.comparing import differences
 from nbdist.cluster.inspection.freeing import free
 from nbdist.cluster.inspection.holdings import collect as collect_holdings
+from nbdist.cluster.inspection.print_logs import read_logs
 from nbdist.cluster.inspection.status import collect
 from nbdist.cluster.kernels import labels
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.output.arranger import say_names
-from nbdist.cluster.output.print_log import read_logs
 from nbdist.cluster.output.sinks import current_sink
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
@@ -41,7 +43,6 @@ from nbdist.magics.lines import (
 )
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
-from nbdist.views.clusters import Cluster
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.timeline.timeline import Timeline
 from nbdist.views.workers.difference import DiffTable
@@ -100,7 +101,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist(self, line: str) -> None:
-        """List all magics by the question that they answer, such as "it hangs" or "it is slow"."""
+        """List all magics by the question that they answer, such as "it hangs" or "it is slow".
+
+        Example:
+            %dist
+        """
         reader("%dist").read(line)
         print(self._overview)
 
@@ -126,6 +131,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
                               cost of time or memory. A changed module is imported again by the next %dist_init
 
         If a cluster with the same options runs already, it is kept. %dist_shutdown ends it.
+
+        Example:
+            %dist_init -n 4 --seed 1
         """
         spec = parse_init(line)
         running = Cluster.current
@@ -151,24 +159,31 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """End the workers, and remove all their files.
 
         Idle workers get 1 s to run their exit handlers; busy ones are killed.
+
+        Example:
+            %dist_shutdown
         """
         reader("%dist_shutdown").read(line)
         if Cluster.current is None:
             print("No cluster runs.")
             return
         left = Cluster.current.shutdown()
-        print(f"{left} processes left.")
+        print(f"{counted(left, 'process', 'processes')} left.")
 
     @line_magic
     @_shortly
     def dist_reset(self, line: str) -> None:
-        """Kill all workers at once, and switch `%dist_mode` off. %dist_init then starts afresh."""
+        """Kill all workers at once, and switch `%dist_mode` off. %dist_init then starts afresh.
+
+        Example:
+            %dist_reset
+        """
         options = reader("%dist_reset")
         options.add_argument("-n", "--nuclear", action="store_true")  # nbdistributed has this option; it is ignored
         options.read(line)
         self._session.everywhere = False
         left = Cluster.current.shutdown(ask=False) if Cluster.current is not None else 0
-        print(f"{left} processes left.")
+        print(f"{counted(left, 'process', 'processes')} left.")
 
     @line_magic
     @_shortly
@@ -180,6 +195,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Without a target, the workers that have died are restarted. RRefs to values of the old workers are lost. The
         process group of all workers is formed anew once all are idle. Make groups, DDP and FSDP wrappers again.
         -p, --process-group   form the process group now, even if no worker is restarted; busy workers are waited for
+
+        Example:
+            %dist_restart worker1
         """
         options = reader("%dist_restart [TARGET] [-p]")
         options.add_argument("targets", nargs="*")
@@ -200,7 +218,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_status(self, line: str) -> StatusTable | None:
-        """Show each worker's pid, device, state, memory and calls in flight."""
+        """Show each worker's pid, device, state, memory and calls in flight.
+
+        Example:
+            %dist_status
+        """
         return self._status(line)
 
     @staticmethod
@@ -215,7 +237,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_panel(self, line: str) -> Panel:
-        """Show a live row for each worker: running code, CPU, memory, calls; with buttons to interrupt and restart."""
+        """Show a live row for each worker: running code, CPU, memory, calls; with buttons to interrupt and restart.
+
+        Example:
+            %dist_panel
+        """
         reader("%dist_panel").read(line)
         return Panel(self._session.cluster())
 
@@ -234,6 +260,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Small values share a row, and so do equal rows of several workers.
         TARGET       show each value on these workers: worker1, 0,2, all, notebook
         -v, --all    show each value on all workers
+
+        Example:
+            %dist_memory worker1 -v
         """
         targets, unfolded = parse_memory(line)
         workers = self._memory_of(targets) if targets is not None else None
@@ -257,7 +286,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_free(self, line: str) -> FreedTable:
-        """Free the values that only `Out`, `_` and tracebacks hold, in the notebook and on all workers."""
+        """Free the values that only `Out`, `_` and tracebacks hold, in the notebook and on all workers.
+
+        Example:
+            %dist_free
+        """
         reader("%dist_free").read(line)
         self._session.cluster()
         return FreedTable(free())
@@ -274,6 +307,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --cell    show only the lines of the cell with this number
         --lines   show the lines from FIRST to LAST, counted from 1; with one number N, the last N lines
         --save    write all lines to a file instead
+
+        Example:
+            %dist_log worker1 --lines 20
         """
         asked = parse_log(line)
         printed = read_logs(self._session.cluster(), asked.targets, asked.cell)
@@ -281,26 +317,38 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print(say_printed(printed, LineRange(*asked.lines) if asked.lines is not None else None))
             return
         try:
-            print(f"{save_printed(printed, asked.save):,} lines are in {asked.save}.")
+            print(f"{counted(save_printed(printed, asked.save), 'line is', 'lines are')} in {asked.save}.")
         except OSError as error:
             raise UsageError(f"the lines cannot be saved: {error}") from error
 
     @line_magic
     def dist_debug(self, line: str) -> StatusTable | None:
-        """Show what `%dist_status` shows: this is its name in nbdistributed."""
+        """Show what `%dist_status` shows: this is its name in nbdistributed.
+
+        Example:
+            %dist_debug
+        """
         return self._status(line)
 
     @line_magic
     @_shortly
     def sync(self, line: str) -> None:
-        """Wait until every worker has run all cells that it was sent."""
+        """Wait until every worker has run all cells that it was sent.
+
+        Example:
+            %sync
+        """
         reader("%sync").read(line)
-        print(f"{len(self._session.cluster().sync())} workers are in step.")
+        print(f"{counted(len(self._session.cluster().sync()), 'worker is', 'workers are')} in step.")
 
     @line_magic
     @_shortly
     def dist_mode(self, line: str) -> None:
-        """Run cells without a magic on all workers (-e, --enable) or here (-d, --disable); else say where they run."""
+        """Run cells without a magic on all workers (-e, --enable) or here (-d, --disable); else say where they run.
+
+        Example:
+            %dist_mode -e
+        """
         options = reader("%dist_mode [-e | -d]")
         which = options.add_mutually_exclusive_group()
         which.add_argument("-e", "--enable", action="store_true")
@@ -319,7 +367,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_push(self, line: str) -> None:
-        """Copy variables of the notebook to workers: %dist_push NAME [NAME ...] [-r TARGET]."""
+        """Copy variables of the notebook to workers: %dist_push NAME [NAME ...] [-r TARGET].
+
+        Example:
+            %dist_push model rate -r 0,2
+        """
         names, targets = self._names(line, "%dist_push NAME [NAME ...] [-r TARGET]")
         missing = [name for name in names if name not in self._shell.user_ns]
         if missing:
@@ -332,6 +384,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """Copy variables of workers to the notebook: %dist_pull NAME [NAME ...] [-r TARGET].
 
         From several workers, each variable becomes the list of the workers' values.
+
+        Example:
+            %dist_pull losses -r worker1
         """
         names, targets = self._names(line, "%dist_pull NAME [NAME ...] [-r TARGET]")
         values = self._session.cluster().pull(names, targets)
@@ -360,6 +415,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         The value may be a tensor, a module, a state_dict or any other. It stays on its worker, and is compared part by
         part.
+
+        Example:
+            %dist_diff model.state_dict() -r 0,1
         """
         expression, targets = parse_diff(line)
         cluster = self._session.cluster()
@@ -388,6 +446,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --fail-fast        interrupt the other workers when one has failed
         --progress-after   seconds without output after which a line says where workers wait (10; 0 for never)
         --local            run the cell in the notebook, too
+
+        Example:
+            %%remote 0,2 -o losses
+            step(batch)
+
+            %remote worker1 losses[-1]
         """
         if cell is None:
             asked = parse_value(line)
@@ -403,6 +467,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         %%timeline [FILE]
 
         FILE, if it is given, is written for the viewer Perfetto (ui.perfetto.dev).
+
+        Example:
+            %%timeline step.json
+            train(batch)
         """
         told = Timeline(self._session.cluster().agent)
         try:
@@ -426,6 +494,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         -a, --noblock   run the cell in the background; return a handle of the pass: .step(3), .run(until="nan"), …
         -o, --out NAME  bind NAME to the handle
         --no-norms      do not compute the norms of gradients
+
+        Example:
+            %%watch --paused -o seen
+            loss.backward()
         """
         options = parse_watch(line)
         self._session.cluster()
@@ -474,7 +546,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @cell_magic
     @_shortly
     def distributed(self, line: str, cell: str) -> Any:
-        """Run a cell on all workers, with the options of `%%remote`."""
+        """Run a cell on all workers, with the options of `%%remote`.
+
+        Example:
+            %%distributed -o losses
+            step(batch)
+        """
         options = parse_cell(line, _REMOTE_USAGE.replace("%%remote [TARGET]", "%%distributed"))
         if options.targets is not None:
             raise UsageError("%%distributed takes no target, because it runs on all workers: write %%remote TARGET")
@@ -484,7 +561,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @cell_magic
     @_shortly
     def rank(self, line: str, cell: str) -> Any:
-        """Run a cell on some workers: %%rank[0,1], %%rank [0-2], with the options of `%%remote`."""
+        """Run a cell on some workers: %%rank[0,1], %%rank [0-2], with the options of `%%remote`.
+
+        Example:
+            %%rank[0,1] -t 60
+            step(batch)
+        """
         options = parse_cell(line, _REMOTE_USAGE.replace("%%remote [TARGET]", "%%rank[0,1]"))
         if options.targets is None:
             raise UsageError("%%rank needs ranks: write %%rank[0,1], or %%distributed for all workers")

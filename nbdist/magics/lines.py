@@ -353,9 +353,11 @@ def _count(text: str) -> int:
 
 
 def _span(text: str) -> tuple[int | None, int | None]:
-    """Return the first and the last line of ``FIRST:LAST``, either of which may be missing: see `LogLine.lines`.
+    """Return the first and the last line of ``FIRST:LAST``, as `LogLine.lines` has them.
 
-    Raises argparse's error, which the user sees as UsageError, for numbers below 1 or other text.
+    Without FIRST the first line is 1; without LAST the last one is None. A single number N, without a colon, returns
+    ``(None, N)``: the last N lines. Raises argparse's error, which the user sees as UsageError, for numbers below 1 or
+    other text.
     """
     first, colon, last = text.partition(":")
     if not colon:

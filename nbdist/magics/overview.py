@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nbdist.columns import aligned
+
 __all__ = ["overview"]
 
 _BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -32,13 +34,14 @@ def overview(said: Mapping[str, str]) -> str:
     """
     grouped = {name for _, names in _BY_QUESTION for name in names}
     groups = [*_BY_QUESTION, (_OTHERS, tuple(sorted(set(said) - grouped - {"%dist"})))]
-    width = max(map(len, said), default=0)
+    told = aligned([(name, text.strip().partition("\n")[0]) for name, text in said.items()])
+    line_of = dict(zip(said, told, strict=True))
     lines = ["The magics of nbdist, by question. A question mark shows a magic's options, as in %dist_init?."]
     for question, names in groups:
         found = [name for name in names if name in said]
         hint = _HINTS.get(question)
         if found or hint:
             lines += ["", question]
-            lines += [f"  {name:<{width}}  {said[name].strip().partition(chr(10))[0]}" for name in found]
+            lines += [f"  {line_of[name]}" for name in found]
             lines += [f"  {hint}"] if hint else []
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from nbdist.amounts import counted
 from nbdist.autograd.api import recorder
 from nbdist.errors import NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split
@@ -185,21 +186,19 @@ class Pipeline:
         where = [names[stage % len(names)] for stage in range(len(parts))]
         options = {"seed": seed, "checkpoint": checkpoint}
         prefixed = not isinstance(model, torch.nn.Sequential)
-        self._stations: list[RRef[Station]] = ask_all(
-            [
-                (
-                    agent.membership.info_of(agent.find(name).incarnation),
-                    build_stages,
-                    (self._uid, _every(parts, worker, len(names)), where, agent.me.name, device, prefixed, options),
-                )
+        made = ask_all(
+            build_stages,
+            {
+                name: (self._uid, _every(parts, worker, len(names)), where, agent.me.name, device, prefixed, options)
                 for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True))
-            ]
+            },
         )
+        self._stations: list[RRef[Station]] = list(made.values())
 
     def __repr__(self) -> str:
         return (
-            f"Pipeline({self.stages} stages on {', '.join(self.workers)}; {self.micro_batches} micro-batches, "
-            f"{self.schedule})"
+            f"Pipeline({counted(self.stages, 'stage')} on {', '.join(self.workers)}; "
+            f"{counted(self.micro_batches, 'micro-batch', 'micro-batches')}, {self.schedule})"
         )
 
     # -- computing ----------------------------------------------------------------------------
@@ -377,7 +376,7 @@ class Pipeline:
         return [rref for stage in range(self.stages) for rref in found[stage]]
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Put all stages into training mode, or with False into evaluation mode. Returns the pipeline.
+        """Put all stages into training mode, or with ``mode=False`` into evaluation mode. Returns the pipeline.
 
         Asks all workers; raises `WorkerLost` if one is gone.
         """
@@ -424,7 +423,7 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned, of this pipeline or of one with the same model and cut.
+        """Continue from ``state``, which `state_dict` returned, of this pipeline or of one with the same model and cut.
 
         The pipeline takes over the weights, the seed and the count of steps; the caller's process and the workers'
         processes take over the states of the random generators. A worker with several stages takes those that were
@@ -456,7 +455,7 @@ class Pipeline:
             self._steps = state["steps"]
 
     def load_model(self, state: Mapping[str, Any]) -> None:
-        """Load the weights and buffers of a model's ``state_dict()`` into all stages; the count of steps stays.
+        """Load ``state``, the ``state_dict()`` of a model, into all stages. The count of steps does not change.
 
         Raises:
             UsageError: a name is missing or unknown, or a shape is another one. Nothing has been changed.
@@ -519,7 +518,8 @@ class Pipeline:
 
         If workers fail, their error is raised.
         """
-        return ask_all([(rref.owner(), call_station, (rref, method, *args)) for rref in self._stations])
+        calls = {rref.owner_name(): (rref, method, *args) for rref in self._stations}
+        return list(ask_all(call_station, calls).values())
 
     def _give(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
         """Call a method of all stations at the same time, each with ``args`` and its own stages' part of a mapping.
@@ -527,10 +527,11 @@ class Pipeline:
         If workers fail, their error is raised.
         """
         ask_all(
-            [
-                (rref.owner(), call_station, (rref, method, *args, _every(by_stage, worker, len(self.workers))))
+            call_station,
+            {
+                rref.owner_name(): (rref, method, *args, _every(by_stage, worker, len(self.workers)))
                 for worker, rref in enumerate(self._stations)
-            ]
+            },
         )
 
     def _gather(self, method: str) -> dict[int, Any]:

@@ -94,7 +94,7 @@ class RemoteModule(torch.nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with these arguments, wait, and return its result.
+        """Call the module with ``*args`` and ``**kwargs``, wait, and return its result.
 
         Raises:
             RpcTimeout: no answer came within the default timeout of calls.
@@ -105,7 +105,7 @@ class RemoteModule(torch.nn.Module):
         return api.rpc_sync(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the module with these arguments, and return a `Future` of its result at once.
+        """Call the module with ``*args`` and ``**kwargs``, and return a `Future` of its result at once.
 
         The future's ``wait()`` raises what `forward` would raise.
 
@@ -141,7 +141,7 @@ class RemoteModule(torch.nn.Module):
         return found
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Put the module into training mode, or with False into evaluation mode, on its worker. Returns the handle."""
+        """Put the module into training mode, or with ``mode=False`` into evaluation mode. Returns the handle."""
         self.training = mode
         self._on_owner(train, mode)
         return self
@@ -161,7 +161,7 @@ class RemoteModule(torch.nn.Module):
         return _with_metadata(*self._on_owner(state_of))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state into the module on its worker; arguments, result and errors are those of torch's method."""
+        """Load a state into the module; arguments, result and errors are those of `torch.nn.Module.load_state_dict`."""
         return self._on_owner(load, dict(state_dict), getattr(state_dict, "_metadata", None), strict, assign)
 
     def extra_repr(self) -> str:
@@ -183,7 +183,7 @@ _REFUSED_METHODS = (
     *("named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "register_backward_hook"),
     *("register_buffer", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
     *("register_full_backward_pre_hook", "register_module", "register_parameter", "requires_grad_", "share_memory"),
-    *("to", "to_empty", "type", "zero_grad"),
+    *("ipu", "to", "to_empty", "type", "xpu", "zero_grad"),
 )
 
 
@@ -191,10 +191,11 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     """Return a method that refuses to do what ``name`` does, and says what to call instead."""
     instead = _ALTERNATIVES.get(name, "get_module_rref(), and a function that runs on the owner")
 
-    def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: RemoteModule, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(f"Method ``{name}`` not supported for RemoteModule: the module is not here. Use {instead}")
 
     refuse.__name__ = name
+    refuse.__doc__ = f"Raise UsageError: the module is not here. Use {instead}."
     return refuse
 
 

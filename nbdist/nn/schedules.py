@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from nbdist.columns import aligned
 from nbdist.errors import UsageError
 
 __all__ = [
@@ -223,5 +224,5 @@ def draw(table: Table, stages: int) -> str:
             line[round(start)] = f"{op.kind}{op.micro_batch}" if plain else f"{op.kind}{op.stage}.{op.micro_batch}"
     width = max((len(cell) for line in lines for cell in line), default=0)
     return "\n".join(
-        f"worker{worker}  {' '.join(cell.ljust(width) for cell in line)}".rstrip() for worker, line in enumerate(lines)
+        aligned([(f"worker{n}", " ".join(cell.ljust(width) for cell in line)) for n, line in enumerate(lines)])
     )

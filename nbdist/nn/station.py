@@ -122,15 +122,16 @@ class Station:
         self.stages = stages
         self.places = places
         self.driver = driver
-        self._agent = current_agent()
-        self._needed = {self._agent.find(name).incarnation for name in {driver, *places}}
+        self.agent = current_agent()
+        """The agent of this worker."""
+        self._needed = {self.agent.find(name).incarnation for name in {driver, *places}}
         self._inboxes: dict[int, Inbox] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
         self._lock = threading.Lock()
         for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 name_parameter(parameter, stage.prefix + name)
-        _stations(self._agent)[uid] = self
+        _stations(self.agent)[uid] = self
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -144,9 +145,9 @@ class Station:
         inbox = self.inbox(order.step)
         if inbox is None:
             raise Abandoned(f"step {order.step} of the pipeline was abandoned before this worker began it")
-        if gone := [each for each in self._needed if self._agent.member(each) is None]:
+        if gone := [each for each in self._needed if self.agent.member(each) is None]:
             # `on_lost` may have been called for it before the inbox existed.
-            names = ", ".join(map(self._agent.name_of, gone))
+            names = ", ".join(map(self.agent.name_of, gone))
             inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it. Make a new pipeline"))
         try:
             return _Step(self, order, inbox, inputs, targets).run()
@@ -292,7 +293,7 @@ class _Step:
         targets: Sequence[Values],
     ) -> None:
         self._station = station
-        self._agent = station._agent
+        self._agent = station.agent
         self._me = self._agent.me.name
         self._order = order
         self._inbox = inbox

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from nbdist import registry
+from nbdist.amounts import counted, duration
 from nbdist.nn.schedules import Op, OpTimes, Table, simulate
 
 __all__ = ["PipelineTimeline"]
@@ -71,10 +72,10 @@ class PipelineTimeline:
     def __repr__(self) -> str:
         return "\n".join(
             [
-                f"step {self.step}: {self.seconds * 1e3:.1f} ms, bubbles {self.bubble:.0%}; "
-                f"ideal {self.ideal_seconds * 1e3:.1f} ms, bubbles {self.ideal_bubble:.0%}",
+                f"step {self.step}: {duration(self.seconds)}, bubbles {self.bubble:.0%}; "
+                f"ideal {duration(self.ideal_seconds)}, bubbles {self.ideal_bubble:.0%}",
                 *(
-                    f"{name}: busy {sum(span.end - span.start for span in row) * 1e3:.1f} ms, {len(row)} operations"
+                    f"{name}: busy {duration(_busy([row]))}, {counted(len(row), 'operation')}"
                     for name, row in zip(self.workers, self.rows, strict=True)
                 ),
             ]
@@ -92,5 +93,9 @@ def _length(rows: Sequence[Sequence[OpTimes]]) -> float:
 def _bubble(rows: Sequence[Sequence[OpTimes]]) -> float:
     """Return the part of the rows' time, from 0 to 1, in which no operation runs."""
     whole = _length(rows) * len(rows)
-    busy = sum(span.end - span.start for row in rows for span in row)
-    return 1 - busy / whole if whole else 0.0
+    return 1 - _busy(rows) / whole if whole else 0.0
+
+
+def _busy(rows: Sequence[Sequence[OpTimes]]) -> float:
+    """Return the seconds that the operations of some rows took together."""
+    return sum(span.end - span.start for row in rows for span in row)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from nbdist.autograd.api import recorder
-from nbdist.autograd.graph.inspection import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.graph.origins import NodeOrigin
+from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.messages import Head
 from nbdist.autograd.watching.observer import Observer, Stopped, are_finite
 from nbdist.nn.inbox import Inbox

@@ -56,8 +56,8 @@ def clip_grad_norm_(
     """
     owners = by_owner(params_rref)
     id, kind = int(context_id), float(norm_type)
-    answers = ask_all([(owner, local_norms, (id, rrefs, kind)) for owner, rrefs in owners.items()])
-    norms = torch.tensor([norm for answer in answers for norm in answer], dtype=torch.float64)
+    answers = ask_all(local_norms, {owner: (id, rrefs, kind) for owner, rrefs in owners.items()})
+    norms = torch.tensor([norm for answer in answers.values() for norm in answer], dtype=torch.float64)
     if not norms.numel():  # no gradients: vector_norm(inf) of an empty tensor would raise
         return norms.sum()
     total: torch.Tensor = torch.linalg.vector_norm(norms, kind)
@@ -68,7 +68,7 @@ def clip_grad_norm_(
         )
     factor = max_norm / (total.item() + _EPSILON)
     if not factor >= 1.0:  # also for a NaN, which all gradients become then, as torch has it
-        ask_all([(owner, scale_local, (id, rrefs, factor)) for owner, rrefs in owners.items()])
+        ask_all(scale_local, {owner: (id, rrefs, factor) for owner, rrefs in owners.items()})
     return total
 
 

@@ -22,12 +22,11 @@ class Distributed:
 
         Errors are raised as in `nbdist.optim.local.ask_all`, after every worker has answered.
         """
-        results = ask_all([(rref.owner(), call_local, (rref, method, *args)) for rref in self._parts.values()])
-        return dict(zip(self._parts, results, strict=True))
+        return ask_all(call_local, {name: (rref, method, *args) for name, rref in self._parts.items()})
 
     def give_all(self, method: str, values: Mapping[str, Any]) -> None:
         """Call a method on all local objects at once, each with its worker's value, and wait for all of them.
 
         ``values`` has the values by worker name.
         """
-        ask_all([(rref.owner(), call_local, (rref, method, values[name])) for name, rref in self._parts.items()])
+        ask_all(call_local, {name: (rref, method, values[name]) for name, rref in self._parts.items()})

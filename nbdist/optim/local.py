@@ -15,8 +15,8 @@ from nbdist.autograd.passes.leaves import lent
 from nbdist.errors import NbdistError, UsageError
 from nbdist.optim.parameters import name_of
 from nbdist.rpc import api
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["LocalOptimizer", "StepFailed", "ask_all", "by_owner", "on_cpu", "refuse_closure"]
 
@@ -26,6 +26,14 @@ class StepFailed(NbdistError):
 
     The message has a line for each worker that failed, with its error; ``__cause__`` is the first of these errors. The
     workers that did not fail have done their part: after a failed optimizer step, their parameters are updated.
+
+    Example:
+        >>> weights = [rpc.remote(name, torch.nn.Parameter, args=(torch.ones(2),)) for name in ("worker0", "worker1")]
+        >>> nbdist.optim.DistributedOptimizer(torch.optim.SGD, weights, lr=-1.0)
+        Traceback (most recent call last):
+        nbdist.optim.local.StepFailed: 2 workers failed:
+          worker0: ValueError: Invalid learning rate: -1.0
+          worker1: ValueError: Invalid learning rate: -1.0
     """
 
 
@@ -121,32 +129,23 @@ def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:
     return getattr(rref.local_value(), method)(*args)
 
 
-def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[WorkerInfo, list[RRef[Any]]]:
-    """Return the references grouped by the worker that owns their values, each group in the order given."""
-    owners: dict[WorkerInfo, list[RRef[Any]]] = {}
+def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[str, list[RRef[Any]]]:
+    """Return the references grouped by the name of the worker that owns their values, each group in the order given."""
+    owners: dict[str, list[RRef[Any]]] = {}
     for rref in rrefs:
-        owners.setdefault(rref.owner(), []).append(rref)
+        owners.setdefault(rref.owner_name(), []).append(rref)
     return owners
 
 
-def ask_all(calls: Sequence[tuple[WorkerInfo, Any, tuple[Any, ...]]]) -> list[Any]:
-    """Call functions on several workers at once, wait for every answer, and return the results in the given order.
+def ask_all(function: Any, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Call a function on several workers at once, wait for every answer, and return the results by worker name.
 
-    ``calls`` has the worker, the function and its arguments. If one call fails, its error is raised unchanged; if
-    several fail, `StepFailed` lists them all. Either way all other calls have ended by then.
+    ``arguments`` has the arguments by worker name. If one call fails, its error is raised unchanged; if several fail,
+    `StepFailed` lists them all. Either way all other calls have ended by then.
     """
-    agent = api.current_agent()
-    outcomes = [agent.begin(to, function, *args) for to, function, args in calls]
-    results: list[Any] = []
-    errors: list[tuple[str, Exception]] = []
-    for outcome, (to, _, _) in zip(outcomes, calls, strict=True):
-        try:
-            results.append(outcome.wait(agent.read_as_guest))
-        except Exception as error:
-            errors.append((to.name, error))
+    answers = ask_each(api.current_agent(), function, arguments)
+    errors = answers.errors
     if len(errors) > 1:
-        told = "\n".join(f"  {name}: {type(error).__name__}: {error}" for name, error in errors)
-        raise StepFailed(f"{len(errors)} workers failed:\n{told}") from errors[0][1]
-    if errors:
-        raise errors[0][1]
-    return results
+        told = "\n".join(f"  {name}: {type(error).__name__}: {error}" for name, error in errors.items())
+        raise StepFailed(f"{len(errors)} workers failed:\n{told}") from next(iter(errors.values()))
+    return answers.or_raise()

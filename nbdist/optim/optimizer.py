@@ -12,7 +12,6 @@ from nbdist.optim.local import LocalOptimizer, ask_all, new_local_optimizer, ref
 from nbdist.optim.parameters import Key, keys_of, read_groups
 from nbdist.optim.saving import gather, scatter
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["DistributedOptimizer"]
 
@@ -52,33 +51,30 @@ class DistributedOptimizer(Distributed):
         if isinstance(optimizer_class, type):
             refuse_closure(optimizer_class)
         groups = read_groups(params_rref)
-        positions: dict[WorkerInfo, list[list[int]]] = {}
+        positions: dict[str, list[list[int]]] = {}
         rrefs = [rref for group in groups for rref in group.rrefs]
         numbers = [number for number, group in enumerate(groups) for _ in group.rrefs]
         for position, (rref, number) in enumerate(zip(rrefs, numbers, strict=True)):
-            positions.setdefault(rref.owner(), [[] for _ in groups])[number].append(position)
+            positions.setdefault(rref.owner_name(), [[] for _ in groups])[number].append(position)
         answers = ask_all(
-            [
-                (
-                    owner,
-                    new_local_optimizer,
-                    (
-                        optimizer_class,
-                        [
-                            {**group.options, "params": [rrefs[position] for position in own]}
-                            for group, own in zip(groups, of_groups, strict=True)
-                        ],
-                        args,
-                        kwargs,
-                    ),
+            new_local_optimizer,
+            {
+                owner: (
+                    optimizer_class,
+                    [
+                        {**group.options, "params": [rrefs[position] for position in own]}
+                        for group, own in zip(groups, of_groups, strict=True)
+                    ],
+                    args,
+                    kwargs,
                 )
                 for owner, of_groups in positions.items()
-            ]
+            },
         )
-        self.remote_optimizers: list[RRef[LocalOptimizer]] = [rref for rref, _ in answers]
+        self.remote_optimizers: list[RRef[LocalOptimizer]] = [rref for rref, _ in answers.values()]
         super().__init__(self.remote_optimizers)
         known: list[tuple[str | None, list[int]]] = [(None, [])] * len(rrefs)
-        for (_, described), of_groups in zip(answers, positions.values(), strict=True):
+        for (_, described), of_groups in zip(answers.values(), positions.values(), strict=True):
             for position, found in zip((position for own in of_groups for position in own), described, strict=True):
                 known[position] = found
         keys = keys_of([name for group in groups for name in group.names], [name for name, _ in known])
@@ -87,8 +83,7 @@ class DistributedOptimizer(Distributed):
             [key for key, its in zip(keys, numbers, strict=True) if its == number] for number in range(len(groups))
         ]
         self._keys: dict[str, list[list[Key]]] = {
-            owner.name: [[keys[position] for position in own] for own in of_groups]
-            for owner, of_groups in positions.items()
+            owner: [[keys[position] for position in own] for own in of_groups] for owner, of_groups in positions.items()
         }
 
     def step(self, context_id: int | None = None) -> None:
@@ -124,7 +119,7 @@ class DistributedOptimizer(Distributed):
         return {**gather(self._groups, parts), "shapes": dict(self._shapes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned, on whichever workers the parameters lived then.
+        """Load ``state``, which `state_dict` returned, on whichever workers the parameters lived then.
 
         Each worker's optimizer gets the part that belongs to its parameters.
 

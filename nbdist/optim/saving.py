@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nbdist.amounts import counted
 from nbdist.errors import UsageError
 from nbdist.optim.parameters import Key
 
@@ -182,7 +183,7 @@ def differing(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
     """Return a phrase for an error message that says which names are missing and which are unknown."""
     missing, unexpected = list(missing), list(unexpected)
     told = [
-        f"{len(names)} {'name is' if len(names) == 1 else 'names are'} {what} ({some(names)})"
+        f"{counted(len(names), 'name is', 'names are')} {what} ({some(names)})"
         for names, what in ((missing, "missing"), (unexpected, "unknown"))
         if names
     ]

@@ -42,11 +42,9 @@ class DistributedLRScheduler(Distributed):
     """
 
     def __init__(self, scheduler_class: Any, dist_optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
-        calls = [
-            (rref.owner(), new_local_scheduler, (scheduler_class, rref, args, kwargs))
-            for rref in dist_optimizer.remote_optimizers
-        ]
-        super().__init__(ask_all(calls))
+        optimizers = {rref.owner_name(): rref for rref in dist_optimizer.remote_optimizers}
+        calls = {owner: (scheduler_class, rref, args, kwargs) for owner, rref in optimizers.items()}
+        super().__init__(list(ask_all(new_local_scheduler, calls).values()))
 
     def step(self, *args: Any) -> None:
         """Call ``step(*args)`` of every worker's scheduler; do this after the optimizer's step.
@@ -75,7 +73,7 @@ class DistributedLRScheduler(Distributed):
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned into every worker's scheduler, wherever the parameters lived then.
+        """Load ``state``, which `state_dict` returned, into all schedulers, wherever the parameters lived then.
 
         Raises:
             UsageError: The state is not that of a scheduler, or is one of the older form that was keyed by workers. No

@@ -31,7 +31,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ from nbdist.rpc.here import Active, here
 from nbdist.rpc.links import Links
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.recording import CallRecorder
-from nbdist.rpc.references.rref import Home, RRef
+from nbdist.rpc.references.rref import Home, refer
 from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.world.handshake import Handshake
@@ -238,7 +238,7 @@ class Agent:
         """Makes calls; the functions of `nbdist.rpc.api` use it."""
         self.home = Home(self.references, self.caller, self.recorder.backward)
         """This agent as its `RRef` objects see it."""
-        self.references.refer = partial(RRef._refer, self.home)
+        self.references.refer = partial(refer, self.home)
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
         if channel.readers > 1:
             self.caller.read_as_guest = Guest(channel, self.links, self._read_as_guest, self.submit).read
@@ -602,19 +602,6 @@ class Agent:
             EncodeError: An argument cannot be sent.
         """
         return self.caller.asynchronous(to, function, args, None, timeout)
-
-    def call_each(
-        self, workers: Iterable[str], function: Any, *args: Any, timeout: float = -1.0
-    ) -> dict[str, Future[Any]]:
-        """Call a function in the processes of several agents; return the Futures by name, as `call` makes them.
-
-        Skips an agent to which the call cannot be sent. A future of an agent that is gone has failed.
-        """
-        called: dict[str, Future[Any]] = {}
-        for name in workers:
-            with contextlib.suppress(NbdistError):
-                called[name] = self.call(name, function, *args, timeout=timeout)
-        return called
 
     def begin(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Latch:
         """Call a function in another agent's process; return a latch on which one thread waits for the result.

@@ -54,7 +54,12 @@ _interrupts: InterruptWatch | None = None
 
 
 class BackendType(Enum):
-    """The backends of RPC. There is one, nbdist, under the name that torch's programs pass to `init_rpc`."""
+    """The backends of RPC. There is one, nbdist, under the name that torch's programs pass to `init_rpc`.
+
+    Example:
+        >>> rpc.BackendType.TENSORPIPE
+        <BackendType.TENSORPIPE: 'nbdist'>
+    """
 
     TENSORPIPE = "nbdist"
 
@@ -343,7 +348,7 @@ def rpc_async(
 ) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, and return a Future of the result at once.
 
-    The arguments and the time limit are those of `rpc_sync`. Arguments are encoded before this returns, so the caller
+    The arguments are those of `rpc_sync`, the time limit included. They are encoded before this returns, so the caller
     may change a tensor afterwards.
 
     Returns:
@@ -371,8 +376,8 @@ def remote(
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result, and return a reference to it at once.
 
-    The arguments and the time limit are those of `rpc_sync`. The worker ``to`` owns the result and keeps it as long as
-    any worker has a reference to it.
+    The arguments are those of `rpc_sync`, the time limit included. The worker ``to`` owns the result and keeps it as
+    long as any worker has a reference to it.
 
     Returns:
         An `RRef`. It can be used at once: what needs the value waits until ``func`` has made it. If ``func`` raises an
@@ -394,7 +399,7 @@ def remote(
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Return the name and the id of a worker; without an argument, of this worker.
+    """Return the name and the id of the worker ``worker_name``; without this argument, of this worker.
 
     Raises:
         UnknownWorker: there has never been such a worker.

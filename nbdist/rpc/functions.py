@@ -12,7 +12,7 @@ __all__ = ["async_execution"]
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that returns a `Future`, so that its caller receives the future's value instead.
+    """Mark the function ``fn``, which returns a `Future`, so that its caller receives the future's value instead.
 
     While the future is open, the function holds no thread of its worker. So one worker can have many such calls open at
     a time, for example to collect the gradients of all trainers in one batch.

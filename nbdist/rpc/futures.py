@@ -31,7 +31,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -40,6 +40,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from nbdist import durations
+from nbdist.code_places import is_torchs
 from nbdist.errors import RpcTimeout, UsageError
 from nbdist.finalisers import may_wait
 
@@ -59,6 +60,7 @@ _log = logging.getLogger("nbdist.rpc")
 
 T = TypeVar("T")
 S = TypeVar("S")
+E = TypeVar("E", bound=BaseException)
 
 
 class _PerThread(threading.local):
@@ -101,22 +103,22 @@ def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
     _carrier = carrier
 
 
-_interrupt_hook: Callable[[object, BaseException], None] | None = None
+_interrupt_hook: Callable[[Sequence[object], BaseException], None] | None = None
 
 
-def set_interrupt_hook(hook: Callable[[object, BaseException], None] | None) -> None:
-    """Set ``hook(outcome, error)``, called when Ctrl-C has ended a wait for an outcome; None ends this.
+def set_interrupt_hook(hook: Callable[[Sequence[object], BaseException], None] | None) -> None:
+    """Set ``hook(outcomes, error)``, called when Ctrl-C has ended a wait for outcomes; None ends this.
 
-    ``outcome`` is the `Latch` or the `Promise`, and ``error`` the KeyboardInterrupt, which is raised afterwards. The
-    hook runs in the thread that waited.
+    ``outcomes`` are each a `Latch` or a `Promise`, and ``error`` is the KeyboardInterrupt, which is raised afterwards.
+    The hook runs in the thread that waited.
     """
     global _interrupt_hook
     _interrupt_hook = hook
 
 
-def _interrupted(outcome: object, error: BaseException) -> None:
+def _interrupted(outcomes: Sequence[object], error: BaseException) -> None:
     if _interrupt_hook is not None:
-        _interrupt_hook(outcome, error)
+        _interrupt_hook(outcomes, error)
 
 
 class Latch:
@@ -163,11 +165,18 @@ class Latch:
             on_settle()
         return True
 
-    def wait(self, read: Callable[[Latch], None] | None = None) -> Any:
+    def wait(
+        self, read: Callable[[Latch], None] | None = None, timeout: float = -1.0, others: Sequence[Latch] = ()
+    ) -> Any:
         """Wait for the outcome, once, and return it or raise the error; a second wait would never end.
 
-        ``read`` is called with the latch before this thread sleeps; it may receive the answer itself. Ctrl-C ends the
-        wait.
+        Ctrl-C ends the wait.
+
+        Args:
+            read: Called with the latch before this thread sleeps; it may receive the answer itself.
+            timeout: Seconds to sleep before this raises RpcTimeout; negative for no limit. The time in ``read`` is
+                not counted.
+            others: The latches for which this thread waits as well, so that Ctrl-C ends their calls with this one.
         """
         hook = _thread.blocking
         try:
@@ -175,17 +184,19 @@ class Latch:
                 if hook is None:  # the main thread, as a rule
                     if read is not None:
                         read(self)
-                    self._lock.acquire()
+                    in_time = self._lock.acquire(timeout=timeout)
                 else:
                     with hook():
                         if read is not None:
                             read(self)
-                        self._lock.acquire()
+                        in_time = self._lock.acquire(timeout=timeout)
             except KeyboardInterrupt as error:
                 if self.on_interrupt is not None:
                     self.on_interrupt()
-                _interrupted(self, error)
+                _interrupted((self, *others), error)
                 raise
+            if not in_time:
+                raise RpcTimeout(f"waited {timeout:g} s for an answer")
             failed, self._error = self._error, None
             if failed is not None:
                 raise failed
@@ -320,7 +331,7 @@ class Promise(Generic[T]):
                     elif not self._done:
                         raise RpcTimeout(f"waited {timeout:g} s for a future")
             except KeyboardInterrupt as error:
-                _interrupted(self, error)
+                _interrupted((self,), error)
                 raise
         try:
             return self._result()
@@ -370,7 +381,7 @@ class Future(Promise[T], torch.futures.Future[T]):
         Promise.__init__(self)
 
     def set_result(self, result: T) -> None:
-        """Complete the future with a value, and call its callbacks.
+        """Complete the future with the value ``result``, and call its callbacks.
 
         Raises RuntimeError if the future is complete already.
 
@@ -471,7 +482,7 @@ class _Failure:
 
     def throw(self) -> None:
         """Raise the error, or, if the future is gone, a RuntimeError with the error's text."""
-        future = self._future()
+        future: Future[Any] | None = self._future()
         if future is None:
             raise RuntimeError(self._text)
         try:
@@ -486,7 +497,7 @@ def _raise(outcome: Any) -> Any:
     return outcome
 
 
-def without_first_frame(error: BaseException) -> BaseException:
+def without_first_frame(error: E) -> E:
     """Remove the frame that caught an error from its traceback, and return the error.
 
     That frame refers to the future that gets the error, so the error would keep the future alive.
@@ -517,8 +528,13 @@ def outcome_of(done: torch.futures.Future[T]) -> tuple[T | None, BaseException |
         return done.value(), None
     except BaseException as error:
         last = error.__traceback__
-        while last is not None and last.tb_frame.f_code.co_filename in (__file__, torch.futures.__file__):
+        while last is not None and _is_of_futures(last.tb_frame.f_code.co_filename):
             last = last.tb_next
         return None, error.with_traceback(last)
     finally:
         del done
+
+
+def _is_of_futures(file: str) -> bool:
+    """Return whether a file is this one or one of torch's futures; frames of other files of nbdist stay."""
+    return file == __file__ or is_torchs(file, "futures")

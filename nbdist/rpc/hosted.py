@@ -35,7 +35,7 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
     if world_size and world_size > members:
         raise UsageError(
             f"this cluster's RPC has {members} members, the notebook included; a world_size of {world_size} would be "
-            "waited for in vain. Start more workers with %dist_init"
+            "waited for in vain. For more workers, end the cluster with %dist_shutdown, then use %dist_init -n N"
         )
     if options is None:
         return

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nbdist import trace
+from nbdist.amounts import duration
 from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
 from nbdist.finalisers import this_thread
@@ -381,10 +382,10 @@ class Links:
                     if isinstance(action, Transmit):
                         transmit.append((connection, action.outgoing))
                     elif isinstance(action, Lost):
-                        lost.append((incarnation, f"has been silent for {action.silent:.1f} s"))
+                        lost.append((incarnation, f"has been silent for {duration(action.silent)}"))
                     elif isinstance(action, Suspect):
                         name = connection.record.name
-                        _log.warning("%s has been silent for %.1f s; calls to it wait", name, action.silent)
+                        _log.warning("%s has been silent for %s; calls to it wait", name, duration(action.silent))
                         trace.emit("peer.suspect", name=name, silent=action.silent)
                     elif isinstance(action, Undelivered):
                         self._gave_up(connection, action.message)
@@ -472,9 +473,10 @@ class Links:
                 return "it is gone"
             peer, now = connection.peer, time.monotonic()
             if peer.is_unacknowledged(seq):
-                return f"it has not acknowledged the call; no message has come from it for {peer.silent_for(now):.1f} s"
+                silent = duration(peer.silent_for(now))
+                return f"it has not acknowledged the call; no message has come from it for {silent}"
             if peer.doing and now - peer.doing_at < 60:
-                return f"{now - peer.doing_at:.1f} s before, it was running {peer.doing}"
+                return f"{duration(now - peer.doing_at)} before, it was running {peer.doing}"
         return "it has acknowledged the call"
 
     def peer(self, incarnation: int) -> Peer | None:

@@ -161,7 +161,7 @@ class RpcBackendOptions:
         self.device_maps[to] = known
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Set the list of local devices. torch's programs call this; nbdist does not need it."""
+        """Set the list of local ``devices``. torch's programs call this; nbdist does not need it."""
         self.devices = [torch.device(device) for device in devices]
 
 

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import tempfile
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist import durations, trace
+from nbdist.amounts import counted, size
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.swarm import adapter
 from nbdist.swarm.client import routing
 from nbdist.swarm.client.journal import Journal
+from nbdist.swarm.client.model import remote_model
 from nbdist.swarm.client.routing import Span, named
+from nbdist.swarm.client.sequential import RemoteSequential
 from nbdist.swarm.client.servers import Crew, Gone
 from nbdist.swarm.client.session import Recover, Session, check_recover
+from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.named_models import folder_of
 from nbdist.swarm.server.server import Info, Options
-from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
-
-if TYPE_CHECKING:
-    from nbdist.swarm.client.sequential import RemoteSequential
 
 __all__ = ["Swarm", "serve"]
 
@@ -87,7 +84,7 @@ def serve(
         >>> model = transformers.LlamaForCausalLM(config)
         >>> sw = nbdist.swarm.serve(model, workers=["worker0", "worker1"], spans=[(0, 3), (3, 4)])
         >>> print(sw)
-        <Swarm of 4 blocks, 0.2 MB>
+        <Swarm of 4 blocks, 165 KB>
           worker0: blocks 0-2
           worker1: block 3
         >>> sw.close()
@@ -129,12 +126,13 @@ def serve(
         found.check(begin, end)
     with found.crew.working():
         found.crew.start(workers, spans, tell)
-    tell(f"serve: {len(spans)} workers serve {len(found)} blocks, {sum(found.sizes) / 1e6:.0f} MB.")
+    blocks, workers = counted(len(found), "block"), counted(len(spans), "worker")
+    tell(f"serve: {blocks} on {workers}, {size(sum(found.sizes))}.")
     return found
 
 
 class Swarm:
-    """A model whose blocks are served by workers, as seen by the process that called `serve`.
+    """A model whose blocks are served by workers, as seen by the process that made the swarm. `serve` makes one.
 
     `causal_lm`, `model`, `sequence_classifier` and `sequential` make models that use the blocks; `join`, `leave`,
     `move` and `kill` change which workers serve. Methods may be called from any thread. As the value of a notebook
@@ -173,12 +171,6 @@ class Swarm:
         spend: Callable[[str, int], float],
     ) -> None:
         self.checkpoint = checkpoint
-        self.recover: Recover = recover
-        self.cache_timeout = cache_timeout
-        self.chunk = chunk
-        self.micro_batch = micro_batch
-        self.layout: StackLayout = DEFAULT_LAYOUT
-        """Which arguments of a block have rows for each sequence; `ANY` until the first model has found out."""
         skeleton = adapter.build(checkpoint.config)
         path = adapter.find_layers(skeleton)
         self.sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
@@ -186,24 +178,19 @@ class Swarm:
         self.journal = Journal()
         self.crew = Crew(
             str(checkpoint.folder),
+            folder,
             self.sizes,
             options,
             self.journal,
             room=room,
             step_timeout=step_timeout,
             route_timeout=route_timeout,
+            micro_batch=micro_batch,
             spend=spend,
         )
-        self._folder = folder  # the object that removes the file of weights when the swarm is garbage-collected
+        self.sessions = Sessions(self.crew, self.journal, recover=recover, chunk=chunk, cache_timeout=cache_timeout)
         self._closed: list[dict[str, Any]] | None = None
         """The description of each worker from the moment the swarm was closed; None while it is open."""
-        self._lock = threading.Lock()
-        """Guards the set of sessions and the start of the thread."""
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """The ids of sessions whose caches are gone, for the thread `_settle`; None ends it."""
-        self._settler: threading.Thread | None = None
-        weakref.finalize(self, self._over.put, None).atexit = False
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -235,9 +222,9 @@ class Swarm:
         """
         with self.crew.working():
             found = {}
-            for member in self.crew.there:
+            for member, asked in [(member, self.crew.send(member, "info")) for member in self.crew.there]:
                 with contextlib.suppress(Gone):
-                    found[member.name] = self.crew.ask(member, "info")
+                    found[member.name] = self.crew.answer(member, asked)
             return found
 
     def route(self, begin: int = 0, end: int | None = None) -> list[Span]:
@@ -257,7 +244,7 @@ class Swarm:
     def check(self, begin: int, end: int | None) -> int:
         """Return ``end``, or the number of blocks where it is None; raise UsageError if the range is not valid.
 
-        For methods whose argument ``end`` may be left out.
+        ``begin`` is the first block of the range. For methods whose argument ``end`` may be left out.
         """
         end = len(self) if end is None else end
         if not 0 <= begin < end <= len(self):
@@ -272,7 +259,7 @@ class Swarm:
 
     def __repr__(self) -> str:
         over = "; it is over" if self.ended else ""
-        lines = [f"<Swarm of {len(self)} blocks, {sum(self.sizes) / 1e6:.1f} MB{over}>"]
+        lines = [f"<Swarm of {counted(len(self), 'block')}, {size(sum(self.sizes))}{over}>"]
         for each in self._told():
             blocks = [number for begin, end in each["blocks"] for number in range(begin, end)]
             lines.append(
@@ -315,7 +302,7 @@ class Swarm:
     # -- workers that come and go -------------------------------------------------------------
 
     def join(self, worker: int | str, begin: int = 0, end: int | None = None) -> None:
-        """Let a worker serve the blocks from ``begin`` to before ``end``, by default all of them, besides its own.
+        """Let ``worker`` serve the blocks from ``begin`` to before ``end``, by default all of them, besides its own.
 
         Returns when the blocks are loaded. Other workers keep serving the same blocks. A worker that was restarted
         has to join again. See notebooks/09_swarm.ipynb.
@@ -331,7 +318,7 @@ class Swarm:
             self.crew.join(worker, begin, end, trace.steps())
 
     def leave(self, worker: int | str) -> None:
-        """Take a worker out of the swarm without losing anything.
+        """Take ``worker`` out of the swarm without losing anything.
 
         Other workers load the blocks that only this worker has; sessions move there with their caches; then the
         worker drops its blocks. This waits for steps of sessions that are under way. After an interrupt, call it
@@ -345,13 +332,13 @@ class Swarm:
         member = self.crew.member(worker)
         with self.crew.working():
             self.crew.relieve(member)
-            for session in self._open_sessions():
+            for session in self.sessions.open():
                 session.settle()
                 self.crew.abandon(session.id, [member])
             self.crew.dismiss(member)
 
     def move(self, begin: int, end: int, worker: int | str) -> None:
-        """Move the blocks from ``begin`` to before ``end`` to a worker that serves already; all others drop them.
+        """Move the blocks from ``begin`` to before ``end`` to ``worker``, which serves already; all others drop them.
 
         Sessions move along with their caches. The worker keeps the blocks that it had. See notebooks/09_swarm.ipynb.
 
@@ -365,13 +352,13 @@ class Swarm:
         with self.crew.working():
             relieved = self.crew.shift(begin, end, member)
             try:
-                for session in self._open_sessions():
+                for session in self.sessions.open():
                     session.settle()
             finally:
                 self.crew.unload(relieved)
 
     def kill(self, worker: int | str) -> None:
-        """Kill a worker's process with SIGKILL, to see how the swarm recovers. See notebooks/09_swarm.ipynb.
+        """Kill the process of ``worker`` with SIGKILL, to see how the swarm recovers. See notebooks/09_swarm.ipynb.
 
         Returns at once; the next call to the worker, or this process's agent, notices the death.
 
@@ -390,8 +377,7 @@ class Swarm:
         if not self.ended:
             self._closed = self._told()
         self.crew.close()
-        self._over.put(None)
-        self._folder.cleanup()
+        self.sessions.close()
         self.journal.news()
 
     # -- sessions -----------------------------------------------------------------------------
@@ -416,40 +402,7 @@ class Swarm:
         Raises:
             UsageError: ``cache`` is of another class, ``recover`` is not valid, or the swarm is closed.
         """
-        self.crew.check_open()
-        recover = self._way_to_recover(recover)
-        recorded = adapter.RecordedCache(cache, len(self))
-        session = Session(
-            self,
-            recorded.empty,
-            begin=begin,
-            end=len(self) if end is None else end,
-            recover=recover,
-            expected=expected,
-        )
-        recorded.tell = session.note
-        cache.nbdist = recorded, session
-        with self._lock:
-            self._sessions.add(session)
-            if self._settler is None:
-                self._settler = threading.Thread(
-                    target=_settle, args=(weakref.ref(self), self._over), name="swarm settles", daemon=True
-                )
-                self._settler.start()
-        weakref.finalize(cache, self._over.put, session.id).atexit = False
-        return session
-
-    def over(self, session: str) -> None:
-        """Tell all servers, without waiting, to drop the session with this id.
-
-        Called when the session's cache is closed or collected; servers without the session ignore it.
-        """
-        self.crew.abandon(session)
-        self.journal.news()
-
-    def _open_sessions(self) -> list[Session]:
-        with self._lock:
-            return list(self._sessions)
+        return self.sessions.begin(cache, begin, end, expected=expected, recover=recover)
 
     # -- models -------------------------------------------------------------------------------
 
@@ -498,11 +451,11 @@ class Swarm:
         return self._model("CausalLM", recover)
 
     def model(self, *, recover: Recover | None = None) -> Any:
-        """Make a transformers model without a head: it returns hidden states. Otherwise like `causal_lm`."""
+        """Make a transformers model without a head; it returns hidden states. Arguments are those of `causal_lm`."""
         return self._model("Model", recover)
 
     def sequence_classifier(self, num_labels: int | None = None, *, recover: Recover | None = None) -> Any:
-        """Make a transformers model that classifies sequences. Otherwise like `causal_lm`.
+        """Make a transformers model that classifies sequences. The other arguments are those of `causal_lm`.
 
         If the model came without such a head, it gets a new one with random weights, which is to be trained.
         ``num_labels`` is the number of classes; by default the number in the model's configuration.
@@ -515,30 +468,10 @@ class Swarm:
         `nbdist.swarm.client.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed.
         """
         self.crew.check_open()
-        from nbdist.swarm.client.sequential import RemoteSequential
-
-        return RemoteSequential(self)
+        blocks = remote_model(self.sessions, self.checkpoint, "Model", recover=self.sessions.recover)
+        return RemoteSequential(blocks.nbdist, 0, len(self))
 
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:
-        from nbdist.swarm.client.model import remote_model
-
         self.crew.check_open()
-        return remote_model(self, kind, recover=self._way_to_recover(recover), num_labels=num_labels)
-
-    def _way_to_recover(self, recover: Recover | None) -> Recover:
-        """Return ``recover``, or the swarm's where it is None; raise UsageError if it is not valid."""
-        return check_recover(self.recover if recover is None else recover)
-
-
-def _settle(swarm: weakref.ref[Swarm], over: queue.SimpleQueue[str | None]) -> None:
-    """Close sessions whose ids arrive on ``over``, until None arrives: the body of the thread "swarm settles".
-
-    A cache's finaliser notices the end of a session, in whichever thread collects garbage: it must not call servers.
-    """
-    while (session := over.get()) is not None:
-        found = swarm()
-        if found is None:
-            return
-        with contextlib.suppress(Exception):  # an error must not end the thread: no session would be closed any more
-            found.over(session)
-        del found
+        way = self.sessions.way_to_recover(recover)
+        return remote_model(self.sessions, self.checkpoint, kind, recover=way, num_labels=num_labels)

@@ -11,7 +11,6 @@ room or module      shows
 `map`               a swarm: which worker has which blocks
 `widgets`           the live forms of references, passes, panels and swarms; `shown` puts a picture behind each
 `displays`          registers the views with IPython, so that values of cells show themselves
-`clusters`          adds `timeline` to `Cluster`
-`tables`, `amounts` rows as text and HTML; bytes and seconds in words
+`tables`            rows with a head, as text and as HTML
 =================== =========================================================================================
 """

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Generic, TypeVar
 
+from nbdist.amounts import size
 from nbdist.rpc.references.describing import error_line
 from nbdist.rpc.references.peeking import Histogram, Numbers, Parameter, Peek
 from nbdist.views import tables
-from nbdist.views.amounts import size
 from nbdist.views.drawing.pictures import as_image, themed
 from nbdist.wire.messages import State
 

@@ -313,5 +313,5 @@ def _look(rref: RRef[Any], known: threading.Event) -> None:
 
     Called at once, and again whenever the reference changes.
     """
-    if rref.state is not None or rref._standing() not in ("pending", "confirmed"):
+    if rref.state is not None or rref.standing not in ("pending", "confirmed"):
         known.set()

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple, Protocol
 
+from nbdist.amounts import counted, plural, size
 from nbdist.views import tables
-from nbdist.views.amounts import size
 from nbdist.views.drawing.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 
 __all__ = ["Mapped", "MapPart", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
@@ -36,7 +36,7 @@ _KINDS = {
 _NUMBER = re.compile(r"(\d+)")
 _SERVING = ("online", "draining")
 """The states in which a worker's blocks can be used."""
-_VARIES_BY_RUN = re.compile(r"(?<=\bsession) \d+\.\d+|, \d+ ms\b")
+_VARIES_BY_RUN = re.compile(r"(?<=\bsession) \d+\.\d+|, [\d.]+ (?:µs|ms|s)\b")
 """The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times."""
 
 
@@ -228,7 +228,7 @@ def _cache(server: Mapping[str, Any]) -> str:
 
 def _head(snapshot: Mapping[str, Any]) -> str:
     """Return the line above the map: blocks, bytes, workers by state, and missing blocks."""
-    blocks, workers = _count(snapshot["count"], "block"), _count(len(snapshot["servers"]), "worker")
+    blocks, workers = counted(snapshot["count"], "block"), counted(len(snapshot["servers"]), "worker")
     if snapshot["over"]:
         return f"this swarm is over; it had {blocks}, {size(snapshot['bytes'])}, and {workers}"
     states = [server["state"] for server in snapshot["servers"]]
@@ -249,7 +249,7 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
     if snapshot["over"]:
         return []
     if session is not None:
-        told = [*([] if lasting else [session["state"]]), _count(session["tokens"], "token")]
+        told = [*([] if lasting else [session["state"]]), counted(session["tokens"], "token")]
         if not lasting and session["rate"] and session["state"] != "idle":
             told.append(f"{session['rate']:.1f} tokens/s")
         name = "session" if lasting else f"session {session['id']}"
@@ -273,14 +273,9 @@ def _legend(snapshot: Mapping[str, Any]) -> str:
     )
 
 
-def _count(count: int, noun: str) -> str:
-    """Return a number with a noun, in the plural if need be."""
-    return f"{count} {noun if count == 1 else f'{noun}s'}"
-
-
 def _blocks(runs: Sequence[MapPart]) -> str:
     """Return blocks as text: ``block 3`` or ``blocks 0-4, 7``."""
-    return f"block{'' if sum(run.end - run.begin for run in runs) == 1 else 's'} {_numbers(runs)}"
+    return f"{plural(sum(run.end - run.begin for run in runs), 'block')} {_numbers(runs)}"
 
 
 def _numbers(runs: Iterable[MapPart]) -> str:

@@ -31,7 +31,7 @@ FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})
 
 def facts_of(rref: RRef[Any]) -> Facts:
     """Return what this process knows of a reference now; its owner is not asked."""
-    state, standing = rref.state, rref._standing()
+    state, standing = rref.state, rref.standing
     forks = rref.forks_out()
     if standing == "here" and state is None:
         standing = "pending"
@@ -44,8 +44,7 @@ def _why(rref: RRef[Any], standing: str, state: State | None) -> str:
         return error_line(state.qualname, state.error)
     if standing not in ("failed", "dead"):
         return ""
-    creation = rref._creation
-    error = creation.exception() if standing == "failed" and creation is not None and creation.done() else None
+    error = rref.creation_failure() if standing == "failed" else None
     if error is None:
         try:
             rref.check_alive()

@@ -1,10 +1,11 @@
-"""Formats tables as lines of text and as HTML."""
+"""Formats tables, each with a head and rows, as lines of text and as HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from html import escape
 
+from nbdist.columns import aligned
 from nbdist.views.drawing.pictures import themed
 
 __all__ = ["Html", "as_html", "as_lines"]
@@ -20,9 +21,7 @@ class Html(str):
 
 def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a table as lines of text, the columns aligned under their names."""
-    table = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(f"{text:<{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    return aligned([head, *rows])
 
 
 def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collection[int] = ()) -> str:

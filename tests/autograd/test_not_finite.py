@@ -15,7 +15,7 @@ from nbdist.autograd.watching.forward_nans import holds_nan
 from nbdist.errors import ForwardNaN, UsageError
 from nbdist.nn import Pipeline
 from nbdist.torch_private import function_modes
-from nbdist.views.passes import report
+from nbdist.views.passes import page, report
 from nbdist.views.passes.remarks import remarks
 from nbdist.views.passes.watching import Watcher
 
@@ -147,7 +147,7 @@ def test_a_nan_that_came_with_messages(world):
     assert set(links) == {key}  # which the page makes of that name
     assert (key[0], found.nodes[key].name) == ("worker2", "LogBackward0")
     index = [(worker, number) for worker, number in found.nodes].index(key)
-    assert found.snapshot()["bad"] == index  # the page marks that node, too
+    assert page.snapshot(found)["bad"] == index  # the page marks that node, too
     edges = {edge.autograd_message_id: edge for edge in found.plan.trace.edges}
     for carried in found.inherited.messages:
         assert edges[carried.message].sender == carried.sender

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nbdist.autograd.contexts import NodeNumbers
+from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.messages import Control, Watching
 from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.watching.observer import Observer, Stopped

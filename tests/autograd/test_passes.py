@@ -441,11 +441,11 @@ def test_sixty_concurrent_passes_that_share_parameters(world):
 
 
 def test_nothing_is_left_of_contexts(world):
-    from nbdist.autograd import contexts
+    from nbdist.autograd import state
     from nbdist.autograd.graph import edges
-    from nbdist.autograd.passes import driver, worker_part
+    from nbdist.autograd.passes import worker_part
 
-    kinds = (contexts.Context, edges.EdgeSlot, edges.Received, edges.Sent, worker_part.Part, driver.Run, edges.RECEIVE)
+    kinds = (state.Context, edges.EdgeSlot, edges.Received, edges.Sent, worker_part.Part, state.Run, edges.RECEIVE)
 
     def alive():
         gc.collect()

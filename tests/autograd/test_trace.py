@@ -8,8 +8,8 @@ import torch
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.graph.inspection import Trace
 from nbdist.autograd.graph.origins import NodeOrigin, origin_of
+from nbdist.autograd.graph.traces import Trace
 from nbdist.testing import World
 from nbdist.views.drawing.graph import as_svg
 

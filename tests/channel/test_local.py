@@ -163,7 +163,7 @@ def test_headers_that_announce_large_messages_take_no_memory_and_hold_nobody_up(
 def test_more_than_there_is_memory_for_is_refused(monkeypatch, caplog):
     for announced, told in (
         (mapping.total() + 1, f"a message of {mapping.total() + 1} bytes is too long: this agent accepts"),
-        (70 << 20, f"a message of {(70 << 20) + 12} bytes does not fit: the machine has 1000 bytes of memory left"),
+        (70 << 20, "a message of 73.4 MB does not fit: the machine has 1.0 KB of memory left"),
     ):
         with channels("door") as [door]:
             good, bad = raw(door), raw(door)

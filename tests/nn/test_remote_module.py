@@ -77,8 +77,9 @@ def test_what_needs_the_module_here_is_refused_by_name(world):
     module = RemoteModule("worker1", Shift, args=(1,))
     with pytest.raises(nbdist.UsageError, match=r"``parameters`` not supported .* Use remote_parameters\(\)"):
         module.parameters()
-    with pytest.raises(nbdist.UsageError, match=r"``to`` not supported"):
-        module.to("cpu")
+    for name in ("to", "ipu", "xpu"):
+        with pytest.raises(nbdist.UsageError, match=f"``{name}`` not supported"):
+            getattr(module, name)("cpu")
     with pytest.raises(nbdist.UsageError, match=r"returns an instance of <class nn\.Module>"):
         RemoteModule("worker1", dict)
     for place in ("", "worker1/cpu/cpu", "rank:one", "cuda:0"):

@@ -18,6 +18,13 @@ def test_the_picture_in_the_docstring_is_the_schedule(make, arguments):
     assert drawn == draw(make(*arguments), arguments[1]).splitlines()
 
 
+def test_a_drawing_of_many_workers_has_its_columns_in_line():
+    lines = draw(gpipe(11, 11, 1), stages=11).splitlines()
+    assert lines[0].startswith("worker0   F0 .")
+    assert lines[10].startswith("worker10  .  .")
+    assert len({line.find("B0") for line in lines}) == 11
+
+
 def every():
     for name, make in SCHEDULES.items():
         for workers, depth, micro in SIZES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
 
 import pytest
@@ -161,7 +162,7 @@ def test_errors(others):
 
 def test_creation_that_times_out(others):
     rref = rpc.remote("worker1", workers.sleep, args=(0.6,), timeout=0.1)
-    workers.eventually(lambda: rref._creation.done())
+    workers.eventually(lambda: rref.creation_failure() is not None)
     for attempt in (
         rref.to_here,
         lambda: rpc.rpc_sync("worker2", workers.fetch, args=(rref,)),
@@ -173,6 +174,44 @@ def test_creation_that_times_out(others):
     with pytest.raises(nbdist.RpcTimeout):
         slow.to_here(0.05)
     assert slow.to_here() == 0.3
+
+
+def test_ids_of_a_reference(others):
+    rref = rpc.remote("worker1", workers.Counter)
+    assert rpc.rpc_sync("worker1", operator.attrgetter("id"), args=(rref,)) == rref.id
+    assert rpc.rpc_sync("worker2", operator.attrgetter("id"), args=(rref,)) == rref.id
+    assert rpc.rpc_sync("worker2", operator.attrgetter("fork_id"), args=(rref,)) != rref.fork_id
+    assert rpc.rpc_sync("worker1", operator.attrgetter("fork_id"), args=(rref,)) is None
+    mine = rpc.RRef(1)
+    assert mine.fork_id is None
+    assert rref.holder == mine.holder == mine.owner_incarnation
+    assert rref.owner_incarnation == rpc.rpc_sync("worker1", operator.attrgetter("holder"), args=(rref,))
+
+
+def test_a_reference_that_is_released_is_forgotten(others):
+    rref, mine = rpc.remote("worker1", workers.Counter), rpc.RRef(1)
+    rref.to_here()
+    assert (rref.standing, mine.standing) == ("confirmed", "here")
+    assert rref.keep() is rref.hold
+    for each in (rref, mine):
+        assert not each.is_forgotten()
+        assert not each.has_ended()
+        each.release()
+        assert each.hold is None
+        assert each.standing == "released"
+    workers.eventually(rref.is_forgotten)
+    assert not mine.is_forgotten()
+
+
+def test_creation_failure_is_the_error_of_the_call(others):
+    rref = rpc.remote("worker1", workers.sleep, args=(0.3,), timeout=0.05)
+    workers.eventually(lambda: rref.creation_failure() is not None)
+    assert isinstance(rref.creation_failure(), nbdist.RpcTimeout)
+    assert rref.standing == "failed"
+    assert rpc.RRef(1).creation_failure() is None
+    made = rpc.remote("worker1", workers.Counter)
+    made.to_here()
+    assert made.creation_failure() is None
 
 
 def test_nothing_is_left_in_the_end(others):

@@ -98,7 +98,7 @@ def test_who_waits_for_a_value_that_is_being_made_stops_its_making(world):
     thread.start()
     eventually(lambda: any(call.target is not None for call in pending(world)))
     fetch_call = next(call for call in pending(world) if call.target is not None)
-    world[0].stopping.on_interrupt(fetch_call.outcome, KeyboardInterrupt())
+    world[0].stopping.on_interrupt([fetch_call.outcome], KeyboardInterrupt())
     thread.join(10)
     assert ended == [("worker1", KeyboardInterrupt)]
     assert fetched
@@ -133,7 +133,7 @@ def test_who_does_not_stop_is_named_with_where_it_is(world):
     assert begun.wait(10)
     error = KeyboardInterrupt()
     call = pending(world)[0]
-    world[0].stopping.on_interrupt(call.outcome, error)
+    world[0].stopping.on_interrupt([call.outcome], error)
     release.set()
     assert len(error.__notes__) == 1
     assert "worker1 has not stopped running hold" in error.__notes__[0]

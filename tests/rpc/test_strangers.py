@@ -188,7 +188,8 @@ def test_silence_of_a_remote_one(over_tcp, caplog):
     workers.stop(over_tcp.processes["worker1"])
     call = rpc.rpc_async("worker1", workers.name)
     workers.eventually(lambda: api.current_agent().statistics()["suspects"] == 1)
-    with pytest.raises(nbdist.WorkerLost, match=r"worker1 has been silent for [2-9]\.\d s"):  # calls to a suspect wait
+    # Calls to a suspect wait.
+    with pytest.raises(nbdist.WorkerLost, match=r"worker1 has been silent for [2-9]\.\d\d s"):
         call.wait(20)
     assert "calls to it wait" in caplog.text
     over_tcp.processes["worker1"].send_signal(signal.SIGCONT)

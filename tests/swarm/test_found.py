@@ -69,7 +69,7 @@ def test_rows_that_are_heads_are_not_taken_for_texts(world, size):
     remote = swarm.causal_lm()
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, remote(ids, use_cache=False).logits, atol=1e-5)
-    assert swarm.layout.shared
+    assert swarm.crew.layout.shared
     swarm.close()
 
 
@@ -453,7 +453,7 @@ def test_a_leave_that_was_interrupted_is_gone_on_with(world, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(swarm, "_open_sessions", interrupted)
+        patched.setattr(swarm.sessions, "open", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swarm.leave(2)
     assert swarm.states == {"worker1": "online", "worker2": "draining"}
@@ -484,6 +484,18 @@ def test_a_session_that_cannot_leave_stops_nobody(world, monkeypatch):
     swarm.close()
 
 
+def test_all_servers_are_asked_at_once_how_they_are(world, monkeypatch):
+    swarm = serve(swarm_models.make("llama"), workers=[1, 2])
+    meeting, info = threading.Barrier(2), Server.info
+
+    def meet(server):
+        meeting.wait(10)
+        return info(server)
+
+    monkeypatch.setattr(Server, "info", meet)
+    assert sorted(swarm.info()) == ["worker1", "worker2"]
+
+
 def test_what_was_interrupted_is_brought_to_its_end(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
 
@@ -491,7 +503,7 @@ def test_what_was_interrupted_is_brought_to_its_end(world, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(swarm, "_open_sessions", interrupted)
+        patched.setattr(swarm.sessions, "open", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swarm.move(0, 2, "worker2")
     assert swarm.info()["worker1"].blocks == [2]  # the others are unloaded

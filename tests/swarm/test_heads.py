@@ -198,7 +198,7 @@ class Lose(transformers.StoppingCriteria):
         self.left -= 1
         if not self.left:
             server = self.swarm.crew.member(self.name).server
-            for session in list(self.swarm._sessions):
+            for session in self.swarm.sessions.open():
                 server.rpc_sync().close(session.id)
         return torch.zeros(ids.shape[0], dtype=torch.bool)
 

@@ -81,7 +81,7 @@ def test_a_session_ends_with_its_text_and_not_when_garbage_is_collected(three):
         for victim in (1, 2):
             swarm_models.generate(remote, "greedy", stopping_criteria=at(4, lambda: swarm.kill(victim)))  # noqa: B023
             assert "again" in swarm.log[-1]
-            assert not list(swarm._sessions)
+            assert not swarm.sessions.open()
     finally:
         gc.enable()
     swarm.close()

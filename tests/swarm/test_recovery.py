@@ -41,7 +41,7 @@ def each(steps):
 def forget(swarm, name):
     """A server that has lost all of its sessions, as one that has been started anew."""
     server = swarm.crew.member(name).server
-    for id in [session.id for session in list(swarm._sessions)]:
+    for id in [session.id for session in swarm.sessions.open()]:
         server.rpc_sync().close(id)
 
 

@@ -8,6 +8,7 @@ import swarm_models
 import torch
 
 from nbdist import trace
+from nbdist.amounts import size
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, serve
 from nbdist.testing import World
@@ -123,7 +124,7 @@ def test_a_swarm_says_who_has_what(world):
         "serve: the model's weights are read ...",
         "serve: 0 of 2 workers have loaded their blocks; worker1 loads ...",
         "serve: 1 of 2 workers have loaded their blocks; worker2 loads ...",
-        f"serve: 2 workers serve 6 blocks, {sum(swarm.sizes) / 1e6:.0f} MB.",
+        f"serve: 6 blocks on 2 workers, {size(sum(swarm.sizes))}.",
     ]
     assert swarm.blocks == {"worker1": [0, 1, 2, 3], "worker2": [4, 5]}
     assert "worker1: blocks 0-3" in repr(swarm)

@@ -18,7 +18,7 @@ from nbdist import rpc, trace
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.testing import World
 from nbdist.views.drawing.graph import as_svg
-from nbdist.views.passes import report
+from nbdist.views.passes import page, report
 from nbdist.views.passes.watching import Watcher
 
 weight = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
@@ -95,7 +95,7 @@ def test_a_pass_that_is_over(world):
     assert path[0][0] == "worker0"
     assert len(path) > 3
     assert found.largest() is not None
-    detail = found.detail(found.largest())
+    detail = page.detail(found, found.largest())
     assert sum(detail["counts"]) == 2  # all that it was given
     assert detail["low"] <= detail["high"]
     assert "critical path" in "\n".join(report.as_text(found))

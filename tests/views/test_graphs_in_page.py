@@ -5,7 +5,7 @@ import pytest
 from browser import CHROMIUM, needs_browser, notebook
 from recorded import residual, step
 
-from nbdist.autograd.graph.inspection import planned
+from nbdist.autograd.graph.traces import planned
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 

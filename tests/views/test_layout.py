@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from recorded import Recorded, branches, chain, residual, step, tangle
 
-from nbdist.autograd.graph.inspection import planned
+from nbdist.autograd.graph.traces import planned
 from nbdist.views.drawing.folding import crossings, diagram_of
 from nbdist.views.drawing.graph import WIDEST, Marks, as_svg, plan_as_svg
 from nbdist.views.drawing.layout import lay_out

@@ -121,13 +121,13 @@ def test_the_form_on_paper():
 
 def test_where_nobody_watches_it_is_the_same_each_time():
     swarm = three()
-    told = "session {} goes on by worker0 (blocks 10-19): 9 steps again, {} ms"
-    swarm.told["log"].append([1763812345.3, told.format("4711.3", 21)])
+    told = "session {} goes on by worker0 (blocks 10-19): 9 steps again, {}"
+    swarm.told["log"].append([1763812345.3, told.format("4711.3", "21.4 ms")])
     first = as_html(snapshot_of(swarm), lasting=True)
     swarm.tell(session={"id": "9.9", "tokens": 57, "rate": 1.0, "state": "recovering"})
     swarm.told["servers"][0].update(cache=5, sessions=2, steps=3)
     swarm.told["log"][0][0] += 1000
-    swarm.told["log"][1] = [1763812399.3, told.format("9.9", 1021)]
+    swarm.told["log"][1] = [1763812399.3, told.format("9.9", "1.02 s")]
     assert as_html(snapshot_of(swarm), lasting=True) == first
     assert "session goes on by worker0 (blocks 10-19): 9 steps again\n" in f"{first}\n".replace("</pre>", "\n")
     assert "57 tokens" in first

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import nbdist
-from nbdist.cluster.inspection import status
 from nbdist.cluster.inspection.status import collect
+from nbdist.cluster.worker import status_report
 from nbdist.views.workers.panel import Panel, blamed
 from nbdist.views.workers.status import StatusTable
 
@@ -98,11 +98,11 @@ def test_the_end_of_what_it_has_written(cluster):
 
 
 def test_what_torch_has_of_a_gpu(monkeypatch):
-    assert status.gpu_memory() is None
+    assert status_report.gpu_memory() is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 + device)
-    assert status.gpu_memory() == 25
+    assert status_report.gpu_memory() == 25
 
 
 def test_what_is_kept_is_bounded(cluster):

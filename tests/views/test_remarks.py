@@ -2,9 +2,9 @@
 
 import pytest
 
-from nbdist.autograd.graph.inspection import Edge, NodeInfo, Trace, planned
+from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace, planned
 from nbdist.autograd.watching.records import Event
-from nbdist.views.passes import remarks, report
+from nbdist.views.passes import page, remarks, report
 from nbdist.views.passes.backward import Backward
 
 
@@ -90,7 +90,7 @@ def test_each_remark_names_its_nodes():
 
 def test_the_text_the_picture_and_the_page_say_the_same():
     found = made().after(UNPAUSED)
-    outline, snapshot = found.outline(), found.snapshot()
+    outline, snapshot = page.outline(found), page.snapshot(found)
     index = {(outline["workers"][node["w"]], node["n"]): at for at, node in enumerate(outline["nodes"])}
     shown = ["".join(part if isinstance(part, str) else part[0] for part in remark) for remark in snapshot["remarks"]]
     assert shown == told(found)
@@ -108,7 +108,7 @@ def test_a_parameter_is_called_by_its_name():
     found = made().after(UNPAUSED)
     object.__setattr__(found.nodes[LEAF], "label", "fc1.weight")
     assert told(found)[0].endswith("→ fc1.weight@notebook")
-    assert [node["label"] for node in found.outline()["nodes"]] == ["", "", "", "fc1.weight", "", ""]
+    assert [node["label"] for node in page.outline(found)["nodes"]] == ["", "", "", "fc1.weight", "", ""]
 
 
 def test_waits_are_told_where_nobody_paused():

@@ -4,6 +4,8 @@ import base64
 import itertools
 import json
 import re
+import subprocess
+import sys
 from html import escape
 
 import pytest
@@ -165,3 +167,25 @@ def test_of_a_cluster_whose_worker_dies():
         assert told.lost
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         cluster.nothing()
+
+
+def test_a_timeline_starts_the_workers():
+    cluster = nbdist.Cluster(1, backend="none")
+    try:
+        with cluster.timeline() as told:
+            assert cluster.running
+        assert told.workers == ["worker0", "notebook"]
+    finally:
+        cluster.shutdown()
+
+
+def test_the_views_are_methods_of_the_class_before_their_layers_are_imported():
+    """So a type checker knows what they return, and completion offers them."""
+    code = (
+        "import sys\n"
+        "from nbdist.cluster.cluster import Cluster\n"
+        "print([getattr(Cluster, name).__annotations__['return'] for name in ('timeline', 'view')])\n"
+        "print(sorted({'nbdist.views', 'nbdist.compat'} & set(sys.modules)))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.splitlines() == ["['Timeline', 'DirectView | LoadBalancedView']", "[]"]

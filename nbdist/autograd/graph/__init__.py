@@ -3,10 +3,13 @@
 ============  ===========================================
 `edges`       the two ends of an edge between workers
 `walk`        goes over torch's graph, node by node
+`numbers`     the numbers by which nodes are shown
 `saved`       what nodes have saved of the forward pass
 `origins`     which module and which line made a node
+`noting`      notes the origins while the forward pass runs
 `parameters`  the names of leaves
 `memory_use`  the memory that a context takes
-`inspection`  all of it as plain data: `trace` and `plan`
+`traces`      all of it as plain data
+`inspection`  collects that data: `trace` and `plan`
 ============  ===========================================
 """

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Function
@@ -39,29 +39,48 @@ from nbdist.torch_private import (
     unwrap_if_dead,
 )
 
-if TYPE_CHECKING:
-    from nbdist.autograd.passes.worker_part import Part
-
-__all__ = ["RECEIVE", "HeldBack", "Node", "Received", "Sent", "EdgeSlot", "current_part", "receive", "swap_part"]
+__all__ = [
+    "RECEIVE",
+    "EdgeSlot",
+    "HeldBack",
+    "Node",
+    "Received",
+    "RunningPart",
+    "Sent",
+    "current_part",
+    "receive",
+    "swap_part",
+]
 
 Node = Any
 """A node of torch's graph. Nodes made in C++ have no class that could be named here."""
 
-_PART = "nbdist.autograd.passes.worker_part"
+_PART = "nbdist.autograd.part"
+"""The key of a thread's part among the values of torch's threads."""
 
 
-def current_part() -> Part | None:
+class RunningPart(Protocol):
+    """The methods of a part that its nodes call while torch's engine runs them."""
+
+    def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
+        """Return the gradient that has come for a gate, which is None; raise `HeldBack` if the gate is a barrier."""
+
+    def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a receive node, for the tensors of its message from number ``first`` on."""
+
+
+def current_part() -> RunningPart | None:
     """Return the part for which the calling thread runs nodes; None if it runs none, or those of a local pass."""
     return thread_value(_PART) if thread_has(_PART) else None
 
 
-def swap_part(part: Part | None) -> Part | None:
+def swap_part(part: RunningPart | None) -> RunningPart | None:
     """Set the part for which the calling thread runs nodes, or None; return the one before, to be put back later.
 
     The part is kept in torch's thread-local storage, which the engine hands on to its threads for other devices. None
     removes the entry instead of storing None: a thread that ends with an entry there waits for the GIL for ever.
     """
-    outer: Part | None = None
+    outer: RunningPart | None = None
     if thread_has(_PART):
         outer = thread_value(_PART)
         take_from_thread(_PART)
@@ -169,7 +188,7 @@ def _arrive(
 
 def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
     """Run a receive node: the backward of `_Receive`. Hands the gradients to the part; a local pass gets UsageError."""
-    part: Part | None = thread_value(_PART) if thread_has(_PART) else None
+    part: RunningPart | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
         raise UsageError(
             f"this pass has come to a tensor that was received from another worker ({ctx.end.function}), and a "

@@ -1,4 +1,4 @@
-"""Collects what a context has recorded on all workers, as plain data that draws itself: `trace` and `plan`.
+"""Collects what a context has recorded on all workers, as the data of `graph.traces`: `trace` and `plan`.
 
 Nothing is recorded for this while programs run. Each worker walks its autograd graph when it is asked.
 """
@@ -7,145 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from nbdist import registry
 from nbdist.autograd import api
-from nbdist.autograd.contexts import Context
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, Node
-from nbdist.autograd.graph.origins import NodeOrigin, origin_of
+from nbdist.autograd.graph.origins import origin_of
 from nbdist.autograd.graph.parameters import ParameterName, names_of
+from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace, planned
 from nbdist.autograd.graph.walk import ACCUMULATE
-from nbdist.autograd.watching.records import Key, Pass
+from nbdist.autograd.messages import Mode
+from nbdist.autograd.state import Context
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
+from nbdist.rpc.asking import ask_each
 
-__all__ = ["Edge", "NodeInfo", "Plan", "Trace", "local_nodes", "plan", "plan_from", "trace"]
-
-
-_NOWHERE = NodeOrigin()
+__all__ = ["local_nodes", "plan", "plan_from", "trace"]
 
 
-@dataclass(frozen=True)
-class NodeInfo:
-    """One node of a worker's autograd graph."""
-
-    number: int
-    """The node's number on its worker; `Event.node` and `Watch.run` use it too."""
-    name: str
-    kind: str
-    """``operation``, ``leaf`` or ``receive``."""
-    shape: tuple[int, ...] | None
-    """The shape of the tensor that the node made (its first output), or None if it is not known."""
-    dtype: str | None
-    inputs: tuple[int, ...]
-    """The numbers of the nodes that made the inputs of this one; its gradients go to them."""
-    message: int | None = None
-    """For a receive: the ``autograd_message_id`` of the edge that ends here."""
-    tensors: tuple[int, ...] = ()
-    """For a receive: the positions, among the edge's tensors, of those that this node made."""
-    origin: NodeOrigin = _NOWHERE
-    """The module and the line that made the node, if the context notes lines."""
-    label: str | None = None
-    """For a leaf: the parameter's path in its outermost module, `fc1.weight`, or a variable's name in `__main__`."""
-    parameter_of: str | None = None
-    """For a parameter: its module, as the class of the outermost module and a path, `Net.fc1`."""
-
-    @property
-    def module(self) -> str | None:
-        """The module whose forward made the node, or None."""
-        return self.origin.module
-
-    @property
-    def line(self) -> str | None:
-        """The line of the user's code that made the node, or None."""
-        return self.origin.line
-
-
-@dataclass(frozen=True)
-class Edge:
-    """An edge from one worker to another: the tensors of one message, and the nodes that made them."""
-
-    autograd_message_id: int
-    sender: str
-    receiver: str
-    function: str
-    tensors: tuple[tuple[tuple[int, ...], str, int], ...]
-    """The shape, dtype and size in bytes of each tensor."""
-    sources: tuple[int, ...]
-    """The number of the sender's node that made each tensor."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes of all tensors of the edge."""
-        return sum(size for _, _, size in self.tensors)
-
-
-@dataclass(repr=False)
-class Trace:
-    """The graph of a context as plain data: nodes by worker, and the edges between workers. `trace` makes one.
-
-    Its repr is text; in a notebook it shows itself as a picture, as in notebooks/02_distributed_autograd.ipynb.
-    """
-
-    context_id: int
-    nodes: dict[str, list[NodeInfo]] = field(default_factory=dict)
-    edges: list[Edge] = field(default_factory=list)
-    unreachable: list[str] = field(default_factory=list)
-    """The workers of the context that were lost while they were asked. Those lost before are left out."""
-    of_step: bool = False
-    """True for a step of a pipeline: its nodes are operations of the schedule, and run in this order.
-
-    The nodes of a graph are in the order of the forward pass, and a backward pass runs against it.
-    """
-    passes: list[Pass] = field(default_factory=list)
-    """The backward passes in the context that the watch on this worker has seen."""
-
-    @property
-    def workers(self) -> list[str]:
-        """The names of the workers that the context reaches."""
-        return list(self.nodes)
-
-    def __repr__(self) -> str:
-        return registry.describe(self)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return registry.draw(self)
-
-
-@dataclass(repr=False)
-class Plan:
-    """The plan of a pass as plain data: which nodes would run, and for how many gradients each waits. `plan` makes one.
-
-    Its repr is text; in a notebook it shows itself as a picture.
-    """
-
-    trace: Trace
-    roots: list[Key]
-    waits_for: dict[Key, int]
-    """By node that takes part: the number of gradients that come to it from other nodes and other workers."""
-    edges: list[Edge]
-    """The edges along which gradients go, for some of their tensors or all."""
-    unused: list[Edge]
-    """The edges along which no gradient goes. A FAST pass would fail because of them."""
-    mode: api.Mode = "smart"
-
-    @property
-    def workers(self) -> list[str]:
-        """The names of the workers that take part."""
-        return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
-
-    def __repr__(self) -> str:
-        return registry.describe(self)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return registry.draw(self)
-
-
-def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: api.Mode = "smart") -> Plan:
+def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: Mode = "smart") -> Plan:
     """Return what `backward` from these roots would do, without running anything.
 
     Args:
@@ -172,7 +53,7 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
     return plan_from(context, [(edge.node, edge.output_nr) for edge in edges], mode)
 
 
-def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: api.Mode) -> Plan:
+def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) -> Plan:
     """Return the plan of a pass from edges of this worker's graph; see `plan`.
 
     All workers of the context are asked; nothing runs, and no gradient changes.
@@ -181,42 +62,6 @@ def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: api.Mo
     found = _collect(context, starts)
     numbers = context.number_all(starts)
     return planned(found, [(here.name, numbers[node]) for node, _ in starts], mode)
-
-
-def planned(recorded: Trace, roots: Sequence[Key], mode: api.Mode = "smart") -> Plan:
-    """Return the plan of a pass from nodes of a recorded trace: pure, data in and data out.
-
-    SMART reaches nodes of other workers through receives. FAST begins at the roots and at everything that was sent.
-    """
-    nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
-    sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}
-    waits_for: dict[Key, int] = dict.fromkeys(roots, 0)
-    used = set[int]()
-    if mode == "fast":  # FAST waits for a gradient of everything that was sent
-        for edge in recorded.edges:
-            for source in edge.sources:
-                waits_for[edge.sender, source] = waits_for.get((edge.sender, source), 0) + 1
-    stack = list(waits_for)
-    while stack:
-        key = stack.pop()
-        node = nodes[key]
-        behind: list[Key] = [(key[0], number) for number in node.inputs]
-        if node.message is not None:
-            for index in node.tensors:
-                if (node.message, index) not in sources:  # its sender was lost
-                    continue
-                edge, source = sources[node.message, index]
-                used.add(edge.autograd_message_id)
-                if mode == "smart":
-                    behind.append((edge.sender, source))
-        for other in behind:
-            if other not in waits_for:
-                waits_for[other] = 0
-                stack.append(other)
-            waits_for[other] += 1
-    taken = [edge for edge in recorded.edges if edge.autograd_message_id in used]
-    unused = [edge for edge in recorded.edges if edge.autograd_message_id not in used]
-    return Plan(recorded, list(roots), waits_for, taken, unused, mode)
 
 
 def trace(context_id: int | None = None) -> Trace:
@@ -259,15 +104,13 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
     while new := [member for member in touched if member in members and member not in known]:
         known.update(new)
         touched = []
-        answers = [(members[to], rpc.rpc_async(members[to].id, local_nodes, args=(context.id,))) for to in new]
-        for record, answer in answers:
-            try:
-                found.nodes[record.name], edges, more = answer.wait()
-            except WorkerLost:
-                found.unreachable.append(record.name)
-            else:
-                found.edges += edges
-                touched += more
+        names = [members[to].name for to in new]
+        answers = ask_each(rpc.current_agent(), local_nodes, dict.fromkeys(names, (context.id,))).or_raise(WorkerLost)
+        found.unreachable += [name for name in names if name not in answers]
+        for name, (nodes, edges, more) in answers.items():
+            found.nodes[name] = nodes
+            found.edges += edges
+            touched += more
     looking = _who_only_looks(context, here.me)
     found.nodes = {
         record.name: nodes

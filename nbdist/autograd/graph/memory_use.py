@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from nbdist.autograd.contexts import Context
 from nbdist.autograd.graph.saved import saved_by
 from nbdist.autograd.graph.walk import ACCUMULATE
+from nbdist.autograd.state import Context
 from nbdist.torch_private import no_torch_function
 
 __all__ = ["Place", "kept_by", "storage_of"]

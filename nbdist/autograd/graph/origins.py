@@ -1,14 +1,7 @@
-"""Notes which module, and which line of the user's code, made each node of a graph: ``context(lines=True)``.
+"""The origin of a node: which module, and which line of the user's code, made it.
 
-The same mode of torch that notes lines has every operation checked for NaN (`nbdist.autograd.watching.forward_nans`),
-whose errors name the module and the line::
-
-    context(lines=True)   `noted` enters a `_Noting` mode   `_note` puts a `NodeOrigin` on each new node
-    context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
-
-The note lies in ``node.metadata``, the dictionary in which torch's anomaly mode keeps its own notes, so it lives as
-long as the node. Noting costs some 50 microseconds for each operation; so it happens only in contexts that ask for it,
-on the threads that run in them, on all workers.
+`nbdist.autograd.graph.noting` puts the note into ``node.metadata``, the dictionary in which torch's anomaly mode keeps
+its own notes, so the note lives as long as the node.
 
 Torch's function modes do not see a user's ``torch.autograd.Function``, so its node has no note. `origin_of` returns
 the line of its backward instead.
@@ -16,34 +9,30 @@ the line of its backward instead.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import linecache
-import os
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
-
-import nbdist
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.parameters import walk
-from nbdist.autograd.watching.forward_nans import Check, tensors_in
-from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
+from nbdist.code_places import NBDIST, TORCH, shown_name
 
-__all__ = ["NodeOrigin", "noted", "origin_of"]
+__all__ = ["ORIGIN_KEY", "NodeOrigin", "origin_of", "users_line"]
 
-_KEY = "nbdist.origin"
+ORIGIN_KEY = "nbdist.origin"
+"""The key of a node's `NodeOrigin` in ``node.metadata``; None means that nothing was noted where the node was made."""
 _FRAMES_SKIPPED = (
-    *(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, nbdist)),
+    TORCH,
+    NBDIST,
     threading.__file__,  # the outermost frame of a thread that runs one of torch's functions for a call
 )
-"""The files whose frames are not the user's code."""
+"""The folders and the file whose frames are skipped on the way to the line that made a node.
+
+Lines of installed packages are not skipped, though `nbdist.code_places.is_users` does not count them as the user's: a
+line inside of transformers tells the operations of a model apart, and the user's call of the model does not. Besides,
+the frames are looked at for every operation, and one comparison is quicker than that function.
+"""
 
 
 class NodeOrigin(NamedTuple):
@@ -61,34 +50,9 @@ class NodeOrigin(NamedTuple):
         """The place as text, ``model.py:12: return x.exp()``, without the code if that is unknown; or None."""
         if not self.file:
             return None
-        where = f"{'cell' if 'ipykernel' in self.file else Path(self.file).name}:{self.number}"
+        where = f"{shown_name(self.file)}:{self.number}"
         text = self.text or linecache.getline(self.file, self.number).strip()
         return f"{where}: {text}" if text else where
-
-
-class _Running:
-    """A module whose forward runs on some thread."""
-
-    __slots__ = ("module", "path")
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.path = ""
-        """Its path, once somebody has asked for it: to find the path takes a walk over all modules."""
-
-
-class _PerThread(threading.local):
-    modules: list[_Running] | None = None
-    """The modules whose forward runs on this thread, outermost first; None if this thread notes nothing."""
-    checking: _Noting | None = None
-    """The mode that checks for NaN what this thread computes."""
-
-
-_thread = _PerThread()
-_lock = threading.Lock()
-_users = 0
-"""The number of `noted` blocks that are open in the process; while there are any, `_hooks` are on all modules."""
-_hooks: list[Any] = []
 
 
 def origin_of(node: Node) -> NodeOrigin:
@@ -96,7 +60,7 @@ def origin_of(node: Node) -> NodeOrigin:
 
     A node of which nothing is noted has an empty origin.
     """
-    found: NodeOrigin | None = node.metadata.get(_KEY)
+    found: NodeOrigin | None = node.metadata.get(ORIGIN_KEY)
     if found is None:
         backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
         code = getattr(inspect.unwrap(backward) if backward is not None else None, "__code__", None)
@@ -108,176 +72,7 @@ def origin_of(node: Node) -> NodeOrigin:
     return found or NodeOrigin()
 
 
-@contextlib.contextmanager
-def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
-    """Note the origins of what the calling thread computes in the block, which may end on another thread.
-
-    A block that ends on another thread stops noting at once; the first thread drops its mode at its next `noted`.
-
-    Args:
-        lines: Whether to note origins on the nodes of the graph.
-        check: The check that raises in the block when it finds a NaN, or None. A thread whose outer context checks
-            already does not check twice.
-    """
-    thread = threading.get_ident()
-    outer, _thread.modules = _thread.modules, []
-    checking = _thread.checking
-    if checking is not None and not checking.is_over:
-        check = None  # the outer context of this thread checks already
-    _use_hooks(1)
-    _leave(None)
-    mode: Any = _Noting(lines, check)
-    if check is not None:
-        _thread.checking = mode
-    mode.__enter__()
-    try:
-        yield
-    finally:
-        mode.is_over = True
-        _use_hooks(-1)
-        if threading.get_ident() == thread:
-            _leave(mode)
-            _thread.modules, _thread.checking = outer, checking
-
-
-def _leave(mode: TorchFunctionMode | None) -> None:
-    """Leave a mode that may lie below others on the stack, and all modes of `noted` blocks that have ended.
-
-    The other modes are put back in their order.
-    """
-    kept = []
-    while function_modes():
-        top = pop_function_mode()
-        if top is not mode and not (isinstance(top, _Noting) and top.is_over):
-            kept.append(top)
-    for other in reversed(kept):
-        push_function_mode(other)
-
-
-def _use_hooks(more: int) -> None:
-    """Change the number of users of the hooks on all modules: the first sets the hooks, the last removes them.
-
-    ``more`` is 1 when a `noted` block begins, and -1 when it ends.
-    """
-    global _users
-    with _lock:
-        _users += more
-        if _users and not _hooks:
-            _hooks.append(register_module_forward_pre_hook(_enter_module))
-            _hooks.append(register_module_forward_hook(_leave_module, always_call=True))
-        elif not _users:
-            while _hooks:
-                _hooks.pop().remove()
-
-
-def _enter_module(module: torch.nn.Module, _: Any) -> None:
-    """Note that a module begins its forward on this thread: a hook on all modules."""
-    if not torch.compiler.is_compiling() and _thread.modules is not None:
-        _thread.modules.append(_Running(module))
-
-
-def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
-    """Note that a module ends its forward on this thread, and check what it returned: a hook on all modules.
-
-    Modules above it on the list ended without this hook, and are dropped too.
-    """
-    __tracebackhide__ = True
-    modules = _thread.modules if not torch.compiler.is_compiling() else None
-    if modules is None or not any(running.module is module for running in modules):
-        return
-    while modules[-1].module is not module:
-        modules.pop()
-    try:
-        checking = _thread.checking
-        if checking is not None and not checking.is_over and checking.check is not None:
-            checking.check.returned(args, result, _here, type(module).__name__)
-    finally:
-        modules.pop()
-
-
-def _path(index: int) -> str:
-    """Return the path of module ``index`` of those whose forward runs on this thread, from the outermost one."""
-    assert _thread.modules is not None  # else no module could be running
-    root, running = _thread.modules[0].module, _thread.modules[index]
-    if not running.path:
-        module = running.module
-        path = next((path for path, other in walk(root) if other is module), (type(module).__name__,))
-        running.path = ".".join((type(root).__name__, *path))
-    return running.path
-
-
-class _Noting(TorchFunctionMode):
-    """The mode that sees every function of torch that a thread calls: it notes origins, and checks for NaN."""
-
-    is_over = False
-    """True once the `noted` block has ended; then the mode does nothing."""
-
-    def __init__(self, lines: bool, check: Check | None) -> None:
-        super().__init__()
-        self.check = check
-        self._lines = lines
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        __tracebackhide__ = True  # IPython leaves this frame out
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # compile the user's code without ours
-            return func(*args, **kwargs)
-        run = self._noted if self._lines and not self.is_over else _call
-        check = self.check if not self.is_over else None
-        if check is None:
-            return run(func, args, kwargs)
-        name = getattr(func, "__name__", "").partition(".")[0]  # compiled code calls ``view.default``, say
-        if not check.applies(name):
-            result = run(func, args, kwargs)
-            check.pass_on(result)
-            return result
-        held = check.before(name, args, kwargs)
-        result = run(func, args, kwargs)
-        check.after(name, args, kwargs, result, held, _here)
-        return result
-
-    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and note the origin of the nodes that it made."""
-        __tracebackhide__ = True
-        for tensor in tensors_in((*args, *kwargs.values())):
-            if tensor.grad_fn is not None:
-                # A node of an input that has no note was made where nothing is noted: it must not get the note of
-                # this operation.
-                node: Node = tensor.grad_fn
-                node.metadata.setdefault(_KEY, None)
-        result = func(*args, **kwargs)
-        changed = [tensor.grad_fn for tensor in tensors_in((result, *args[:1])) if tensor.grad_fn is not None]
-        if changed:
-            _note(changed)
-        return result
-
-
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function without noting anything."""
-    __tracebackhide__ = True
-    return func(*args, **kwargs)
-
-
-def _note(nodes: list[Node]) -> None:
-    """Set the present origin on these nodes and all new nodes behind them, up to nodes that have one."""
-    origin = None
-    stack = nodes
-    while stack:
-        node = stack.pop()
-        if node is None or not node.next_functions or _KEY in node.metadata:
-            continue
-        if origin is None:
-            origin = _here()
-        node.metadata[_KEY] = origin
-        stack.extend(behind for behind, _ in node.next_functions)
-
-
-def _here() -> NodeOrigin:
-    """Return where in the user's code the calling thread is, with the module."""
-    return NodeOrigin(_path(-1) if _thread.modules else None, *_line())
-
-
-def _line() -> tuple[str, int, str]:
+def users_line() -> tuple[str, int, str]:
     """Return the file, number and text of the user's line at which the calling thread is; empty if there is none."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_FRAMES_SKIPPED):

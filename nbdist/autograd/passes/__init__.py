@@ -3,7 +3,6 @@
 ==================  ========================================================
 `driver`            runs passes, in SMART and FAST mode
 `ledger`            what the pass's root knows to be left to do
-`state`             all that one worker keeps of a pass
 `worker_part`       decides what can run now on this worker
 `engine`            calls torch's engine for it
 `ordering`          puts gradients that arrive in any order into a fixed one

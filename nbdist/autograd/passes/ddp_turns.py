@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING
 
 from nbdist.autograd import messages
 from nbdist.autograd.messages import PassId
+from nbdist.autograd.passes.ledger import Ledger
+from nbdist.autograd.state import Run
 
 if TYPE_CHECKING:
     from typing import Protocol
-
-    from nbdist.autograd.passes.ledger import Ledger
-    from nbdist.autograd.passes.state import Run
 
     class _Transport(Protocol):
         """The methods of an agent's recorder that `TurnTaking` calls."""

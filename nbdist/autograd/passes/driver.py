@@ -58,14 +58,14 @@ import torch
 
 from nbdist import trace
 from nbdist.autograd import messages
-from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.contexts import Contexts
 from nbdist.autograd.graph.edges import Received
 from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
 from nbdist.autograd.passes import ddp
 from nbdist.autograd.passes.ddp_turns import TurnTaking
 from nbdist.autograd.passes.ledger import Ledger
-from nbdist.autograd.passes.state import Outgoing, Run
 from nbdist.autograd.passes.worker_part import Marks, Part, PassRoots
+from nbdist.autograd.state import Context, Outgoing, Run
 from nbdist.autograd.watching.connection import Observing
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls.failures import Failure, describe, rebuild
@@ -74,9 +74,9 @@ from nbdist.rpc.futures import Future, Latch
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from nbdist.autograd.watching import connection
+    from nbdist.autograd.watching.connection import ObservingTransport
 
-    class _Transport(connection._Transport, Protocol):
+    class _Transport(ObservingTransport, Protocol):
         """The methods of an agent's recorder that passes call."""
 
         def post(self, to: int, message: messages.Message, body: Any = None) -> None:

@@ -133,7 +133,7 @@ class _Holder:
         self.held: set[int] = set()
         self._group = group
         self._left: list[_Use] = []
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
 
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
         """Claim leaves, by id, all at once; wait until no other group has one of them.
@@ -160,7 +160,7 @@ class _Holder:
         Raises UsageError if this thread itself has a leaf in another group, because it would wait for ever.
         """
         while taken := self._taken(wanted):
-            if any(holder._thread == self._thread for use in taken for holder in use.holders):
+            if any(holder.thread == self.thread for use in taken for holder in use.holders):
                 raise UsageError(
                     "a hook or a Function's backward began another backward pass, or an optimizer's step, on leaves "
                     "that the first pass is computing gradients for: do that after backward() has returned"

@@ -54,7 +54,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -66,9 +66,7 @@ from nbdist.autograd.passes import ddp
 from nbdist.autograd.passes.engine import run_backward
 from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.passes.ordering import GateQueues
-
-if TYPE_CHECKING:
-    from nbdist.autograd.watching.observer import Observer
+from nbdist.autograd.watching.observer import Observer
 
 __all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
 
@@ -433,11 +431,12 @@ class Part:
         return []
 
     def _take_ready(self) -> list[Entry]:
-        """Take the entries that may enter now; the others stay ready.
+        """Take those entries out of `ready` whose gradients may go to torch's engine now; the others stay there.
 
-        Roots that reach a DistributedDataParallel module stay until the pass has its turn. That costs little: no
-        gradient is under way yet for which the marking would have to wait. And the module can then average while other
-        gradients are computed, as in a local pass.
+        An entry of an ordered gate stays until it is first in its line (`GateQueues`). In SMART mode, roots that reach
+        a DistributedDataParallel module stay until `end_marking`: the pass then has its turn to average. That costs
+        little: no gradient is under way yet for which the marking would have to wait. And the module can then average
+        while other gradients are computed, as in a local pass.
         """
         entries, self.ready = self._in_turn(self.ready)
         if ddp.living and not self._may_reduce:

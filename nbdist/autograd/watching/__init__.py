@@ -7,6 +7,7 @@
 `observer`        sees one worker's part of a pass
 `measuring`       measures a node's gradients
 `forward_nans`    the operation that made the first NaN of a forward pass
-`inherited_nans`  the value of a forward pass that a backward pass has its NaN from
+`inherited`       a NaN that came from the forward pass, as data and in words
+`inherited_nans`  finds the value of the forward pass that it came from
 ================  =================================================================
 """

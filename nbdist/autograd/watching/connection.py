@@ -22,8 +22,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nbdist.autograd import messages
-from nbdist.autograd.contexts import Context, Contexts
+from nbdist.autograd.contexts import Contexts
+from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.messages import Head, PassId, Watching
+from nbdist.autograd.state import Context, Run
 from nbdist.autograd.watching import inherited_nans
 from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
@@ -32,11 +34,9 @@ from nbdist.errors import UsageError
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from nbdist.autograd.graph.inspection import Plan
-    from nbdist.autograd.passes.state import Run
-    from nbdist.autograd.watching import watcher as watching
+    from nbdist.autograd.watching.watcher import WatchTransport
 
-    class _Transport(watching._Transport, Protocol):
+    class ObservingTransport(WatchTransport, Protocol):
         """The methods of an agent that observing needs."""
 
         @property
@@ -53,7 +53,7 @@ _CLOSED_WATCHES_KEPT = 64
 class Observing:
     """The watches of one worker, and the observers of the passes that run there; `Passes` has one on each worker."""
 
-    def __init__(self, transport: _Transport, contexts: Contexts) -> None:
+    def __init__(self, transport: ObservingTransport, contexts: Contexts) -> None:
         self._transport = transport
         self._contexts = contexts
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()

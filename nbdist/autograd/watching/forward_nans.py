@@ -1,6 +1,6 @@
 """Finds the operation of a forward pass that makes the first NaN: ``context(check="nan")``.
 
-`nbdist.autograd.graph.origins` calls a `Check` around every function of torch that runs in such a context.
+`nbdist.autograd.graph.noting` calls a `Check` around every function of torch that runs in such a context.
 
 ============================== ========================= ========================================================
 the inputs of an operation     its outputs               what happens
@@ -22,13 +22,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-import nbdist
 from nbdist.autograd.graph.edges import RECEIVE
+from nbdist.autograd.graph.origins import NodeOrigin
+from nbdist.code_places import TORCH, is_nbdists, is_torchs
 from nbdist.errors import ForwardNaN
 from nbdist.torch_private import (
     graph_task,
@@ -36,9 +36,6 @@ from nbdist.torch_private import (
     no_torch_function,
     without_dispatch_modes,
 )
-
-if TYPE_CHECKING:
-    from nbdist.autograd.graph.origins import NodeOrigin
 
 __all__ = ["Check", "holds_nan", "tensors_in"]
 
@@ -59,14 +56,8 @@ _UNCHECKED_FUNCTIONS = frozenset(_NAMES.split())
 """Functions that make no NaN themselves: they pass values on, overwrite what was there, or only read."""
 
 _jit: Any = torch.jit  # Any, because is_tracing has no annotations
-_TORCH = str(Path(torch.__file__).parent)
-_UPDATE_FILES = tuple(
-    str(Path(torch.__file__).parent / part) for part in ("optim", "nn/utils/clip_grad.py", "amp/grad_scaler.py")
-)
+_UPDATE_FILES = tuple(f"{TORCH}{part}" for part in ("optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py"))
 """The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass."""
-_NBDIST_FOLDER = str(Path(nbdist.__file__).parent)
-_RPC_FOLDER, _STAGES = (str(Path(nbdist.__file__).parent / part) for part in ("rpc", "nn"))
-"""The folders of nbdist that call user functions for others, and run the stages of pipelines."""
 
 Named = tuple[str, Any]
 """An argument: its name in a message, and its value."""
@@ -129,7 +120,7 @@ class Check:
         """Return whether to check what the function ``name`` returns in the calling thread now.
 
         Nothing is checked in torch.func's transforms, nor while a function is traced, because the check would become a
-        part of it; while one is compiled, `nbdist.autograd.graph.origins` does not call this. In a backward pass, only
+        part of it; while one is compiled, `nbdist.autograd.graph.noting` does not call this. In a backward pass, only
         the forward pass that a checkpoint recomputes is checked.
         """
         return (
@@ -304,22 +295,23 @@ def _like(tensor: torch.Tensor) -> str:
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
-    A frame of `_UPDATE_FILES` decides, else the innermost frame outside of torch. An optimizer or the autograd engine
-    hands on the NaN of a backward pass, which is no fault of the operation that hands it on. ``given`` says that an
-    input held a NaN, ``in_module`` that a module's forward runs.
+    A frame of `_UPDATE_FILES` decides, else the innermost frame outside of torch. Of nbdist, ``rpc`` calls functions
+    of the user, and ``nn`` runs the stages of pipelines. An optimizer or the autograd engine hands on the NaN of a
+    backward pass, which is no fault of the operation that hands it on. ``given`` says that an input held a NaN,
+    ``in_module`` that a module's forward runs.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__":
         if frame.f_back is None:
             return False
         frame = frame.f_back
-    while frame.f_code.co_filename.startswith(_TORCH):
+    while is_torchs(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_UPDATE_FILES):
             return True
         if frame.f_back is None:
             return False
         frame = frame.f_back
     file = frame.f_code.co_filename
-    if in_module or not file.startswith(_NBDIST_FOLDER) or file.startswith(_RPC_FOLDER):
+    if in_module or not is_nbdists(file) or is_nbdists(file, "rpc"):
         return False
-    return given or not file.startswith(_STAGES)
+    return given or not is_nbdists(file, "nn")

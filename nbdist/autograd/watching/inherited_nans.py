@@ -16,23 +16,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from nbdist.autograd.contexts import Contexts
 from nbdist.autograd.graph.edges import RECEIVE, Node
 from nbdist.autograd.graph.saved import Saved, saved_by
 from nbdist.autograd.graph.walk import ACCUMULATE, walk
+from nbdist.autograd.state import Context
+from nbdist.autograd.watching.inherited import Carried, Inherited
 from nbdist.autograd.watching.measuring import is_finite
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_async
 
-if TYPE_CHECKING:
-    from nbdist.autograd.contexts import Context
-    from nbdist.autograd.recorder import Recorder
-
-__all__ = ["Carried", "Inherited", "explain", "explain_sent", "told"]
+__all__ = ["explain", "explain_sent"]
 
 _OUTPUTS = ("result", "output", "out", "values")
 """The beginnings of the names under which torch's nodes save their outputs; all other names are of inputs."""
@@ -43,51 +42,6 @@ _ANSWER_TIMEOUT = 2.0
 
 Edge = tuple[Node, int]
 """A tensor of the forward pass: the node that returned it, and the number of the output."""
-
-
-class Carried(NamedTuple):
-    """A message that brought a NaN or Inf to another worker."""
-
-    message: int
-    """Its ``autograd_message_id`` in the context's `trace`."""
-    sender: str
-    function: str
-    """The name of the function that the message called, or whose result it brought."""
-
-
-class Inherited(NamedTuple):
-    """A NaN or Inf that the forward pass gave to a node of the backward pass, and how far back it could be followed.
-
-    ``end`` says what is known of the last node that the search reached, which is ``node`` on ``worker``:
-
-    ``operation``
-        the node made the NaN: none of its inputs held one.
-    ``leaf``
-        the node is a leaf, such as a parameter, that holds it.
-    ``data``
-        an input of the node that needs no gradient holds it.
-    ``kept``
-        the node is a user's Function that has saved it: it was an input that needs no gradient, or the Function made
-        it.
-    ``unknown``
-        the node, or a node behind it, made it: not all inputs were saved. ``node`` is negative if only the worker is
-        known.
-    ``hidden``
-        the values that the node saved are behind hooks, so the backward pass may have made the NaN as well.
-    """
-
-    value: str
-    """``NaN`` or ``Inf``."""
-    end: str
-    worker: str
-    node: int = -1
-    """The node's number in the context's `trace`."""
-    name: str = ""
-    """The node's name in torch."""
-    messages: tuple[Carried, ...] = ()
-    """The messages that carried it, the last one first."""
-    perhaps: tuple[Carried, ...] = ()
-    """Messages that may have carried it before, if that is not known."""
 
 
 def explain(
@@ -117,14 +71,26 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
     Another worker calls this by RPC. Returns None if the context or the message is not known here any more, or if
     several passes run in the context: another pass may free what is read.
     """
-    here = cast("Recorder", current_agent().recorder)
-    context = here.contexts.find(context_id)
+    agent = current_agent()
+    context = _contexts().find(context_id)
     sent = context.sends.get(message) if context is not None else None
     if context is None or sent is None or len(context.runs) > 1:  # another pass may free what is read
         return None
     node, output = sent.slots[index].edge
     saved = [*saved_by(node), *_set_on(node)]
-    return _Search(context, here.name, here.name_of, node, saved).follow(node, output, value)
+    return _Search(context, agent.me.name, agent.name_of, node, saved).follow(node, output, value)
+
+
+class _HasContexts(Protocol):
+    """The attribute of an agent's recorder that this module reads; the recorder itself is made of higher modules."""
+
+    contexts: Contexts
+    """The contexts of the agent."""
+
+
+def _contexts() -> Contexts:
+    """Return the contexts of the calling thread's agent."""
+    return cast(_HasContexts, current_agent().recorder).contexts
 
 
 class _Search:
@@ -302,51 +268,7 @@ def _behind(node: Node) -> list[Edge]:
 
 def _ask(worker: str, *args: Any) -> Inherited | None:
     """Ask another worker for its `explain_sent`; None if it does not answer in time, fails or does not know."""
-    here = cast("Recorder", current_agent().recorder)
-    with here.contexts.outside(), contextlib.suppress(NbdistError, RuntimeError):
+    with _contexts().outside(), contextlib.suppress(NbdistError, RuntimeError):
         found: Inherited | None = rpc_async(worker, explain_sent, args=args, timeout=_ANSWER_TIMEOUT).wait()
         return found
     return None
-
-
-def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) -> str:
-    """Return a sentence on the first NaN or Inf of a pass, which came up at ``node``.
-
-    ``found`` is what `explain` returned, and ``where(found)`` names the node at which its search ended.
-    """
-    if found is None:
-        return f"the first NaN or Inf came up at {node}"
-    if found.end == "hidden":
-        return (
-            f"the first NaN or Inf was seen at {node}, but the forward pass may have made it: the values saved there "
-            f"are packed by hooks or recomputed by a checkpoint, and were not checked{_perhaps(found)}; {_ADVICE}"
-        )
-    parts, receiver = [], ""
-    for message in found.messages:
-        parts.append(f"{f'and to {receiver}' if receiver else 'it came'} {_with(message)}")
-        receiver = message.sender
-    way = ", ".join(parts)
-    end = where(found) if found.node >= 0 else ""
-    ends = {
-        "operation": f"made by {end}",
-        "leaf": f"held by the leaf {end}",
-        "data": f"held by an input, which needs no gradient, of {end}",
-        "kept": f"kept by {end}, which got it as an input or made it",
-        "unknown": f"it came out of {end}{_perhaps(found)}; {_ADVICE}" if end else _ADVICE,
-    }
-    already = f"{node} was given {found.value} by the forward pass already: "
-    return already + "; ".join([way, ends[found.end]] if way else [ends[found.end]])
-
-
-_ADVICE = 'context(check="nan") names the operation that made it'
-"""The advice that ends a sentence without a certain answer."""
-
-
-def _perhaps(found: Inherited) -> str:
-    """Return a phrase for the messages that may have carried a NaN or Inf."""
-    return f"; it may have come {' or '.join(map(_with, found.perhaps))}" if found.perhaps else ""
-
-
-def _with(message: Carried) -> str:
-    """Return a phrase for one message."""
-    return f"with message {message.message} from {message.sender} (call of {message.function})"

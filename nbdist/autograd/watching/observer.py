@@ -23,21 +23,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from nbdist.autograd.graph.edges import RECEIVE, Node, current_part
+from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
+from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.saved import Saved, saved_by
 from nbdist.autograd.messages import Control, Happening, Watching
 from nbdist.autograd.passes.leaves import halted
-from nbdist.autograd.watching.inherited_nans import Inherited
+from nbdist.autograd.watching.inherited import Inherited
 from nbdist.autograd.watching.measuring import is_finite, measure
 from nbdist.errors import NbdistError
 from nbdist.rpc.futures import blocking_wait
-
-if TYPE_CHECKING:
-    from nbdist.autograd.contexts import NodeNumbers
 
 __all__ = ["Observer", "Stopped", "are_finite"]
 
@@ -178,7 +176,7 @@ class Observer:
     # -- in the engine ------------------------------------------------------------------------
 
     @contextmanager
-    def around(self, part: Any, nodes: Collection[Node]) -> Iterator[None]:
+    def around(self, part: RunningPart, nodes: Collection[Node]) -> Iterator[None]:
         """Observe these nodes during the block, in which the engine runs them for ``part``.
 
         It sets hooks on the nodes, and removes them after the block, also after an error.
@@ -195,7 +193,7 @@ class Observer:
             for handle in handles:
                 handle.remove()
 
-    def _hooks(self, part: Any, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _hooks(self, part: RunningPart, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks to run before and after a node.
 
         They do nothing if another pass runs the node, which may happen at the same time. The first reads what the node

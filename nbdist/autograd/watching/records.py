@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nbdist.amounts import counted, duration
 from nbdist.autograd import messages
-from nbdist.autograd.watching import inherited_nans
-from nbdist.autograd.watching.inherited_nans import Inherited
+from nbdist.autograd.watching.inherited import Inherited, told
 from nbdist.rpc.references.peeking import Histogram
 
 __all__ = ["Event", "Key", "Pass", "Share"]
@@ -40,15 +40,27 @@ class Event:
     ``nan``
         A node was given a NaN or Inf, or has made one. It is reported if `Watch.run` looks for it, and in a watch with
         norms for the first one on each worker.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id, dist_autograd.watch(context_id, paused=True) as watch:
+        ...     handle = dist_autograd.backward_async(context_id, (w * 2).sum())
+        ...     [event] = watch.step()
+        ...     watch.run()
+        ...     handle.wait()
+        >>> event.what, event.name, event.key
+        ('done', 'SumBackward0', ('worker0', 1))
     """
 
     time: float
     """Seconds since 1970, by the worker's clock."""
     worker: str
+    """The name of the worker."""
     what: str
     node: int | None = None
     """The node's number, as in the `trace` of the context."""
     name: str | None = None
+    """The node's name in torch, such as ``SumBackward0``."""
     message: int | None = None
     seconds: float | None = None
     norm: float | None = None
@@ -61,7 +73,7 @@ class Event:
         """The event in a sentence; for a ``nan`` also whether it is from the forward pass, and from where."""
         node = _named(self.worker, self.name or "", self.node)
         if self.what == "nan":
-            return inherited_nans.told(self.inherited, node, lambda end: _named(end.worker, end.name, end.node))
+            return told(self.inherited, node, lambda end: _named(end.worker, end.name, end.node))
         return f"{self.what} {node}" if self.name else f"{self.what} on {self.worker}"
 
     @property
@@ -109,7 +121,7 @@ class Pass:
         ...     dist_autograd.backward(context_id, [(w * 2).sum()])
         ...     seen = watch.passes[0]
         >>> seen
-        <Pass 1 of worker0, smart: 3 nodes on 1 workers in ... ms, over>
+        <Pass 1 of worker0, smart: 3 nodes on 1 worker in ..., over>
         >>> [event.name for event in seen.events if event.what == "done"][:2]
         ['SumBackward0', 'MulBackward0']
     """
@@ -149,6 +161,6 @@ class Pass:
         workers = {event.worker for event in ran}
         how = self.error.partition("\n")[0] if self.error else "over" if self.over else "under way"
         return (
-            f"<Pass {self.number} of {self.root}, {self.mode}: {len(ran)} nodes on {len(workers)} workers in "
-            f"{self.seconds * 1000:.1f} ms, {how}>"
+            f"<Pass {self.number} of {self.root}, {self.mode}: {counted(len(ran), 'node')} on "
+            f"{counted(len(workers), 'worker')} in {duration(self.seconds)}, {how}>"
         )

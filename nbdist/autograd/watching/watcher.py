@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.autograd import messages
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.messages import Control, Happening, PassId, Watching
+from nbdist.autograd.graph.traces import Plan
+from nbdist.autograd.messages import Control, Happening, Mode, PassId, Watching
 from nbdist.autograd.watching.records import Event, Key, Pass, Share
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
@@ -44,9 +45,7 @@ from nbdist.rpc.futures import blocking_wait
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from nbdist.autograd.graph.inspection import Plan
-
-    class _Transport(Protocol):
+    class WatchTransport(Protocol):
         """The methods of an agent that a watch needs."""
 
         @property
@@ -96,7 +95,7 @@ class Watch:
     """
 
     def __init__(
-        self, transport: _Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
+        self, transport: WatchTransport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
     ) -> None:
         self.id = next(_ids)
         self.context_id = context
@@ -111,7 +110,7 @@ class Watch:
         self._frozen = False
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
-        self.on_begin: Callable[[Literal["smart", "fast"], Sequence[tuple[Node, int]]], None] | None = None
+        self.on_begin: Callable[[Mode, Sequence[tuple[Node, int]]], None] | None = None
         """Called with the mode and the roots before a pass begins on this worker, by the thread that begins it."""
         self.on_step: Callable[[Plan], None] | None = None
         """Called with the plan before a step of a pipeline begins on this worker, by the thread that begins it."""
@@ -168,7 +167,7 @@ class Watch:
         return "\n".join(lines)
 
     def seen(self, id: PassId) -> tuple[Pass | None, list[Event], list[Event]]:
-        """Return one pass, its events, and the events at which it is halted, as known now; this does not wait for news.
+        """Return the pass ``id``, its events, and those at which it is halted, as known now, without waiting for news.
 
         The pass is None if nothing has been heard of it.
         """
@@ -385,8 +384,8 @@ class Watch:
 
     # -- what comes ---------------------------------------------------------------------------
 
-    def prepare(self, mode: Literal["smart", "fast"], roots: Sequence[tuple[Node, int]]) -> None:
-        """Show a pass that is about to begin on this worker: call `on_begin` with its mode and roots.
+    def prepare(self, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
+        """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``.
 
         The thread that begins the pass calls this. An error of the view is logged, and the pass begins all the same.
         """
@@ -397,15 +396,15 @@ class Watch:
                 _log.exception("drawing a backward pass failed; the pass begins all the same")
 
     def prepare_step(self, plan: Plan) -> None:
-        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its plan.
+        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its ``plan``.
 
         A view sets `on_step` to draw the plan before its first operation runs.
         """
         if self.on_step is not None:
             self.on_step(plan)
 
-    def begin(self, id: PassId, mode: Literal["smart", "fast"]) -> None:
-        """Record that a pass, or a step of a pipeline, begins on this worker.
+    def begin(self, id: PassId, mode: Mode) -> None:
+        """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``.
 
         `Passes` calls this on the watcher for each pass that it begins itself; other passes are known by their first
         batch.
@@ -416,7 +415,7 @@ class Watch:
         self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """Take in a batch of what one worker saw; batches are taken in the order in which the worker sent them.
+        """Take in ``message``, a batch of what the worker ``sender`` saw, in the order in which the worker sent them.
 
         If a worker halted where `run` was to halt, all other workers are paused. A worker that acted by an older
         version of the control is sent the present one.
@@ -439,7 +438,7 @@ class Watch:
         self._tell_news()
 
     def on_over(self, message: messages.Over) -> None:
-        """Record that a pass has ended, and how many batches each worker has sent of it.
+        """Record by ``message`` that a pass has ended, and how many batches each worker has sent of it.
 
         Batches may still be on their way; `complete` tells.
         """
@@ -452,7 +451,7 @@ class Watch:
         self._tell_news()
 
     def on_lost(self, worker: int) -> None:
-        """Record that a worker is gone: a pass that began there is over, and the watch awaits nothing more from it."""
+        """Record that ``worker`` is gone: passes that began there are over, and the watch expects no more from it."""
         with self._changed:
             self._lost.add(worker)
             for id, seen in self._passes.items():

@@ -18,6 +18,7 @@ import os
 import sys
 from pathlib import Path
 
+from nbdist import amounts
 from nbdist.channel.resources import explain
 from nbdist.errors import NbdistError
 
@@ -84,7 +85,7 @@ class Mapping:
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
         if address == _FAILED or address is None:
             error = ctypes.get_errno()
-            raise MemoryFailure(f"cannot map {size} bytes: {explain(OSError(error, os.strerror(error)))}")
+            raise MemoryFailure(f"cannot map {amounts.size(size)}: {explain(OSError(error, os.strerror(error)))}")
         self.address: int = address
         self.size = size
         self._unmap = _libc.munmap  # kept here: the last tensor may be collected after this module's globals are gone
@@ -115,7 +116,7 @@ def create(name: str, size: int) -> int:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _seals())
     except OSError as error:
         os.close(file)
-        raise MemoryFailure(f"cannot make shared memory of {size} bytes: {explain(error)}") from error
+        raise MemoryFailure(f"cannot make {amounts.size(size)} of shared memory: {explain(error)}") from error
     return file
 
 

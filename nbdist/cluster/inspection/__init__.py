@@ -2,6 +2,7 @@
 
 =======================================  ===============================================
 `status`, `where`                        what each worker does, and on which line
+`print_logs`                             what each worker has printed
 `holdings`                               what lives on each worker
 `pins`, `roots`                          which names hold an object
 `variables`, `census`, `process_memory`  memory of variables, of objects, of the process

@@ -120,9 +120,9 @@ class Census:
     """Bytes of Python objects, by category."""
     watched: dict[int | Place, int] = field(default_factory=dict)
     """Numbers of objects (by ``id``) and buffers (by place). A walk adds the numbers that it meets to `Walk.met`."""
-    _seen: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
     """The ``id`` of every object that was visited, or that `skip` excludes."""
-    _nodes: dict[int, Any] = field(default_factory=dict)
+    nodes: dict[int, Any] = field(default_factory=dict)
     """The graph nodes visited, by ``id``. Kept alive, as torch would reuse the ``id`` of a dropped node for another."""
     _kinds: dict[int, _Kind] = field(default_factory=dict)
     """Kinds by the ``id`` of their class: to hash the class itself could call code of its metaclass."""
@@ -132,7 +132,7 @@ class Census:
 
         Call it before the first walk, because objects that have been visited stay counted.
         """
-        self._seen.update(map(id, values))
+        self.seen.update(map(id, values))
 
     def kind_of(self, cls: type) -> _Kind:
         """Return the `_Kind` of a class."""
@@ -227,11 +227,11 @@ class Walk:
         census, key = self._census, id(value)
         if census.watched:
             self._tell(key)
-        if key in census._seen:
+        if key in census.seen:
             if census.watched and issubclass(cls, torch.Tensor):
                 self._tell_place(value)  # type: ignore[arg-type]
             return
-        census._seen.add(key)
+        census.seen.add(key)
         if cls is str or cls is bytes:
             self._object(cls.__sizeof__(value))
             return
@@ -277,7 +277,7 @@ class Walk:
 
     def _graph(self, node: Any) -> Iterator[Any]:
         """Yield the nodes of a graph that no walk has visited, and the values that they have saved."""
-        nodes, pending = self._census._nodes, [node]
+        nodes, pending = self._census.nodes, [node]
         while pending:
             node = pending.pop()
             if id(node) in nodes:

@@ -21,6 +21,7 @@ import torch
 
 from nbdist.autograd.api import recorder
 from nbdist.rpc import api
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.references.rref import RRef
 
 __all__ = ["Difference", "Print", "compare", "differences", "flatten", "prints"]
@@ -164,8 +165,8 @@ def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Di
     of a worker that cannot answer. The calls are not recorded in any context.
     """
     with recorder().contexts.outside():
-        asked = {name: api.rpc_async(name, prints, (rref,)) for name, rref in rrefs.items()}
-        found = {name: {each.path: each for each in answer.wait()} for name, answer in asked.items()}
+        asked = ask_each(api.current_agent(), prints, {name: (rref,) for name, rref in rrefs.items()})
+        found = {name: {each.path: each for each in answer} for name, answer in asked.or_raise().items()}
         first, *others = found
         base = found[first]
         paths = list(dict.fromkeys(path for name in found for path in found[name]))
@@ -197,8 +198,8 @@ def _tell(
         return f"only {first if other is None else name} has it"
     if one.kind != other.kind:
         return f"{other.kind} instead of {one.kind}"
-    parts = [api.rpc_async(worker, part_of, (rrefs[worker], path)) for worker in (first, name)]
-    return compare(*(part.wait() for part in parts))
+    parts = ask_each(api.current_agent(), part_of, {worker: (rrefs[worker], path) for worker in (first, name)})
+    return compare(*parts.or_raise().values())
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -48,7 +48,7 @@ def _forget(ids: set[GlobalId]) -> None:
     if of is None:
         return
     roots = roots_of(agent)
-    rrefs = [rref for rref in references(agent) if rref._id in ids]
+    rrefs = [rref for rref in references(agent) if rref.id in ids]
     found = {pin for held in pins.find(rrefs, roots) for pin in held}
     names = names_by_value(roots)
     for id_, promise, _ in agent.owned():

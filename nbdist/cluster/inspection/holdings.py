@@ -27,11 +27,12 @@ from nbdist.cluster.inspection.census import Amount, Census, Walk
 from nbdist.cluster.inspection.pins import Pin
 from nbdist.cluster.inspection.process_memory import Usage
 from nbdist.cluster.inspection.roots import NamedValue, named_values, names_by_value, references, roots_of
-from nbdist.cluster.inspection.status import gpu_memory
 from nbdist.cluster.inspection.variables import Variable
+from nbdist.cluster.worker.status_report import gpu_memory
 from nbdist.ids import GlobalId
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.references import inert
 from nbdist.rpc.references.describing import describe_value
@@ -191,13 +192,12 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
     The calls are not recorded in any context. An agent whose function fails counts as one that did not answer.
     """
     agent = current_agent()
-    found: dict[str, Any] = {}
     names = [member.name for member in agent.members()]
+    others = [name for name in names if name != agent.me.name]
     with recorder().contexts.outside():
-        asked = agent.call_each([name for name in names if name != agent.me.name], what, timeout=_REPORT_WITHIN)
-    for name, answer in [(agent.me.name, what), *((name, answer.wait) for name, answer in asked.items())]:
-        with contextlib.suppress(Exception):  # one failed agent must not hide the others
-            found[name] = answer()
+        found = ask_each(agent, what, dict.fromkeys(others, ()), timeout=_REPORT_WITHIN).values
+    with contextlib.suppress(Exception):  # one failed agent must not hide the others
+        found[agent.me.name] = what()
     return {name: found[name] for name in names if name in found}, [name for name in names if name not in found]
 
 
@@ -245,7 +245,7 @@ def _report() -> MemoryReport:
     used: dict[GlobalId, list[Pin]] = {}
     rrefs = references(agent)
     for rref, held in zip(rrefs, pins.find(rrefs, roots), strict=True):
-        used[rref._id] = pins.told({*used.get(rref._id, []), *(held or [_UNKNOWN])})
+        used[rref.id] = pins.told({*used.get(rref.id, []), *(held or [_UNKNOWN])})
     return MemoryReport(owned, contexts, used, _memory(agent, census, rows))
 
 

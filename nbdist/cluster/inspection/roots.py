@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nbdist.cluster.inspection import pins
 from nbdist.cluster.inspection.pins import Pin, Roots
-from nbdist.cluster.users_code import is_users
+from nbdist.code_places import is_users
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.references import inert
 from nbdist.rpc.references.rref import RRef

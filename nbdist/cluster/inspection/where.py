@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from nbdist.cluster.worker.kernel import WHERE_SIGNAL, where_file
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
+from nbdist.code_places import is_of_cell
 
 __all__ = ["ANSWER_WITHIN", "POLL", "Frame", "Question"]
 
@@ -38,22 +37,23 @@ class Frame(NamedTuple):
     @property
     def in_cell(self) -> bool:
         """Return whether the code of this frame is a cell's."""
-        return "ipykernel_" in self.file
+        return is_of_cell(self.file)
 
 
 class Question:
     """A question to one worker, which the constructor sends. All methods raise OSError if the file cannot be read.
 
-    Does not wait. Look at `answered` every `POLL` seconds, for `ANSWER_WITHIN` seconds at most: a worker that is
-    stopped, or has died, never answers.
+    ``folder`` is the run directory, and ``send(worker, number)`` sends a signal to a worker's process: `Cluster.folder`
+    and `Cluster.signal`. Does not wait. Look at `answered` every `POLL` seconds, for `ANSWER_WITHIN` seconds at most: a
+    worker that is stopped, or has died, never answers.
     """
 
-    def __init__(self, cluster: Cluster, worker: str) -> None:
-        self._path = where_file(cluster.folder, worker)
+    def __init__(self, folder: str, worker: str, send: Callable[[str, int], None]) -> None:
+        self._path = where_file(folder, worker)
         if os.path.getsize(self._path) > _LARGE:
             os.truncate(self._path, 0)
         self._before = os.path.getsize(self._path)
-        cluster.signal(worker, WHERE_SIGNAL)
+        send(worker, WHERE_SIGNAL)
 
     @property
     def answered(self) -> bool:
@@ -65,7 +65,10 @@ class Question:
         return [Frame(name, int(line), function) for name, line, function in _FRAME.findall(self._written())]
 
     def _written(self) -> str:
-        """Return the text that has been written since the question."""
+        """Read what the worker has written to its file (`where_file`) since the question: its frames, as text.
+
+        Empty before it writes anything, and without the last lines while it still writes: see `answered`.
+        """
         with open(self._path, errors="replace") as file:
             file.seek(self._before)
             return file.read()

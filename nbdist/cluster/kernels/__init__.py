@@ -6,6 +6,7 @@
 `cells`                 a cell that runs on workers
 `routing`               messages to the cells that caused them
 `comms`                 messages of widgets
+`output_widgets`        messages of widgets that capture output
 `asking`                completion and help
 `notices`               what a cell says of workers that failed
 `labels`, `page_lines`  names and lines in tracebacks of cells

@@ -26,10 +26,10 @@ from typing import Any
 from nbdist import durations
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
 from nbdist.cluster.kernels import labels
-from nbdist.cluster.kernels.comms import own_request
 from nbdist.cluster.kernels.connection import KernelThread, Message
 from nbdist.cluster.kernels.jupyter_wire import new_id
 from nbdist.cluster.kernels.notices import say_failed, say_stopped
+from nbdist.cluster.kernels.output_widgets import own_request
 from nbdist.cluster.kernels.page_lines import moved_down
 from nbdist.cluster.output.arranger import LEFT_OUT, Arranger, Published, say_left_out, say_names
 from nbdist.cluster.output.outlet import Outlet

@@ -14,35 +14,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.kernels.output_widgets import own_request
 from nbdist.cluster.output.sinks import Sink, sink_of
+from nbdist.cluster.workers import Worker
 
-if TYPE_CHECKING:
-    from nbdist.cluster.workers import Worker
-
-__all__ = ["Comms", "own_request"]
+__all__ = ["Comms"]
 
 _HANDLED_WITHIN = 1.0
 """Seconds to wait for an idle worker to handle a message of the front end. Meanwhile the notebook counts as busy."""
 
 _MESSAGES_KEPT = 1000
 """The number of messages of the front end that are kept, to recognise the workers' output for them."""
-
-
-def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[str, Any]:
-    """Return a comm message in which the worker's request id is replaced by that of the notebook's request.
-
-    An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request.
-    ``theirs`` is the id on the worker, ``ours`` the notebook's. A message without that id is returned as it is.
-    """
-    data = content.get("data")
-    state = data.get("state") if isinstance(data, Mapping) else None
-    if not theirs or not isinstance(state, Mapping) or state.get("msg_id") != theirs:
-        return content
-    return {**content, "data": {**data, "state": {**state, "msg_id": ours}}}  # type: ignore[dict-item]
 
 
 class Relayed:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ipykernel.compiler import get_file_name
 
-import nbdist
+from nbdist.code_places import is_nbdists
 from nbdist.errors import NbdistError, UsageError
 from nbdist.wire.pickling import culprit
 
@@ -27,8 +27,6 @@ __all__ = ["cell_number", "install", "missing_here", "rename_cell_frames", "rena
 
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 """A frame in a formatted traceback of Python: indent, file, line, function and source line."""
-
-_OURS = os.path.dirname(nbdist.__file__) + os.sep
 
 _shell: Any = None
 _number: int | None = None
@@ -147,7 +145,7 @@ def _cut_off_our_frames(tb: TracebackType | None) -> None:
     """
     last = None
     while tb is not None:
-        if not tb.tb_frame.f_code.co_filename.startswith(_OURS):
+        if not is_nbdists(tb.tb_frame.f_code.co_filename):
             last = tb
         tb = tb.tb_next
     if last is not None:

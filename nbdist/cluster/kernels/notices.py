@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nbdist.amounts import plural
 from nbdist.cluster.errors import WorkerError, grouped
 from nbdist.cluster.output.arranger import label_of, say_names
 
@@ -20,8 +21,8 @@ def say_failed(errors: Sequence[WorkerError], running: Sequence[str], ends: str)
 
     ``ends`` says what ends the workers that still run, such as ``Stop ends``; "it" or "them" is added.
     """
-    one = len(running) == 1
-    still = f"{say_names(running)} still run{'s' if one else ''}; {ends} {'it' if one else 'them'}"
+    runs, them = plural(len(running), "runs", "run"), plural(len(running), "it", "them")
+    still = f"{say_names(running)} still {runs}; {ends} {them}"
     groups = grouped(errors, lambda error: (error.name, error.text))
     return "".join(
         f"{label_of(tuple(error.worker for error in group))} {_say(group[0])} ({still})\n" for group in groups

@@ -18,6 +18,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nbdist.amounts import counted
+
 __all__ = [
     "FOLD_AFTER",
     "LEFT_OUT",
@@ -107,7 +109,7 @@ class Straight(Arranger):
 def say_left_out(message: Published, workers: Sequence[str], label: str = "") -> Published:
     """Return the line that says how many lines of these workers are left out, and which magic shows them."""
     lines, cell = message.content["lines"], message.content["cell"]
-    text = f"{lines:,} lines left out: `%dist_log {say_names(workers)} --cell {cell}`"
+    text = f"{counted(lines, 'line')} left out: `%dist_log {say_names(workers)} --cell {cell}`"
     return Published("stream", {"name": "stdout", "text": f"{label}{text}\n"})
 
 

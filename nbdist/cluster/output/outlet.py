@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
+from nbdist.amounts import counted
 from nbdist.cluster.kernels.connection import KernelThread
 from nbdist.cluster.output.arranger import Arranger, Published, Straight, label_of
 from nbdist.cluster.output.in_place import InPlace
@@ -166,7 +167,7 @@ class Outlet:
             if cutter.holds:
                 label = f"{label_of((worker,))} " if self._arranger.labels else ""
                 said += [
-                    f"{label}{cutter.left_out:,} lines left out so far ...",
+                    f"{label}{counted(cutter.left_out, 'line')} left out so far ...",
                     *(label + each for each in cutter.last(_LAST_LINES)),
                 ]
         self._last.show("\n".join(said))

@@ -18,15 +18,12 @@ import struct
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from nbdist.channel.resources import explain, refusals_in_words
+from nbdist.channel.resources import explain
 from nbdist.cluster.output.terminal import as_seen
 
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
-
-__all__ = ["PrintLog", "Printed", "read_logs"]
+__all__ = ["PrintLog", "Printed"]
 
 _FILES_KEPT = 10
 """The most files that are kept for one worker."""
@@ -158,19 +155,3 @@ class PrintLog:
         if self._file is not None:
             with contextlib.suppress(OSError):  # the disk is full, and buffered text is lost
                 self._file.close()
-
-
-def read_logs(cluster: Cluster, targets: str | None, cell: int | None) -> list[Printed]:
-    """Return the print logs of workers, for one cell or for all. They can be read while the workers print on.
-
-    Raises:
-        UnknownWorker: The cluster has no such worker.
-        ResourceError: Too many files are open.
-    """
-
-    async def read() -> list[Printed]:
-        return [worker.print_log.read(cell) for worker in workers if worker.print_log is not None]
-
-    workers = cluster.select(targets)
-    with refusals_in_words("the workers' print logs cannot be read"):
-        return cluster.kernel_thread.run(read()).result()

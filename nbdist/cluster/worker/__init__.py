@@ -5,6 +5,7 @@
 `kernel`              makes an ipykernel a worker
 `output`              sends prints to the cells that caused them
 `tasks`, `values`     the worker's side of `Cluster.executor` and `Cluster.push`
+`status_report`       the worker's side of `%dist_status`
 `collectives`         the process group, and how its collectives end
 `gloo`, `gloo_waits`  gloo's connections and waits
 `collective_errors`   torch's errors of collectives as ours

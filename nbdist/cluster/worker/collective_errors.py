@@ -9,23 +9,18 @@ the interrupt is a CancelledError.
 
 from __future__ import annotations
 
-import os
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from nbdist.cluster.standing import say_where
 from nbdist.cluster.worker.collectives import translate
+from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, WorkerLost
 
 __all__ = ["install", "raise_translated"]
-
-_TORCHS = os.path.dirname(torch.__file__) + os.sep
-"""The folder of torch's code."""
 
 
 def raise_translated(error: RuntimeError | ValueError) -> None:
@@ -102,6 +97,6 @@ def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseE
 
 def _up_to_torch(tb: TracebackType | None) -> TracebackType | None:
     """Return the part of a traceback before the first frame of torch."""
-    if tb is None or tb.tb_frame.f_code.co_filename.startswith(_TORCHS):
+    if tb is None or is_torchs(tb.tb_frame.f_code.co_filename):
         return None
     return TracebackType(_up_to_torch(tb.tb_next), tb.tb_frame, tb.tb_lasti, tb.tb_lineno)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import os
 import re
 import sys
 import threading
@@ -38,6 +37,7 @@ from nbdist.cluster.processes.group_store import GroupStore
 from nbdist.cluster.processes.setup import WorkerSetup, group_folder
 from nbdist.cluster.worker import gloo
 from nbdist.cluster.worker.gloo_waits import CutTransfers
+from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
 from nbdist.torch_private import is_process_group_known, process_groups, restart_group_numbers
 
@@ -69,7 +69,6 @@ _PROCESS = re.compile(r" \(process \d+ has ended\)")
 _GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pipe|not connected)", re.DOTALL)
 """The texts of gloo's errors when a connection has been shut, at either end."""
 
-_TORCHS = os.path.dirname(torch.__file__) + os.sep
 _NO_GROUP = "Default process group has not been initialized"
 """A part of torch's error where there is no process group."""
 _GROUP_DESTROYED = "is not initialized in the world group map"
@@ -273,8 +272,10 @@ def _say_lost() -> str:
 def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
 
-    Waits up to `_DEATH_KNOWN_WITHIN` seconds: another survivor may shut its connections before the agent of this worker
-    learns of the death. If no member has died by then, an interrupt broke the group off, here or on another worker.
+    Returns a GroupError at once if the process group has not formed yet, or was destroyed or is from before a restart.
+    If a connection of the group has ended, waits up to `_DEATH_KNOWN_WITHIN` seconds for news of a death: WorkerLost
+    names the dead; without news, a GroupError says that an interrupt, or another worker, has ended the group. Returns
+    None for all other errors, also nbdist's own, and for None.
     """
     if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
         return None
@@ -344,9 +345,9 @@ def _collective_of(ident: int) -> tuple[bool, str | None]:
     thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
     if frame is None or thread is None or gloo.system_call(thread.native_id or 0)[:1] == ["running"]:
         return False, None
-    if not frame.f_code.co_filename.startswith(_TORCHS):
+    if not is_torchs(frame.f_code.co_filename):
         return _method_called(frame) == "wait", None  # ``wait`` of the handle of an asynchronous collective
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCHS):
+    while frame is not None and is_torchs(frame.f_code.co_filename):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
             group = frame.f_locals["group"]
             return True, getattr(dist.group.WORLD if group is None else group, "group_name", None)

@@ -65,9 +65,10 @@ class CutTransfers:
         self._before: dict[int, int] = {}
 
     def end(self) -> int:
-        """Look for hopeless waits, end those that the previous call has found as well, and return their number.
+        """Look for hopeless waits, end those that the previous call has found as well, and return how many it ended.
 
-        The first call ends none. Returns 0 where torch's library lacks a function that this needs.
+        The first call ends none. Returns 0, and ends none, where torch's or C++'s library lacks a function that this
+        needs, or where torch connects the members of groups lazily.
         """
         functions = _functions()
         if functions is None:

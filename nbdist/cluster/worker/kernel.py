@@ -49,7 +49,7 @@ _setup: WorkerSetup | None = None
 def setup() -> WorkerSetup:
     """Return this worker's setup. Raises UsageError in a process that is no worker of a cluster."""
     if _setup is None:
-        raise UsageError("this process is not a worker of a cluster; only a worker has a setup")
+        raise UsageError("this process is not a worker of a cluster: call this on a worker, as in a cell with %%remote")
     return _setup
 
 

@@ -148,7 +148,10 @@ class Cluster(Closed):
         return Client(self._workers)
 
     def start_and_connect_sync(self, n: int | None = None, **_: Any) -> Client:
-        """Start the workers and return a client. ``%px`` runs on them, with or without the argument ``activate``."""
+        """Start the workers and return a client. With the extension loaded, ``%px`` runs on them, ``activate`` or not.
+
+        ``n`` is as in `start_cluster_sync`; all other arguments are ignored.
+        """
         return self.start_cluster_sync(n).connect_client_sync()
 
     def stop_cluster_sync(self, *_: object) -> None:

@@ -123,8 +123,8 @@ class Caller:
         Waits until the value exists, for ``timeout`` seconds at most. Raises the error of the call that should have
         made it.
         """
-        if rref._fork is None:
-            return self._references.local_value(rref._id, self._sender.timeout_of(timeout))
+        if rref.is_owner():
+            return self._references.local_value(rref.id, self._sender.timeout_of(timeout))
         owner = self._owner(rref)
         outcome = Latch(self.expect)
         self._send(owner, Mode.FETCH, "to_here", None, timeout, outcome, target=rref)
@@ -217,7 +217,7 @@ class Caller:
 
     def _owner(self, rref: RRef[Any]) -> Record:
         """Return the record of a reference's owner; raise WorkerLost if the owner is gone."""
-        record = self._membership.get(rref._owner)
+        record = self._membership.get(rref.owner_incarnation)
         if record is None:
             raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone, and the value with it")
         return record

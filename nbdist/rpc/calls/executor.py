@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from nbdist import trace
+from nbdist.amounts import duration
 from nbdist.errors import MissingDefinition, NbdistError, WorkerLost
 from nbdist.rpc.calls.answers import Answers, Asked
 from nbdist.rpc.dispatch import Job
@@ -89,7 +90,7 @@ class Executor:
         first = running[0]
         more = f" and {len(running) - 1} more" if len(running) > 1 else ""
         name = self.membership.name_of(first.sender)
-        return f"{first.call.function} for {name} since {time.monotonic() - first.since:.1f} s{more}"
+        return f"{first.call.function} for {name} since {duration(time.monotonic() - first.since)}{more}"
 
     def on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
         """Register a call that has come; return the job that runs it, or None while the call has to wait.

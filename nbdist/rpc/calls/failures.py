@@ -10,23 +10,16 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-import nbdist
+from nbdist.code_places import is_nbdists, is_torchs
 from nbdist.errors import NbdistError, RemoteError
 from nbdist.wire import codec
 from nbdist.wire.messages import Payload
 
 __all__ = ["Failure", "describe", "on_error", "on_text", "rebuild"]
-
-_OURS = str(Path(nbdist.__file__).parent)
-"""The directory of nbdist, whose frames are removed from tracebacks."""
-_TORCHS = tuple(str(Path(torch.__file__).parent / package) for package in ("futures", "autograd"))
-"""The directories of torch whose frames stand between ours and the user's. They are removed, too."""
 
 _rewriters: list[Callable[[str, str], str]] = []
 
@@ -90,9 +83,11 @@ def _text(error: BaseException) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """Format an error's traceback, and those of its causes, without the frames of `_OURS` and `_TORCHS`.
+    """Format an error's traceback, and those of its causes, without the frames of nbdist.
 
-    Notes are left out: they belong to the error itself.
+    Frames of torch's futures and autograd, which stand between nbdist's and the user's, are removed, too. All others
+    stay, those of installed packages included: they tell how the function failed. Notes are left out: they belong to
+    the error itself.
     """
     described = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
@@ -102,11 +97,15 @@ def _user_traceback(error: BaseException) -> str:
         if part is None or id(part) in seen:
             continue
         seen.add(id(part))
-        kept = [frame for frame in part.stack if not frame.filename.startswith((_OURS, *_TORCHS))]
-        part.stack[:] = kept
+        part.stack[:] = [frame for frame in part.stack if not _is_between(frame.filename)]
         queue += [part.__cause__, part.__context__]
         part.__notes__ = None
     return "".join(described.format())
+
+
+def _is_between(file: str) -> bool:
+    """Return whether frames of a file stand only between those of the user's functions, and say nothing of them."""
+    return is_nbdists(file) or is_torchs(file, "futures", "autograd")
 
 
 def rebuild(failure: Failure) -> BaseException:

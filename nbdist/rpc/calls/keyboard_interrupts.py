@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from nbdist.code_places import is_torchs
+
 __all__ = ["InterruptWatch"]
 
 _LOOK_EVERY = 0.02
@@ -33,8 +35,6 @@ _LOOK_FOR = 1.0
 """Seconds for which the main thread is looked at after Ctrl-C."""
 _WAKE_SIGNAL = signal.SIGURG
 """A signal to the main thread alone, sent so that the main thread runs the handlers of other signals."""
-
-_TORCH_FUTURES = os.path.join("torch", "futures", "__init__.py")
 
 
 class InterruptWatch:
@@ -95,7 +95,7 @@ class InterruptWatch:
         while time.monotonic() < deadline and not self._closed:
             time.sleep(_LOOK_EVERY)
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            if frame is None or not frame.f_code.co_filename.endswith(_TORCH_FUTURES):
+            if frame is None or not is_torchs(frame.f_code.co_filename, "futures"):
                 return
             self._give_up()
 

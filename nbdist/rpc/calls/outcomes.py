@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from nbdist import trace
+from nbdist.amounts import counted, duration
 from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
 from nbdist.rpc.calls.failures import rebuild
 from nbdist.rpc.calls.pending import Pending, PendingCalls
@@ -261,9 +262,9 @@ class Outcomes:
         """End a call whose callee is lost, unless it has ended. ``why`` completes "worker1 ...", as in `Agent.lose`."""
         if self._pending.pop(call.id) is None:
             return
-        more = f", and {others} other calls" if others else ""
-        since = time.monotonic() - call.started
-        error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since:.1f} s before{more}")
+        more = f", and {counted(others, 'other call')}" if others else ""
+        since = duration(time.monotonic() - call.started)
+        error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since} before{more}")
         self._fail(call, error, may_exist=False)
 
     def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:

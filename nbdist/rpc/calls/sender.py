@@ -116,7 +116,7 @@ class Sender:
             timeout=self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.timeout_of(timeout),
             thread=threading.get_ident(),
             result=result,
-            target=target._id if target is not None else None,
+            target=target.id if target is not None else None,
         )
         if target is not None:
             # Held until the answer, even if the reference is released: the call may be repeated, or wait at the callee.
@@ -249,7 +249,7 @@ class Sender:
                 encoded.payload,
                 builtin,
                 call.result,
-                target._id if target is not None else None,
+                target.id if target is not None else None,
                 self.origin() if self.origin is not None else "",
                 call.recording,
             )

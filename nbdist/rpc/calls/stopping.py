@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import sys
 import threading
 import time
@@ -27,9 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-import nbdist
+from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.rpc.calls.executor import Request
 from nbdist.rpc.calls.pending import Pending
@@ -49,8 +46,6 @@ BREAK_OFF_AFTER = 0.4
 
 _POLL = 0.005
 """Seconds between two looks."""
-_OURS = os.path.dirname(nbdist.__file__)
-"""The folder of nbdist's own files."""
 _ASK_TIMEOUT = 0.5
 """Seconds for the question where a call is that does not stop."""
 _STOPS_REMEMBERED = 1000
@@ -58,16 +53,10 @@ _STOPS_REMEMBERED = 1000
 
 _RUNS_USER_CODE = Request.invoke.__code__
 """The code whose frame separates the user's frames, inside of it, from the agent's."""
-_FOLDER_THAT_CALLS_MODULES = os.path.join(_OURS, "nn")
-"""The folder of nbdist's files that call users' modules, and restore everything whatever the modules raise."""
-_FILES_THAT_RUN_TASKS = {
-    os.path.join(_OURS, *place) for place in (("cluster", "worker", "tasks.py"), ("compat", "ipyparallel", "tasks.py"))
-}
+_CALLS_MODULES = "nn"
+"""The package of nbdist that calls users' modules, and restores everything whatever the modules raise."""
+_FILES_THAT_RUN_TASKS = {f"{NBDIST}cluster/worker/tasks.py", f"{NBDIST}compat/ipyparallel/tasks.py"}
 """Files of nbdist that only call a user's function: KeyboardInterrupt may be raised in them as in the function."""
-_TORCHS = os.path.dirname(torch.__file__)
-"""The folder of torch's files."""
-_PYTHONS = os.path.dirname(threading.__file__)
-"""The folder of Python's own modules, inside of which installed packages may lie as well."""
 
 _Key = tuple[int, int]
 """A running call: the caller's incarnation, and the caller's number for the call."""
@@ -195,8 +184,8 @@ class Stopping:
                 file = frame.f_code.co_filename
                 if file in _FILES_THAT_RUN_TASKS:
                     users = True
-                elif file.startswith(_OURS):
-                    if not users or not file.startswith(_FOLDER_THAT_CALLS_MODULES):
+                elif is_nbdists(file):
+                    if not users or not is_nbdists(file, _CALLS_MODULES):
                         return False
                 elif not _is_called_by_both(file):
                     users = True
@@ -213,7 +202,7 @@ class Stopping:
         frame = sys._current_frames().get(thread) if thread is not None else None
         if frame is None:
             return ""
-        stack = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_OURS)]
+        stack = [entry for entry in traceback.extract_stack(frame) if not is_nbdists(entry.filename)]
         if not stack or stack[-1].filename == threading.__file__:
             return "C code"  # no Python frame of the user's lies between nbdist and the C function
         return f"{stack[-1].name}, line {stack[-1].lineno} of {stack[-1].filename}"
@@ -229,14 +218,14 @@ class Stopping:
             with contextlib.suppress(NbdistError):
                 self._links.post(call.to, Stop(call.id))
 
-    def on_interrupt(self, outcome: object, error: BaseException) -> None:
-        """Stop the calls for which this thread waited when Ctrl-C came.
+    def on_interrupt(self, outcomes: Sequence[object], error: BaseException) -> None:
+        """Stop the calls for whose outcomes this thread waited when Ctrl-C came.
 
         Waits up to 2 s for them to end. For each call that still runs then, a note on ``error`` says where it is and
         how to end it. `nbdist.rpc.futures` calls this, in the thread that waited.
         """
         pending, me = self._pending, threading.get_ident()
-        calls = [call for call in pending.all() if call.outcome is outcome]
+        calls = [call for call in pending.all() if call.outcome in outcomes]
         values = {call.target for call in calls if call.target is not None}
         calls += [call for call in pending.all() if call.result is not None and call.result.rref in values]
         calls = calls or [call for call in pending.all() if call.thread == me]  # a future that depends on others
@@ -271,9 +260,10 @@ def _where(caller: int, id: int) -> str:
 def _is_called_by_both(file: str) -> bool:
     """Return whether this is a file of torch or of Python itself, which nbdist and users both call.
 
-    Files of other packages, such as models, count as the user's.
+    Files of other packages, such as models, are not called by both, though `nbdist.code_places.is_users` does not count
+    them as the user's: they run on behalf of the user's function.
     """
-    return file.startswith(_TORCHS) or (file.startswith(_PYTHONS) and "-packages" not in file)
+    return is_torchs(file) or is_pythons(file)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

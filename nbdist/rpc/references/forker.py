@@ -36,11 +36,11 @@ class MessageForker:
         The reference is kept alive until the message has arrived. Raises RRefError or WorkerLost if the reference
         cannot be used any more.
         """
-        self.kept.append(reference._hold)  # before another thread releases it
+        self.kept.append(reference.hold)  # before another thread releases it
         references = self._references
         child = references.new_id()
         # Noted before it is made, so that `take_back` finds it even if Ctrl-C comes right after.
-        self.handed.append(Fork(reference._id, child, reference._owner, references.me))
+        self.handed.append(Fork(reference.id, child, reference.owner_incarnation, references.me))
         return reference.hand_over(self._to, references, child)
 
     def take_back(self) -> None:

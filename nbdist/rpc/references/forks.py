@@ -241,9 +241,11 @@ class Forks:
         self._owned.setdefault(rref, _Owned()).handles += 1
 
     def release_owned(self, rref: GlobalId) -> list[Instruction]:
-        """Count one object or call less, and drop the value if nothing refers to it.
+        """Count one object or call of this agent less, which `retain` has counted, for a value that is owned here.
 
-        Does nothing for a value that is not owned here.
+        Returns the instruction to drop the value if neither an object or call here nor a fork elsewhere refers to it,
+        else an empty list; the caller carries it out with `References.perform`. Does nothing for a value not owned
+        here.
         """
         owned = self._owned.get(rref)
         if owned is None:

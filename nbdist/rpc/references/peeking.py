@@ -11,6 +11,8 @@ import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
+from nbdist.columns import aligned
+
 __all__ = ["Histogram", "Numbers", "Parameter", "Peek", "look"]
 
 _BINS = 24
@@ -258,8 +260,4 @@ def _table(rows: Sequence[Parameter]) -> list[str]:
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  " + "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
+    return [f"  {line}" for line in aligned(cells)]

@@ -4,7 +4,7 @@ An `RRef` refers to a value that its owner keeps. The object itself knows only w
 be sent anyway: the owner, how far the reference has come, and, once the owner has confirmed it, the value's type and
 shape. Anything more costs a message, and the user asks for it by name: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
 
-How far a reference has come, in the word that its repr shows (`RRef._standing`; `ForkStanding` in
+How far a reference has come, in the word that its repr shows (`RRef.standing`; `ForkStanding` in
 `nbdist.rpc.references.forks`)::
 
     pending ──▶ confirmed ──▶ released      by release(), also before the confirmation
@@ -38,7 +38,7 @@ from nbdist.rpc.world.members import WorkerInfo
 from nbdist.wire.messages import Fork, State
 from nbdist.wire.pickling.registered import register_reference
 
-__all__ = ["Calls", "Home", "Proxy", "RRef"]
+__all__ = ["Calls", "Home", "Proxy", "RRef", "refer"]
 
 T = TypeVar("T")
 
@@ -137,24 +137,6 @@ class RRef(Generic[T]):
         references.own(self._id)
         references.settle(self._id, value, None)
 
-    @classmethod
-    def _refer(
-        cls,
-        home: Home,
-        id: GlobalId,
-        fork: GlobalId | None,
-        owner: int,
-        creation: Promise[Any] | None,
-    ) -> RRef[T]:
-        """Make a reference to an existing or future value; ``fork`` is None if this agent owns the value.
-
-        ``creation`` is the end of the ``remote()`` that makes the value; None for a reference that came with a message.
-        """
-        self = cls.__new__(cls)
-        self._home, self._id, self._fork, self._owner, self._creation = home, id, fork, owner, creation
-        self._hold = home.references.hold(id, fork)
-        return self
-
     # -- sending and watching -----------------------------------------------------------------
 
     def check_alive(self) -> None:
@@ -173,8 +155,8 @@ class RRef(Generic[T]):
         if standing is None:
             raise RRefError(f"{self!r} cannot be used: shutdown() has released all references of this worker")
         if standing is ForkStanding.FAILED:
-            why = self._creation.exception() if self._creation is not None and self._creation.done() else "timed out"
-            raise creation_error(why)
+            why = self.creation_failure()
+            raise creation_error("timed out" if why is None else why)
         if standing is ForkStanding.DEAD:
             lost = references.membership.why_gone(self.owner_name()) or "no longer has the value"
             raise WorkerLost(f"the value of this RRef is lost: its owner {self.owner_name()} {lost}")
@@ -198,16 +180,17 @@ class RRef(Generic[T]):
         home, hold = getattr(self, "_home", None), getattr(self, "_hold", None)
         return home is not None and hold is not None and home.references is references
 
-    def hand_over(self, to: int, references: References, child: GlobalId | None = None) -> Fork:
+    def hand_over(self, to: int, references: References | None = None, child: GlobalId | None = None) -> Fork:
         """Make a fork of this reference for a message that the agent with ``references`` sends to agent ``to``.
 
-        ``child`` is the fork's id; None for a new one. Raises RRefError if this reference belongs to another agent, and
-        what `check_alive` raises.
+        ``references`` is None if the reference's own agent sends the message. ``child`` is the fork's id; None for a
+        new one. Raises RRefError if this reference belongs to another agent, and what `check_alive` raises.
         """
-        if self._home.references is not references:
+        own = self._home.references
+        if references is not None and own is not references:
             raise RRefError(f"{self!r} cannot be sent: it belongs to another agent, or to an RPC world that has ended")
         self.check_alive()
-        return references.hand_over(self._id, self._fork, to, child)
+        return own.hand_over(self._id, self._fork, to, child)
 
     def when_changed(self, then: Callable[[], None]) -> Callable[[], None]:
         """Call ``then`` each time something becomes known about this reference, its end included.
@@ -226,6 +209,31 @@ class RRef(Generic[T]):
 
     # -- known without a message --------------------------------------------------------------
 
+    @property
+    def id(self) -> GlobalId:
+        """The id of the value. All references to the value have this id, on every worker."""
+        return self._id
+
+    @property
+    def fork_id(self) -> GlobalId | None:
+        """The id of the fork that this worker holds; None on the owner, which needs no fork."""
+        return self._fork
+
+    @property
+    def holder(self) -> int:
+        """The incarnation of the agent to which this reference belongs."""
+        return self._home.references.me
+
+    @property
+    def owner_incarnation(self) -> int:
+        """The incarnation of the agent that owns the value. `owner_name` is for people."""
+        return self._owner
+
+    @property
+    def hold(self) -> Hold | None:
+        """The object that keeps the value alive; None after `release`. `keep` raises an error instead."""
+        return self._hold
+
     def is_owner(self) -> bool:
         """Return whether this worker owns the value.
 
@@ -240,6 +248,25 @@ class RRef(Generic[T]):
     def owner_name(self) -> str:
         """Return the name of the worker that owns the value, also if that worker is gone."""
         return self._home.references.membership.name_of(self._owner)
+
+    def is_forgotten(self) -> bool:
+        """Return whether this worker no longer has its fork, after `release` or `nbdist.rpc.shutdown`.
+
+        False on the owner, which has no fork.
+        """
+        return self._fork is not None and self._home.references.forks.standing(self._fork) is None
+
+    def has_ended(self) -> bool:
+        """Return whether RPC has ended on this worker, so that no method can reach the value any more."""
+        return self._home.references.closed
+
+    def creation_failure(self) -> BaseException | None:
+        """Return the error of the `nbdist.rpc.remote` call that should have made the value.
+
+        None if the call has not failed, or if this reference did not come from such a call.
+        """
+        creation = self._creation
+        return creation.exception() if creation is not None and creation.done() else None
 
     def confirmed_by_owner(self) -> bool:
         """Return whether the owner has confirmed that it counts this reference. Sends no message."""
@@ -263,12 +290,17 @@ class RRef(Generic[T]):
         return f"UserRRef(RRefId = {self._id}, ForkId = {self._fork})"
 
     def __repr__(self) -> str:
-        standing = self._standing()
+        standing = self.standing
         told = "owned here" if standing == "here" else f"on {self.owner_name()}, {standing}"
         return f"<RRef {_summary(self.state)} {told}>"
 
-    def _standing(self) -> str:
-        """Return how far this reference has come, in one word; "failed" also if the function raised an error."""
+    @property
+    def standing(self) -> str:
+        """The standing of this reference: "pending", "confirmed", "failed", "dead", "released", "ended" or "here".
+
+        "failed" also means that the function which should have made the value raised an error, and "here" that this
+        worker owns the value. Reading this sends no message.
+        """
         if self._hold is None:
             return "released"
         if self._home.references.closed:
@@ -350,6 +382,8 @@ class RRef(Generic[T]):
     def rpc_async(self, timeout: float = -1.0) -> Proxy:
         """Return a proxy like that of `rpc_sync` whose methods return a `Future` of their results.
 
+        ``timeout`` is as for `rpc_sync`.
+
         Example:
             >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
             >>> rref.rpc_async().sum().wait()
@@ -360,7 +394,8 @@ class RRef(Generic[T]):
     def remote(self, timeout: float = -1.0) -> Proxy:
         """Return a proxy like that of `rpc_sync` whose methods return an `RRef`; their results stay on the owner.
 
-        If the class of the value is known here and has no such method, the call raises AttributeError at once.
+        ``timeout`` is as for `rpc_sync`. If the value's class is known here and has no such method, the call raises
+        AttributeError at once.
 
         Example:
             >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
@@ -451,6 +486,17 @@ class RRef(Generic[T]):
 
 
 register_reference(RRef)
+
+
+def refer(home: Home, id: GlobalId, fork: GlobalId | None, owner: int, creation: Promise[Any] | None) -> RRef[Any]:
+    """Make a reference to an existing or future value; ``fork`` is None if this agent owns the value.
+
+    ``creation`` is the end of the ``remote()`` that makes the value; None for a reference that came with a message.
+    """
+    made: RRef[Any] = RRef.__new__(RRef)
+    made._home, made._id, made._fork, made._owner, made._creation = home, id, fork, owner, creation
+    made._hold = home.references.hold(id, fork)
+    return made
 
 
 def _look(rref: RRef[Any], timeout: float) -> Peek:

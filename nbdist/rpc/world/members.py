@@ -19,7 +19,7 @@ _NAME_LENGTH = 128
 
 
 class WorkerInfo:
-    """A worker's name and id; the class that torch's programs know by this name.
+    """A worker's ``name`` and ``id``; the class that torch's programs know by this name.
 
     Raises UsageError for a name that is empty, too long, or has other characters than letters, digits, ``-``, ``_`` and
     ``:``.

@@ -140,7 +140,8 @@ def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float) -> Sto
 def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> None:
     """Remove this member from the roster, if the store still exists, and close the store.
 
-    After an orderly end, the member that serves the store leaves last: it first waits for the others to leave.
+    After an orderly end, the member that serves the store first waits `_WAIT_FOR_OTHERS_TO_LEAVE` seconds at most for
+    the others to leave.
     """
     if meeting is None or meeting.is_open():
         if meeting is not None and meeting.serves and agent.ending.completed:

@@ -9,10 +9,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from nbdist.swarm.client.session import Session
+from nbdist.swarm.client.routing import Span
 
 __all__ = ["Journal"]
 
@@ -27,6 +26,30 @@ _IDLE_SECONDS = 2.0
 """Seconds without a step until a session is shown as idle: between two steps its client computes for a moment."""
 
 
+class SteppedSession(Protocol):
+    """The parts of a `nbdist.swarm.client.session.Session` that a map shows, besides the speed of its steps."""
+
+    @property
+    def id(self) -> str:
+        """The name by which servers know the session."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """The state: "idle", "writing" or "recovering"."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the caches."""
+        ...
+
+    @property
+    def route(self) -> list[Span]:
+        """The spans that the session goes through."""
+        ...
+
+
 class Journal:
     """Keeps the log and the last session of a swarm, and calls listeners when something changes.
 
@@ -36,7 +59,7 @@ class Journal:
     def __init__(self) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=_LINES_KEPT)
         self._listeners: list[Callable[[], None]] = []
-        self._session: weakref.ref[Session] | None = None
+        self._session: weakref.ref[SteppedSession] | None = None
         """The session that has taken the last step."""
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
         """The time, and the number of tokens, of each of its last steps."""
@@ -76,7 +99,7 @@ class Journal:
         self._lines.append((time.time(), text))
         self.news()
 
-    def stepped(self, session: Session, tokens: int) -> None:
+    def stepped(self, session: SteppedSession, tokens: int) -> None:
         """Note that a session has taken a step of so many tokens."""
         with self._lock:
             if self._session is None or self._session() is not session:

@@ -315,9 +315,13 @@ def split(
 
 
 def _cut(value: Any, given: int, begin: int, at: int, to: int, window: int | None, name: str = "") -> Any:
-    """Return the part of an argument that belongs to the tokens from ``at`` to before ``to`` of a step.
+    """Cut the part for the tokens from ``at`` to before ``to`` of a step out of an argument, and return it.
 
-    The step has ``given`` tokens, behind ``begin`` tokens in the cache; ``name`` is that of a keyword argument.
+    The step has ``given`` tokens, of which the first is token 0, behind ``begin`` tokens in the cache. The shape of the
+    argument tells which dimension has the tokens (see the module's table); lists and dicts are cut item by item, and
+    what is no tensor is returned as it is. ``window`` is the sliding window of the layer, in tokens, or None: a mask
+    has only the columns that it reaches. ``name`` is that of a keyword argument; an ``attention_mask`` of None becomes
+    a causal mask where the part needs one. Raises `Unmergeable` for a tensor of another shape.
     """
     if type(value) in (tuple, list):
         return type(value)(_cut(each, given, begin, at, to, window) for each in value)

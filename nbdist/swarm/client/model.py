@@ -17,7 +17,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,11 +27,8 @@ from nbdist.swarm import adapter, stacking
 from nbdist.swarm.adapter import LayerCall
 from nbdist.swarm.client import stateless
 from nbdist.swarm.client.servers import Gone
-from nbdist.swarm.client.session import Recover
-
-if TYPE_CHECKING:
-    from nbdist.swarm.client.session import Session
-    from nbdist.swarm.swarm import Swarm
+from nbdist.swarm.client.session import Recover, Session
+from nbdist.swarm.client.sessions import Sessions
 
 __all__ = ["Passage", "remote_model"]
 
@@ -65,8 +62,9 @@ class _Notes(threading.local):
 class Passage:
     """The state that all stand-ins of one model share; the model has it as its attribute ``nbdist``."""
 
-    def __init__(self, swarm: Swarm, model: Any, recover: Recover) -> None:
-        self.swarm = swarm
+    def __init__(self, sessions: Sessions, model: Any, recover: Recover) -> None:
+        self.sessions = sessions
+        self.crew = sessions.crew
         self.model = model
         self.recover: Recover = recover
         self.notes = _Notes()
@@ -89,7 +87,7 @@ class Passage:
         prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
         if cache is None:
-            return stateless.through(self.swarm, 0, hidden, calls, prompts)
+            return stateless.through(self.crew, 0, hidden, calls, prompts)
         recorded: adapter.RecordedCache
         session: Session
         recorded, session = cache.nbdist
@@ -102,7 +100,7 @@ class Passage:
         with recorded.growing(hidden.shape[0], hidden.shape[1]):
             if not wanted:
                 return session.step(hidden.detach(), calls, prompts.detach() if prompts is not None else None)
-            found = stateless.through(self.swarm, 0, hidden, calls, prompts)
+            found = stateless.through(self.crew, 0, hidden, calls, prompts)
             session.refuse(
                 "this cache is of a call with gradients, so it has nothing in it: call the model under torch.no_grad() "
                 "to fill a new cache"
@@ -149,7 +147,7 @@ class _StandIn(nn.Module):
             if not self._number:
                 notes.calls = []
                 if cache is not None and not hasattr(cache, "nbdist"):
-                    passage.swarm.session(cache, expected=notes.expected, recover=passage.recover)
+                    passage.sessions.begin(cache, expected=notes.expected, recover=passage.recover)
             notes.calls.append(told)
             notes.given = args, kwargs
         if self._number == self._count - 1:
@@ -160,25 +158,27 @@ class _StandIn(nn.Module):
         return (hidden,) if passage.in_tuple else hidden
 
 
-def remote_model(swarm: Swarm, kind: str, *, recover: Recover, num_labels: int | None = None) -> Any:
+def remote_model(
+    sessions: Sessions, checkpoint: adapter.Checkpoint, kind: str, *, recover: Recover, num_labels: int | None = None
+) -> Any:
     """Build a transformers model of a kind ("CausalLM", "Model", "SequenceClassification") over a swarm's blocks.
 
     Its embeddings and head are loaded here, and frozen; a classifier's head that the checkpoint lacks is made anew, and
     can be trained. A server is called, to learn what a layer returns.
     """
-    model = adapter.build(swarm.checkpoint.config, kind, num_labels)
+    model = adapter.build(checkpoint.config, kind, num_labels)
     path = adapter.find_layers(model)
     parent, _, name = path.rpartition(".")
-    passage = Passage(swarm, model, recover)
-    count = len(swarm)
+    passage = Passage(sessions, model, recover)
+    count = len(sessions.crew.sizes)
     setattr(
         model.get_submodule(parent), name, nn.ModuleList(_StandIn(passage, number, count) for number in range(count))
     )
-    swarm.checkpoint.fill(model)
+    checkpoint.fill(model)
     model.tie_weights()
     adapter.complete(model, kind)
     if kind == "CausalLM":
-        if (generation := swarm.checkpoint.generation) is not None:
+        if (generation := checkpoint.generation) is not None:
             model.generation_config = generation
         model.generate = _Generate(passage, model.generate)
     model.nbdist = passage
@@ -218,20 +218,20 @@ def _probe(passage: Passage) -> None:
 
     If the servers' cache memory is limited, also take one token through a cache, so that servers learn its size.
     """
-    model, swarm = passage.model, passage.swarm
+    model, crew = passage.model, passage.crew
     token = torch.zeros(1, 1, dtype=torch.long)
     try:
         with torch.no_grad():
             model(token, use_cache=False)
     except _Probe as probe:
         hidden, told = probe.args
-        with swarm.crew.working():
+        with crew.working():
             while passage.in_tuple is None:
                 with contextlib.suppress(Gone):
-                    ((span, member),) = swarm.crew.way(0, 1)
-                    passage.in_tuple = swarm.crew.ask(member, "returns_tuple", span.begin, hidden, told)
-    swarm.layout = stacking.compare(*(_called(passage, texts) for texts in (1, 2)))
-    if swarm.crew.options.cache_bytes is not None:
+                    ((span, member),) = crew.way(0, 1)
+                    passage.in_tuple = crew.ask(member, "returns_tuple", span.begin, hidden, told)
+    crew.layout = stacking.compare(*(_called(passage, texts) for texts in (1, 2)))
+    if crew.options.cache_bytes is not None:
         with torch.no_grad():
             model(token, use_cache=True)
 

@@ -16,6 +16,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from nbdist.amounts import plural
 from nbdist.errors import NbdistError
 
 __all__ = ["NoRoute", "Offer", "Span", "assign", "cut", "named", "route", "runs_of", "spread"]
@@ -25,6 +26,7 @@ class NoRoute(NbdistError):
     """No server serves some block, and none can load it; or too many servers failed one after the other.
 
     `Swarm.join` gives the swarm another worker. `Swarm.log` and `Swarm.states` show what happened to the servers.
+    ``docs/errors.md`` has examples.
     """
 
 
@@ -214,7 +216,7 @@ def runs_of(numbers: Sequence[int]) -> list[list[int]]:
 def named(numbers: Sequence[int]) -> str:
     """Return block numbers in words, such as "blocks 0-3, 7" or "nothing"."""
     rows = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs_of(numbers)]
-    return f"block{'' if len(numbers) == 1 else 's'} {', '.join(rows)}" if rows else "nothing"
+    return f"{plural(len(numbers), 'block')} {', '.join(rows)}" if rows else "nothing"
 
 
 def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:

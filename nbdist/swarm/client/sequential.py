@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,7 @@ from torch import nn
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter
 from nbdist.swarm.client import stateless
-from nbdist.swarm.client.model import Passage, remote_model
-
-if TYPE_CHECKING:
-    from nbdist.swarm.swarm import Swarm
+from nbdist.swarm.client.model import Passage
 
 __all__ = ["BlockSession", "RemoteSequential"]
 
@@ -51,12 +48,11 @@ class RemoteSequential(nn.Module):
         >>> sw.close()
     """
 
-    def __init__(self, swarm: Swarm, begin: int = 0, end: int | None = None, passage: Passage | None = None) -> None:
+    def __init__(self, passage: Passage, begin: int, end: int) -> None:
         super().__init__()
-        self._swarm = swarm
+        self._passage = passage
         self._begin = begin
-        self._end = len(swarm) if end is None else end
-        self._passage: Passage = passage or remote_model(swarm, "Model", recover=swarm.recover).nbdist
+        self._end = end
 
     def __len__(self) -> int:
         return self._end - self._begin
@@ -69,14 +65,14 @@ class RemoteSequential(nn.Module):
             raise UsageError(
                 f"{which!r} is not a row of blocks: use an index, or a slice with step 1 that has at least one block"
             )
-        return RemoteSequential(self._swarm, numbers.start, numbers.stop, self._passage)
+        return RemoteSequential(self._passage, numbers.start, numbers.stop)
 
     def __iter__(self) -> Iterator[RemoteSequential]:
         return (self[number] for number in range(len(self)))
 
     def extra_repr(self) -> str:
         """Return the range of blocks, for the module's repr."""
-        return f"blocks {self._begin} to {self._end - 1} of {len(self._swarm)}"
+        return f"blocks {self._begin} to {self._end - 1} of {len(self._passage.crew.sizes)}"
 
     def forward(
         self,
@@ -111,7 +107,7 @@ class RemoteSequential(nn.Module):
             )
         calls = self._calls(hidden, attention_mask, cache)
         if cache is None:
-            return stateless.through(self._swarm, self._begin, hidden, calls, prompts)
+            return stateless.through(self._passage.crew, self._begin, hidden, calls, prompts)
         recorded, session = cache.nbdist
         with recorded.growing(hidden.shape[0], hidden.shape[1]):
             found: torch.Tensor = session.step(
@@ -141,12 +137,13 @@ class RemoteSequential(nn.Module):
         After the ``with`` block, further steps raise UsageError. The example of `RemoteSequential` has a session.
         """
         cache = adapter.new_cache(self._passage.model.config)
-        self._swarm.session(cache, self._begin, self._end, expected=max_tokens, recover=self._passage.recover)
+        sessions = self._passage.sessions
+        sessions.begin(cache, self._begin, self._end, expected=max_tokens, recover=self._passage.recover)
         try:
             yield BlockSession(self, cache)
         finally:
             cache.nbdist[1].refuse("this session has ended")
-            self._swarm.over(cache.nbdist[1].id)
+            sessions.over(cache.nbdist[1].id)
 
 
 class BlockSession:

@@ -23,12 +23,14 @@ import itertools
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nbdist.amounts import size
 from nbdist.autograd.api import recorder
 from nbdist.errors import NbdistError, RpcTimeout, RRefError, UsageError, WorkerLost
 from nbdist.rpc import api
@@ -42,6 +44,7 @@ from nbdist.swarm.in_pieces import fetch, leave
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
+from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 from nbdist.trace import Steps
 
 if TYPE_CHECKING:
@@ -75,6 +78,7 @@ class Crew:
     def __init__(
         self,
         folder: str,
+        weights: tempfile.TemporaryDirectory[str],
         sizes: Sequence[int],
         options: Options,
         journal: Journal,
@@ -82,16 +86,24 @@ class Crew:
         room: int | None,
         step_timeout: float,
         route_timeout: float,
+        micro_batch: int | None,
         spend: Callable[[str, int], float],
     ) -> None:
+        self.sizes = sizes
+        """Bytes of each block."""
+        self.layout: StackLayout = DEFAULT_LAYOUT
+        """Which arguments of a block have rows for each sequence; `DEFAULT_LAYOUT` until a model has found out."""
         self.options = options
         self.step_timeout = step_timeout
+        self.micro_batch = micro_batch
+        """Sequences in one part of a call without a cache; an argument of `serve`."""
         self.spend = spend
         """Returns the points to spend on a request of a kind and a number of tokens; an argument of `serve`."""
         self.ban_seconds = _FIRST_BAN_SECONDS
         """Seconds of the first ban of a server."""
         self._folder = folder
-        self._sizes = sizes
+        self._weights = weights
+        """The folder that `close`, or the end of this object, removes: until then servers may load blocks from it."""
         self._journal = journal
         self._room = room
         self._route_timeout = route_timeout
@@ -200,7 +212,7 @@ class Crew:
         with self._changed:
             known = self._members.get(self._name_of(worker))
         member = known if known is not None and known.state == "online" else self._made(worker)
-        tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {sum(self._sizes[begin:end]) / 1e6:.0f} MB ...")
+        tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {size(sum(self.sizes[begin:end]))} ...")
         self._came(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
@@ -258,7 +270,7 @@ class Crew:
                 member.state = "draining"  # it may be that already, when an interrupted call is repeated
             self._journal.tell(f"{member.name} is about to leave")
             try:
-                while not self._mended(0, len(self._sizes)):
+                while not self._mended(0, len(self.sizes)):
                     pass
             except BaseException:
                 with self._changed:
@@ -305,7 +317,7 @@ class Crew:
                     self.ask(member, "unload", member.blocks)
 
     def close(self) -> None:
-        """Release all servers, so that their workers free blocks and caches.
+        """Release all servers, so that their workers free blocks and caches, and remove the file of weights.
 
         Afterwards, `check_open` and `way` raise UsageError. A second call does nothing.
         """
@@ -315,6 +327,7 @@ class Crew:
                 self._release(member)  # before the state changes: after an interrupt, a second call does it again
                 with self._changed:
                     member.rest("offline")
+        self._weights.cleanup()
 
     @property
     def ended(self) -> bool:
@@ -400,7 +413,7 @@ class Crew:
             blocks = {name: member.blocks for name, member in members.items()}
             room = {name: member.room for name, member in members.items()}
             try:
-                spans = routing.assign(blocks, begin, end, self._sizes, room)
+                spans = routing.assign(blocks, begin, end, self.sizes, room)
             except NoRoute as error:
                 raise NoRoute("; ".join([str(error), *self._excused()])) from None
             for span in spans:  # a quick call first: finding that a server hangs must not take as long as loading may
@@ -424,7 +437,7 @@ class Crew:
 
     def _excused(self) -> list[str]:
         """Return why each server that is not online does not serve, for error messages."""
-        told = [member.told(time.monotonic(), self._sizes, None) for member in self.members]
+        told = [member.told(time.monotonic(), self.sizes, None) for member in self.members]
         return [
             f"{each['name']} is {each['state']}{': ' if each['note'] else ''}{each['note']}"
             for each in told

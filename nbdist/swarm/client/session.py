@@ -36,23 +36,22 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
+from nbdist.amounts import counted, duration
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter
 from nbdist.swarm.client import merging
+from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
-from nbdist.swarm.client.servers import Gone
+from nbdist.swarm.client.server_record import Member
+from nbdist.swarm.client.servers import Crew, Gone
 from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.in_pieces import pieces
 from nbdist.swarm.server.session_caches import REPLAYED, StepReply
-
-if TYPE_CHECKING:
-    from nbdist.swarm.client.server_record import Member
-    from nbdist.swarm.swarm import Swarm
 
 __all__ = ["Recover", "Session", "check_recover"]
 
@@ -95,18 +94,29 @@ class Session:
     """
 
     def __init__(
-        self, swarm: Swarm, empty: Any, *, begin: int = 0, end: int, recover: Recover = "exact", expected: int = 0
+        self,
+        crew: Crew,
+        journal: Journal,
+        empty: Any,
+        *,
+        begin: int,
+        end: int,
+        recover: Recover,
+        expected: int,
+        chunk: int | None,
+        cache_timeout: float,
     ) -> None:
         self.id = f"{os.getpid()}.{next(_numbers)}"
         """The name by which servers know the session, unique among the sessions of this process."""
         self.recover: Recover = recover
         self.state: Literal["idle", "writing", "recovering"] = "idle"
-        self._swarm = swarm
-        self._crew = swarm.crew
-        self._journal = swarm.journal
+        self._crew = crew
+        self._journal = journal
         self._empty = empty  # the cache with which servers begin
         self._begin, self._end = begin, end
         self._expected = expected
+        self._chunk = chunk
+        self._cache_timeout = cache_timeout
         self.rows = 1
         """The number of sequences in the batch, as of the last step."""
         self._before: list[Operation] = []
@@ -200,7 +210,7 @@ class Session:
         begin = self.tokens + sum(min(0, each.args[0]) for each in before if each.name == "crop")
         if prompts is not None:
             prompts = prompts[:, :, begin : begin + hidden.shape[1]]
-        size = self._swarm.chunk
+        size = self._chunk
         if size is None or hidden.shape[1] <= size:
             return self._through(Step(before, hidden, tuple(calls), prompts if _is_some(prompts) else None))
         found = []
@@ -346,7 +356,7 @@ class Session:
         asked = []
         for part in parts:
             blocks = part.span.end - part.span.begin
-            patience = self._swarm.cache_timeout if limited else 0.0
+            patience = self._cache_timeout if limited else 0.0
             wants = self.rows, max(self._expected, self.tokens), blocks, patience
             answer = crew.send(
                 part.member, "open", self.id, part.span.begin, self._empty, crew.incarnation, self._expected, wants,
@@ -453,19 +463,19 @@ class Session:
         parts = self._opened(gone.span.begin, gone.span.end)
         how = "nothing to do again"
         if self.recover == "fast" and len(history.steps) > 1 and self._at_once(gone, parts):
-            how = f"{history.tokens} tokens at once"
+            how = f"{counted(history.tokens, 'token')} at once"
         elif history.steps:
             if any(part.used for part in parts):  # the merged step failed, and has left wrong caches
                 parts = self._opened(gone.span.begin, gone.span.end)
             for step in history.steps:
                 self._again(gone, parts, step)
-            how = f"{len(history.steps)} steps again"
+            how = f"{counted(len(history.steps), 'step')} again"
         if len(parts) == 1:
             parts[0].history = history
         if gone.member not in [part.member for part in parts]:
             self._crew.abandon(self.id, [gone.member], gone.span.begin)  # it may live, and only not have answered
         who = ", ".join(f"{part.member.name} ({_named(part.span)})" for part in parts)
-        self._journal.tell(f"session {self.id} goes on by {who}: {how}, {(time.perf_counter() - began) * 1e3:.0f} ms")
+        self._journal.tell(f"session {self.id} goes on by {who}: {how}, {duration(time.perf_counter() - began)}")
         return parts
 
     def _again(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
@@ -500,7 +510,7 @@ class Session:
         If it does not, or the steps cannot be merged, the log says why, and the caches of ``parts`` are not usable.
         """
         try:
-            merged = merging.merge(gone.history, self._swarm.layout)
+            merged = merging.merge(gone.history, self._crew.layout)
             calls = tuple(adapter.LayerCall(*call) for call in merged.calls)
             found = self._again(gone, parts, Step((), merged.hidden, calls, merged.prompts))
             if merging.is_near(found, merged.result, merged.calls):

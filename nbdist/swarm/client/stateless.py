@@ -13,18 +13,15 @@ from __future__ import annotations
 import concurrent.futures
 import contextvars
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nbdist.rpc.futures import blocking_wait
 from nbdist.swarm import stacking
 from nbdist.swarm.client.routing import NoRoute
-from nbdist.swarm.client.servers import Gone
+from nbdist.swarm.client.servers import Crew, Gone
 from nbdist.swarm.stacking import StackInput
-
-if TYPE_CHECKING:
-    from nbdist.swarm.swarm import Swarm
 
 __all__ = ["forward", "through"]
 
@@ -43,7 +40,7 @@ class _Entrance(NamedTuple):
 
 
 def through(
-    swarm: Swarm, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
+    crew: Crew, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
 ) -> torch.Tensor:
     """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
@@ -53,22 +50,22 @@ def through(
         prompts = prompts[:, :, : hidden.shape[1]]  # the sequences may be shorter than the prompts
     wanted = hidden.requires_grad or (prompts is not None and prompts.requires_grad)
     if torch.is_grad_enabled() and wanted:
-        found: torch.Tensor = _Through.apply(hidden, prompts, swarm, begin, calls)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Through.apply(hidden, prompts, crew, begin, calls)  # type: ignore[no-untyped-call]
         return found
-    return forward(swarm, begin, StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout))[0]
+    return forward(crew, begin, StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, crew.layout))[0]
 
 
-def forward(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
+def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
     """Take an item through its blocks in micro-batches; return the hidden states, and the entrances of each one.
 
     An entrance is the input of one span, which the backward pass sends again. Raises `NoRoute`.
     """
-    parts = stacking.parts(item, swarm.micro_batch)
-    found = _each(swarm, [(_one, (swarm, begin, part)) for part in parts])
+    parts = stacking.parts(item, crew.micro_batch)
+    found = _each(crew, [(_one, (crew, begin, part)) for part in parts])
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 
 
-def _one(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
+def _one(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
     """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on.
 
     Raises `NoRoute` after too many lost servers.
@@ -78,11 +75,11 @@ def _one(swarm: Swarm, begin: int, item: StackInput) -> tuple[torch.Tensor, list
     tries = 0
     while at < end:
         try:
-            for span, member in swarm.crew.way(at, end, spread=True):
+            for span, member in crew.way(at, end, spread=True):
                 own = _of_blocks(item, hidden, begin, span.begin, span.end)
                 size = hidden.shape[0] * hidden.shape[1]
                 blocks = span.end - span.begin
-                hidden_after = swarm.crew.compute(
+                hidden_after = crew.compute(
                     member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
                 )
                 found.append(_Entrance(span.begin, span.end, own))
@@ -112,12 +109,12 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, swarm: Swarm, begin: int, calls: Sequence[Any]
+        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Crew, begin: int, calls: Sequence[Any]
     ) -> torch.Tensor:
         """Compute the blocks; keep the inputs of all spans for the backward pass."""
-        item = StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, swarm.layout)
-        found, ctx.ways = forward(swarm, begin, item)
-        ctx.swarm, ctx.begin = swarm, begin
+        item = StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, crew.layout)
+        found, ctx.ways = forward(crew, begin, item)
+        ctx.crew, ctx.begin = crew, begin
         ctx.shape = prompts.shape if prompts is not None else None
         return found
 
@@ -130,7 +127,7 @@ class _Through(torch.autograd.Function):
         (gradient,) = gradients
         sizes = [way[0].item.hidden.shape[0] for way in ctx.ways]
         given = gradient.split(sizes)
-        found = _each(ctx.swarm, [(_back, (ctx.swarm, way, part)) for way, part in zip(ctx.ways, given, strict=True)])
+        found = _each(ctx.crew, [(_back, (ctx.crew, way, part)) for way, part in zip(ctx.ways, given, strict=True)])
         prompts = None
         if ctx.shape is not None:
             parts = [torch.cat(part) for _, part in found]  # one for each micro-batch
@@ -138,19 +135,19 @@ class _Through(torch.autograd.Function):
         return torch.cat([part for part, _ in found]), prompts, None, None, None
 
 
-def _back(swarm: Swarm, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _back(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate one micro-batch through all its spans.
 
     Returns the gradient of its input, and the gradients of the prompts of each span, from the first span on.
     """
     prompts: list[torch.Tensor] = []
     for entrance in reversed(way):
-        gradient, own = _back_through(swarm, entrance, gradient)
+        gradient, own = _back_through(crew, entrance, gradient)
         prompts[:0] = own
     return gradient, prompts
 
 
-def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate through one span of the forward pass, on the servers that have its blocks now.
 
     If those are several, the inputs of all but the first are computed again. When a server is lost, the whole span is
@@ -163,19 +160,19 @@ def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> 
             way = []
             hidden = item.hidden
             size = hidden.shape[0] * hidden.shape[1]
-            for span, member in swarm.crew.way(begin, end, spread=True):
+            for span, member in crew.way(begin, end, spread=True):
                 own = _of_blocks(item, hidden, begin, span.begin, span.end)
                 way.append((span, member, own))
                 if span.end < end:
                     blocks = span.end - span.begin
-                    hidden = swarm.crew.compute(
+                    hidden = crew.compute(
                         member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
                     )
             found = gradient
             prompts: list[torch.Tensor] = []
             for span, member, own in reversed(way):
                 blocks = span.end - span.begin
-                found, prompt = swarm.crew.compute(
+                found, prompt = crew.compute(
                     member, "backward", size, blocks, span.begin, own.hidden, own.calls, found, own.prompts, own.layout
                 )
                 if prompt is not None:
@@ -186,7 +183,7 @@ def _back_through(swarm: Swarm, entrance: _Entrance, gradient: torch.Tensor) -> 
             return found, prompts
 
 
-def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+def _each(crew: Crew, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
     """Run all (function, arguments), up to 8 at a time on threads of their own; return the results in order.
 
     The first error, in that order, is raised once the jobs before it are done. Jobs that have not begun are cancelled
@@ -194,7 +191,7 @@ def _each(swarm: Swarm, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any
     """
 
     def run(job: tuple[Any, tuple[Any, ...]]) -> Any:
-        with swarm.crew.working(), torch.no_grad():
+        with crew.working(), torch.no_grad():
             return job[0](*job[1])
 
     if len(jobs) == 1:

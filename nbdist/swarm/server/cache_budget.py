@@ -27,6 +27,7 @@ class CacheFull(NbdistError):
     """A server has no memory for a session's caches: they are larger than its limit, or none became free in time.
 
     The limit is ``cache_bytes`` of `nbdist.swarm.serve`. The session cannot continue; the swarm and other sessions can.
+    ``docs/errors.md`` has examples.
     """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from nbdist.amounts import size
 from nbdist.rpc.futures import blocking_wait
 from nbdist.swarm.server.cache_budget import Budget, CacheFull, Ticket
 from nbdist.swarm.server.session_caches import NoSession, ServerSession
@@ -66,9 +67,10 @@ class Room:
                 ticket = self._budget.ask(key, int(per_token * tokens) + 1 - has, deadline)
             self._await(ticket, session, deadline)
         if ticket.state == "expired":
+            assert self._budget.limit is not None  # else the ticket would have been granted at once
             raise CacheFull(
-                f"{ticket.nbytes} bytes for the caches of session {key[0]} did not become free in time: "
-                f"{self.used} of {self._budget.limit} are in use. Wait until other sessions end, "
+                f"{size(ticket.nbytes)} for the caches of session {key[0]} did not become free in time: "
+                f"{size(self.used)} of {size(self._budget.limit)} are in use. Wait until other sessions end, "
                 "or call serve with more cache_bytes. A longer cache_timeout helps only when sessions start."
             )
         if session.ended:

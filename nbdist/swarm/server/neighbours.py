@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,15 +16,25 @@ from nbdist.errors import NbdistError
 from nbdist.rpc.api import rpc_async, rpc_sync
 from nbdist.swarm.in_pieces import pieces
 
-if TYPE_CHECKING:
-    from nbdist.swarm.server.server import Server
-
 __all__ = ["Address", "NobodyThere", "call", "hand_on", "register"]
 
 _PUSH_TIMEOUT = 60.0
 """Seconds until a push of hidden states times out; the client pushes them itself long before."""
 
-_servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
+
+class Neighbour(Protocol):
+    """The methods of a `nbdist.swarm.server.server.Server` that other servers call."""
+
+    def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
+        """Store hidden states of step ``number`` of a session, from token ``at`` on."""
+        ...
+
+    def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
+        """Return what another server needs to continue a session on some blocks."""
+        ...
+
+
+_servers: weakref.WeakValueDictionary[str, Neighbour] = weakref.WeakValueDictionary()
 """The servers of this process, by key."""
 
 
@@ -39,7 +49,7 @@ class Address(NamedTuple):
     key: str
 
 
-def register(key: str, server: Server) -> None:
+def register(key: str, server: Neighbour) -> None:
     """Let other servers find a server of this process by its key; the registry holds it weakly.
 
     A second call with the same key replaces the server.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from nbdist.autograd.watching.records import Key
 
 if TYPE_CHECKING:
-    from nbdist.autograd.graph.inspection import Edge, NodeInfo, Trace
+    from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace
 
 __all__ = ["TIMES", "Box", "Diagram", "DrawnLine", "crossings", "diagram_of", "name_of"]
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from nbdist.views.drawing.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 
-__all__ = ["KINDS", "Bar", "Kind", "counted", "gantt", "micro_batch_name", "with_legend"]
+__all__ = ["KINDS", "Bar", "Kind", "gantt", "micro_batch_name", "with_legend"]
 
 _WIDTH = 590
 """The width of a drawing in pixels: JupyterLab's room for outputs in a window 1,050 wide with its file browser open."""
@@ -71,11 +71,6 @@ class Bar(NamedTuple):
 def micro_batch_name(kind: str, stage: int, micro_batch: int) -> str:
     """Return the name of a pipeline's operation in timelines; ``kind`` is "forward" or "backward"."""
     return f"{kind} of micro-batch {micro_batch}, stage {stage}"
-
-
-def counted(kind: str, count: int) -> str:
-    """Return a count of one kind of work in words: "2 optimizer steps"."""
-    return f"{count} {KINDS[kind].one if count == 1 else KINDS[kind].many}"
 
 
 def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbdist.amounts import counted
 from nbdist.autograd.watching.records import Key
 from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of
 from nbdist.views.drawing.layout import BOX, Layout, NodePlace, Point, lay_out
 
 if TYPE_CHECKING:
-    from nbdist.autograd.graph.inspection import Edge, NodeInfo, Plan, Trace
+    from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 
 __all__ = ["WIDEST", "Marks", "as_svg", "as_text", "name_of", "plan_as_svg", "plan_as_text"]
 
@@ -65,12 +66,12 @@ class Marks:
 
 def as_text(trace: Trace) -> str:
     """Return a trace as lines: for each worker the number of its nodes of each kind, and the tensors that it sent."""
-    lines = [f"context {trace.context_id}: {_count(len(trace.nodes), 'worker')}, {_count(len(trace.edges), 'edge')}"]
+    lines = [f"context {trace.context_id}: {counted(len(trace.nodes), 'worker')}, {counted(len(trace.edges), 'edge')}"]
     for worker, nodes in trace.nodes.items():
         kinds = [sum(node.kind == kind for node in nodes) for kind in ("operation", "leaf", "receive")]
         lines.append(
-            f"  {worker}: {_count(kinds[0], 'operation')}, {_count(kinds[1], 'leaf', 'leaves')}, "
-            f"{_count(kinds[2], 'receive')}"
+            f"  {worker}: {counted(kinds[0], 'operation')}, {counted(kinds[1], 'leaf', 'leaves')}, "
+            f"{counted(kinds[2], 'receive')}"
         )
         lines += [f"    -> {edge.receiver}: {_tensors(edge)} ({edge.function})" for edge in _sent_by(trace, worker)]
     lines += [f"  {name} could not be asked" for name in trace.unreachable]
@@ -87,7 +88,7 @@ def plan_as_text(plan: Plan) -> str:
     roots = _listed([f"{name_of(_node(trace, key))}@{key[0]}" for key in plan.roots])
     lines = [
         f"plan of a {kind} in context {trace.context_id}, from {roots or 'nowhere'}: "
-        f"{len(plan.waits_for)} of {_count(total, 'node')} take part; for how many {what} each waits:"
+        f"{len(plan.waits_for)} of {counted(total, 'node')} take part; for how many {what} each waits:"
     ]
     unused = {edge.autograd_message_id for edge in plan.unused}
     for worker, nodes in trace.nodes.items():
@@ -121,19 +122,14 @@ _KINDS = ("operation", "receive", "leaf")
 
 def _listed(names: Iterable[str]) -> str:
     """Return names in a row, each with its count, and only the first `_NAMES_A_LINE` of them."""
-    counted = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
-    more = [f"{len(counted) - _NAMES_A_LINE} more"] if len(counted) > _NAMES_A_LINE else []
-    return ", ".join(counted[:_NAMES_A_LINE] + more)
+    told = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
+    more = [f"{len(told) - _NAMES_A_LINE} more"] if len(told) > _NAMES_A_LINE else []
+    return ", ".join(told[:_NAMES_A_LINE] + more)
 
 
 def _node(trace: Trace, key: Key) -> NodeInfo:
     """Return the node of that key."""
     return next(node for node in trace.nodes[key[0]] if node.number == key[1])
-
-
-def _count(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, in the singular or plural."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _tensors(edge: Edge) -> str:
@@ -297,9 +293,9 @@ class _Drawing:
         what = "operation" if self.trace.of_step else "gradient"
         told = "root: the pass begins here; " if key in marks.roots else ""
         if marks.got is not None and self.state_of(key) != "done":
-            told += f"has got {marks.got.get(key, 0)} of {_count(count, what)}"
+            told += f"has got {marks.got.get(key, 0)} of {counted(count, what)}"
         else:
-            told += f"waits for {_count(count, what)}"
+            told += f"waits for {counted(count, what)}"
         return told + ("; the first NaN or Inf" if key == marks.bad else "")
 
     # -- lines --------------------------------------------------------------------------------
@@ -454,7 +450,10 @@ def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
 
 
 def _sample_tag(text: str, fill: str, ink: str) -> str:
-    """Return the small tag of a legend entry."""
+    """Return, as SVG, the small field in front of a text of the legend, which looks like a tag at the end of a box.
+
+    ``text`` stands in it, escaped; ``fill`` is its ground and ``ink`` the colour of its letters.
+    """
     return _tag(0, 0, _width(text) + 5, BOX - 9, text, fill, ink)
 
 

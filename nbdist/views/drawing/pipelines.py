@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbdist.amounts import duration
 from nbdist.nn.schedules import OpTimes
 from nbdist.nn.timeline import PipelineTimeline
 from nbdist.views.drawing.gantt import Bar, gantt, micro_batch_name, with_legend
@@ -21,7 +22,7 @@ def as_html(timeline: PipelineTimeline) -> str:
     )
     drawings = [
         gantt(
-            f"{title}: {length * 1e3:.1f} ms, bubbles {bubble:.0%}",
+            f"{title}: {duration(length)}, bubbles {bubble:.0%}",
             [(name, [_bar(timeline, span) for span in row]) for name, row in zip(timeline.workers, rows, strict=True)],
             seconds,
         )
@@ -35,5 +36,5 @@ def _bar(timeline: PipelineTimeline, span: OpTimes) -> Bar:
     kind, stage, micro_batch = span.op
     text = f"{micro_batch}" if timeline.stages == len(timeline.workers) else f"{stage}.{micro_batch}"
     name = _KINDS[kind]
-    tip = f"{micro_batch_name(name, stage, micro_batch)}: {(span.end - span.start) * 1e3:.2f} ms"
+    tip = f"{micro_batch_name(name, stage, micro_batch)}: {duration(span.end - span.start)}"
     return Bar(span.start, span.end, text, name, tip)

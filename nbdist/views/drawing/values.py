@@ -5,7 +5,7 @@ They work in a plain script, too: nothing here needs a Jupyter package.
 
 from __future__ import annotations
 
-from nbdist.autograd.graph.inspection import Plan, Trace
+from nbdist.autograd.graph.traces import Plan, Trace
 from nbdist.nn.timeline import PipelineTimeline
 from nbdist.views.drawing import pipelines
 from nbdist.views.drawing.graph import as_svg, as_text, plan_as_svg, plan_as_text

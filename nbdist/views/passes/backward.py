@@ -19,15 +19,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from typing import Any
 
-from nbdist.autograd.graph.inspection import NodeInfo, Plan
-from nbdist.autograd.watching.inherited_nans import Inherited
+from nbdist.autograd.graph.traces import NodeInfo, Plan
+from nbdist.autograd.watching.inherited import Inherited
 from nbdist.autograd.watching.records import Event, Key
 from nbdist.rpc.references.peeking import Histogram
 from nbdist.views.drawing.graph import name_of
 from nbdist.views.passes.intervals import Interval, uncovered
-from nbdist.views.passes.remarks import remarks
 
 __all__ = ["Backward", "WorkerShare"]
 
@@ -121,6 +119,14 @@ class Backward:
         """Return the nodes whose gradients go to a node."""
         return self._before[key]
 
+    def links(self) -> Iterator[tuple[Key, Key, int | None]]:
+        """Yield each gradient that goes from node to node: the node, the target, and the message that takes it.
+
+        Gradients within a worker go without a message: None.
+        """
+        for key, targets in self._after.items():
+            yield from ((key, target, message) for target, message in targets)
+
     # -- what happens -------------------------------------------------------------------------
 
     def after(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> Backward:
@@ -174,16 +180,6 @@ class Backward:
             self.histogram[key] = event.histogram
 
     # -- conclusions ----------------------------------------------------------------------------
-
-    def detail(self, key: Key) -> dict[str, Any]:
-        """Return the histogram of the gradients that a node was given, as JSON, for the node that a user has chosen.
-
-        An empty dict if no histogram is known.
-        """
-        found = self.histogram.get(key)
-        if found is None:
-            return {}
-        return {"node": list(key), "low": found.low, "high": found.high, "counts": found.counts}
 
     def state_of(self, key: Key) -> str:
         """Return the state of a node: unused, waiting, ready, halted, running or done.
@@ -301,101 +297,3 @@ class Backward:
         """Return the node that was given the gradient of the largest finite norm; None if no norms were measured."""
         found = {key: norm for key, norm in self.norm.items() if math.isfinite(norm)}
         return max(found, key=lambda key: found[key]) if found else None
-
-    # -- for a page ---------------------------------------------------------------------------
-
-    def outline(self) -> dict[str, Any]:
-        """Return the parts of the pass that do not change while it runs, as JSON: nodes, links and messages.
-
-        Nodes are referred to by their index in ``"nodes"``. `snapshot` lists its values in the same order.
-        """
-        trace = self.plan.trace
-        workers = {worker: number for number, worker in enumerate(trace.nodes)}
-        nodes = [
-            {
-                "w": workers[key[0]],
-                "n": key[1],
-                "name": name_of(node),
-                "label": node.label or "",
-                "kind": node.kind,
-                "module": node.module or "",
-                "line": node.line or "",
-                "shape": f"{node.dtype}{list(node.shape)}" if node.shape is not None else "",
-                "waits": self.plan.waits_for.get(key, 0),
-            }
-            for key, node in self.nodes.items()
-        ]
-        index = {key: number for number, key in enumerate(self.nodes)}
-        edges = {edge.autograd_message_id: edge for edge in trace.edges}
-        return {
-            "workers": list(trace.nodes),
-            "nodes": nodes,
-            "links": [
-                [index[key], index[target]]
-                for key, targets in self._after.items()
-                for target, message in targets
-                if message is None
-            ],
-            "messages": [
-                {"from": index[key], "to": index[to], "bytes": edges[message].nbytes, "call": edges[message].function}
-                for key, to, message in self._crossings()
-            ],
-            "unreachable": trace.unreachable,
-        }
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the progress of the pass as JSON: states, times and norms, in the order of the outline's nodes.
-
-        `outline` has the names of the same nodes, and is sent once for a pass.
-        """
-        used = {edge.autograd_message_id for edge in self.plan.edges}
-        index = {key: number for number, key in enumerate(self.nodes)}
-        return {
-            "states": "".join(_CODES[self.state_of(key)] for key in self.nodes),
-            "got": list(self.got.values()),
-            "ms": [_ms(self.seconds.get(key)) for key in self.nodes],
-            "norms": [_number(self.norm.get(key)) for key in self.nodes],
-            "for": {index[key]: waits for key in self.nodes if (waits := self.waits(key))},
-            "path": [index[key] for key in self.critical_path()],
-            "bad": index[blamed] if (blamed := self.blamed()) is not None else None,
-            "messages": [
-                [message, self.messages.get(message, "expected" if message in used else "unused")]
-                for _, _, message in self._crossings()
-            ],
-            "shares": [
-                {
-                    "worker": share.worker,
-                    "nodes": share.nodes,
-                    "done": share.done,
-                    "busy": _ms(share.busy),
-                    "idle": _ms(share.idle),
-                    "for": share.waits_for,
-                }
-                for share in self.shares()
-            ],
-            "remarks": [
-                [part.text if part.node is None else [part.text, index[part.node]] for part in remark]
-                for remark in remarks(self)
-            ],
-        }
-
-    def _crossings(self) -> Iterator[tuple[Key, Key, int]]:
-        """Yield the node, the target and the message of all gradients that go from worker to worker."""
-        for key, targets in self._after.items():
-            yield from ((key, target, message) for target, message in targets if message is not None)
-
-
-_CODES = {"unused": "u", "waiting": "w", "ready": "r", "running": "g", "halted": "h", "done": "d"}
-"""The letters of the states in a snapshot; ``backward.js`` reads them."""
-
-
-def _number(norm: float | None) -> float | str | None:
-    """Return a norm with five digits for JSON, which has no NaN and infinity: these become text."""
-    if norm is None:
-        return None
-    return float(f"{norm:.5g}") if math.isfinite(norm) else str(norm)
-
-
-def _ms(seconds: float | None) -> float | None:
-    """Return seconds as milliseconds, rounded."""
-    return round(seconds * 1000, 4) if seconds is not None else None

@@ -12,15 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nbdist.autograd.watching.inherited_nans import Inherited, told
+from nbdist.amounts import counted, duration
+from nbdist.autograd.watching.inherited import Inherited, told
 from nbdist.autograd.watching.records import Key
-from nbdist.views.amounts import duration
 from nbdist.views.drawing.graph import name_of
-
-if TYPE_CHECKING:
-    from nbdist.views.passes.backward import Backward
+from nbdist.views.passes.backward import Backward
 
 __all__ = ["SentencePart", "Remark", "remarks", "text_of"]
 
@@ -68,7 +65,7 @@ def _critical_path(found: Backward) -> Remark:
     slow = sorted(path[1:-1], key=lambda key: found.seconds[key])[-(_NODES_NAMED - 2) :]
     shown = {path[0], path[-1], *slow}
     names = [_named(found, key) if key in shown else SentencePart("…") for key in path]
-    made = [SentencePart(f"critical path, {len(path)} nodes: ")]
+    made = [SentencePart(f"critical path, {counted(len(path), 'node')}: ")]
     for name, _ in itertools.groupby(names):
         made += [name, SentencePart(" → ")]
     return tuple(made[:-1])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from nbdist.amounts import duration
 from nbdist.views import tables
-from nbdist.views.amounts import duration
 from nbdist.views.drawing.graph import Marks, as_svg
 from nbdist.views.drawing.pictures import as_image, themed
 from nbdist.views.passes.backward import Backward

@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from nbdist.autograd import api, messages
-from nbdist.autograd.contexts import Context
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.inspection import Plan, plan_from
+from nbdist.autograd.graph.inspection import plan_from
+from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.messages import Watching
+from nbdist.autograd.state import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.futures import Future
+from nbdist.rpc.asking import ask_each
 from nbdist.views.passes.pace import Pace
 
 if TYPE_CHECKING:
@@ -77,9 +78,10 @@ class Scouts:
         self._held = held
         self._version = itertools.count(1)
         _homes[self._number] = home
-        for sent in self._tell(_send_out, self._agent.me.id, held):
-            with contextlib.suppress(NbdistError, RuntimeError):  # the worker is gone or busy: its passes are not seen
-                sent.wait()
+        args = self._key, self._agent.me.id, held
+        with self._contexts.outside():
+            sent = ask_each(self._agent, _send_out, {r.name: args for r in self._workers}, timeout=_ANSWER_SECONDS)
+        sent.or_raise(but=RuntimeError)  # the worker is gone or busy: its passes are not seen
 
     def hold(self, held: bool) -> None:
         """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them.
@@ -95,19 +97,16 @@ class Scouts:
         if _homes.pop(self._number, None) is not None:
             self._tell(_call_back)
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> list[Future[Any]]:
-        """Call a function on each worker that is still a member, outside of any context; return the futures.
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on each worker that is still a member, outside of any context. Does not wait for the calls.
 
-        Workers that are gone are skipped. The caller need not wait for the futures.
+        Workers that are gone are skipped.
         """
-        told = []
         with self._contexts.outside():
             for record in self._workers:
                 with contextlib.suppress(NbdistError):  # the worker is gone, or the world has ended
                     if self._agent.member(record.incarnation) is not None:
-                        args = (self._key, *arguments)
-                        told.append(self._agent.call(record.id, function, *args, timeout=_ANSWER_SECONDS))
-        return told
+                        self._agent.call(record.id, function, self._key, *arguments, timeout=_ANSWER_SECONDS)
 
 
 # -- on the notebook ------------------------------------------------------------------------------

@@ -30,15 +30,16 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from nbdist.autograd import api
-from nbdist.autograd.contexts import Context
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.inspection import Plan, Trace, plan_from, planned, trace
+from nbdist.autograd.graph.inspection import plan_from, trace
+from nbdist.autograd.graph.traces import Plan, Trace, planned
 from nbdist.autograd.messages import PassId, Watching
+from nbdist.autograd.state import Context
 from nbdist.autograd.watching.records import Event, Pass
 from nbdist.autograd.watching.watcher import Until, Watch
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
-from nbdist.views.passes import report
+from nbdist.views.passes import page, report
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.pace import Pace
 from nbdist.views.passes.scouts import Scouts
@@ -407,14 +408,14 @@ class Watcher:
         outline: dict[str, Any] = {}
         if found is not None:
             if self._outline is None or self._outline[0] is not found.plan:
-                self._outline = found.plan, found.outline()
+                self._outline = found.plan, page.outline(found)
             outline = self._outline[1]
         return outline, self._snapshot(found), found
 
     def _snapshot(self, found: Backward | None) -> dict[str, Any]:
         seen = self.last
         return {
-            **(found.snapshot() if found is not None else {}),
+            **(page.snapshot(found) if found is not None else {}),
             "state": self.state,
             "paused": self.paused,
             "ended": self._ended,

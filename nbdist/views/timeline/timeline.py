@@ -22,10 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbdist.errors import NbdistError
+from nbdist.amounts import counted, duration
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.asking import ask_each
 from nbdist.rpc.world.clocks import offset
-from nbdist.views.drawing.gantt import KINDS, Bar, counted, gantt, with_legend
+from nbdist.views.drawing.gantt import KINDS, Bar, gantt, with_legend
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.timeline import recording
 from nbdist.views.timeline.recording import Noted
@@ -79,11 +80,8 @@ class Timeline:
             self._end = time.monotonic()
             found = self._each(recording.end, lambda record: (record.name,))
             self._each(recording.forget)
-            for name, answer in found.items():
-                if isinstance(answer, Exception):
-                    self.lost += 1
-                    continue
-                noted, lost = answer
+            self.lost += len(self._records) - len(found)
+            for name, (noted, lost) in found.items():
                 self.lost += lost
                 ahead = self._offsets[name] + self._start
                 self.noted += [one._replace(start=one.start - ahead, end=one.end - ahead) for one in noted]
@@ -94,21 +92,14 @@ class Timeline:
     def _each(
         self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
     ) -> dict[str, Any]:
-        """Call a function of `views.timeline.recording` on all workers; return the results, or errors, by worker.
+        """Call a function of `views.timeline.recording` on all workers; return the results by worker.
 
-        ``more(record)`` returns arguments after the key.
+        ``more(record)`` returns arguments after the key. A worker that is gone, or fails, is left out: whatever it
+        raises, the others must end their recordings.
         """
-        begun = {}
-        found: dict[str, Any] = {}
-        for record in self._records:
-            args = (self._key, *(more(record) if more is not None else ()))
-            begun[record.name] = self._agent.begin(record.name, function, *args) if self._is_there(record) else None
-        for name, latch in begun.items():
-            try:
-                found[name] = latch.wait() if latch is not None else NbdistError(f"{name} is gone")
-            except Exception as error:  # whatever one worker raises, the others must end their recordings
-                found[name] = error
-        return found
+        there = [record for record in self._records if self._is_there(record)]
+        args = {record.name: (self._key, *(more(record) if more is not None else ())) for record in there}
+        return ask_each(self._agent, function, args).values
 
     def _is_there(self, record: Any) -> bool:
         return self._agent.member(record.incarnation) is not None
@@ -122,14 +113,16 @@ class Timeline:
 
     def __repr__(self) -> str:
         if self._running:
-            return f"<a timeline, recording since {self.seconds:.1f} s: .stop() ends that>"
-        lines = [f"{self.seconds * 1e3:.1f} ms"]
+            return f"<a timeline, recording since {duration(self.seconds)}: .stop() ends that>"
+        lines = [duration(self.seconds)]
         for worker in self.workers:
             own = [one for one in self.noted if one.agent == worker]
             if own:
                 count = Counter(one.kind for one in own)
-                kinds = ", ".join(counted(kind, count[kind]) for kind in KINDS if count[kind])
-                lines.append(f"{worker}: {kinds}; busy {_busy(own) * 1e3:.1f} ms")
+                kinds = ", ".join(
+                    counted(count[name], kind.one, kind.many) for name, kind in KINDS.items() if count[name]
+                )
+                lines.append(f"{worker}: {kinds}; busy {duration(_busy(own))}")
         if self.lost:
             lines.append(f"{self.lost} events or workers are missing")
         return "\n".join(lines)
@@ -145,7 +138,7 @@ class Timeline:
                 rows.append((worker if not number else "", [_bar(one) for one in lane]))
         left = f"; the {_BARS_DRAWN} longest of {len(self.noted)}" if len(self.noted) > _BARS_DRAWN else ""
         lost = f"; {self.lost} events or workers are missing" if self.lost else ""
-        title = f"{self.seconds * 1e3:.1f} ms{left}{lost}"
+        title = f"{duration(self.seconds)}{left}{lost}"
         return with_legend([gantt(title, rows, self.seconds)], {one.kind for one in shown})
 
     def to_perfetto(self) -> dict[str, Any]:
@@ -194,7 +187,7 @@ def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
 
 def _bar(one: Noted) -> Bar:
     about = "" if one.kind in ("forward", "backward") else f"{KINDS[one.kind].words}: "  # these names say the kind
-    tip = f"{about}{one.name}, {(one.end - one.start) * 1e3:.2f} ms"
+    tip = f"{about}{one.name}, {duration(one.end - one.start)}"
     return Bar(one.start, one.end, one.text or one.name.rpartition(".")[2], one.kind, tip)
 
 

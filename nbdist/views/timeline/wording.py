@@ -23,7 +23,7 @@ _HIDDEN = (
     "nbdist.cluster.inspection.holdings",
     "nbdist.cluster.interrupting",
     "nbdist.cluster.standing",
-    "nbdist.cluster.inspection.status",
+    "nbdist.cluster.worker.status_report",
 )
 """The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out."""
 _OTHERS = "nbdist's own work"

@@ -9,6 +9,7 @@ import traitlets
 
 from nbdist.autograd.watching.records import Key
 from nbdist.errors import UsageError
+from nbdist.views.passes import page
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.widgets.view import View, identity, script, style
 
@@ -40,9 +41,9 @@ class BackwardView(View):
     _esm = script(*_MODULES)
     _css = style("common.css", "backward.css")
     outline = traitlets.Dict().tag(sync=True)
-    """`Backward.outline` of the pass, sent to the page only when the pass changes; `snapshot` has the progress."""
+    """`page.outline` of the pass, sent to the page only when the pass changes; `snapshot` has the progress."""
     detail = traitlets.Dict().tag(sync=True)
-    """`Backward.detail` of the node that the user has chosen."""
+    """`page.detail` of the node that the user has chosen."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -60,7 +61,7 @@ class BackwardView(View):
         with self.hold_sync():  # in one message, because the snapshot refers to the outline's nodes
             self.outline = outline
             self.snapshot = snapshot
-            self.detail = found.detail(self._chosen) if found is not None and self._chosen is not None else {}
+            self.detail = page.detail(found, self._chosen) if found is not None and self._chosen is not None else {}
 
     def press(self, message: dict[str, Any]) -> None:
         """Do what a button says: look (choose a node), slow, pause, run, step, or run until a node or event.

@@ -39,7 +39,7 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
     live = traitlets.Bool(True).tag(sync=True)
 
     def __init__(self, rref: RRef[Any]) -> None:
-        self.home = rref._home.references.me
+        self.home = rref.holder
         self._known = weakref.ref(rref)
         self._facts = references.facts_of(rref)
         layout, style = looks()

@@ -39,7 +39,7 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
     def __init__(self, value: references.Many) -> None:
         rows = references.rows_of(value)
         gone = partial(_news, weakref.ref(self))
-        self.home = rows.items[0][1]._home.references.me
+        self.home = rows.items[0][1].holder
         self._known: Rows[weakref.ref[RRef[Any]]] = rows.each(lambda rref: weakref.ref(rref, gone))
         self._facts: Rows[Facts] = rows.each(references.facts_of)
         layout, look = looks()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from html import escape
 
+from nbdist.amounts import counted, size
 from nbdist.cluster.inspection.holdings import Holdings, WorkerMemory
 from nbdist.cluster.output.arranger import say_names
 from nbdist.views import tables
-from nbdist.views.amounts import size
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.memory_rows import Look, Row, compare, fold, rows_of, split
 
@@ -162,8 +162,7 @@ class FreedTable:
         for item in self.found.items:
             totals[item.worker] = totals.get(item.worker, 0) + (item.nbytes or 0) + item.gpu
         told = ", ".join(f"{size(nbytes)} on {worker}" for worker, nbytes in totals.items())
-        count = len(self.found.items)
-        return f"Dropped {count} {'reference' if count == 1 else 'references'}: {told}."
+        return f"Dropped {counted(len(self.found.items), 'reference')}: {told}."
 
     def _rows(self) -> list[list[str]]:
         rows = [row for row in rows_of(self.found) if row.kind == "reference"]
@@ -211,9 +210,9 @@ def _rest(memory: WorkerMemory, rest: int | None) -> str:
     return f"{size(rest)}{start}" if rest is not None else ""
 
 
-def _gpu(memory: WorkerMemory, counted: int) -> str:
+def _gpu(memory: WorkerMemory, used: int) -> str:
     """Return the bytes counted on the GPU, and the bytes that torch has reserved there if they are known, as text."""
-    return f"{size(counted)} of {size(memory.gpu_taken)}" if memory.gpu_taken is not None else _bytes(counted)
+    return f"{size(used)} of {size(memory.gpu_taken)}" if memory.gpu_taken is not None else _bytes(used)
 
 
 def _amount(row: Row, nbytes: int | None) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from nbdist.amounts import size
 from nbdist.cluster.inspection.holdings import Holding, Holdings, WorkerMemory
 from nbdist.cluster.inspection.variables import Variable
 from nbdist.views import cards
-from nbdist.views.amounts import size
 
 __all__ = ["Look", "Row", "Split", "compare", "fold", "rows_of", "split"]
 

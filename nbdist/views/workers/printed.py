@@ -7,6 +7,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from nbdist.amounts import counted, plural
 from nbdist.cluster.output.arranger import label_of
 from nbdist.cluster.output.print_log import Printed
 from nbdist.cluster.output.shortening import LINES_KEPT
@@ -84,7 +85,7 @@ def _say(shown: _Shown, cell: int | None) -> list[str]:
     if not shown.total:
         said.append(f"nothing printed{where}")
     elif not shown.lines and shown.dropped < shown.total:
-        said.append(f"there are {shown.total:,} lines{where}")
+        said.append(f"there {plural(shown.total, 'is', 'are')} {counted(shown.total, 'line')}{where}")
     elif 0 < len(shown.lines) < shown.total:
         last = shown.first + len(shown.lines) - 1
         said.append(f"lines {shown.first:,} to {last:,} of {shown.total:,}{where}; `--lines FIRST:LAST` shows others")

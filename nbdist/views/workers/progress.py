@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from nbdist.cluster.output.sinks import PlainSink, Sink
 from nbdist.cluster.workers import STEPS
+from nbdist.columns import aligned
 
 __all__ = ["LiveText", "StartProgress", "bar", "draw"]
 
@@ -23,13 +24,12 @@ def bar(done: int, total: int, width: int) -> str:
 
 def draw(names: Sequence[str], steps: dict[str, str]) -> str:
     """Return a line for each worker: its name, a bar, and the step that it has reached ("starting" if none)."""
-    longest = max(map(len, names), default=0)
-    lines = []
+    rows = []
     for name in names:
         step = steps.get(name, "starting")
         reached = len(STEPS) if step == "ready" else STEPS.index(step) + 1 if step in STEPS else 0
-        lines.append(f"{name:<{longest}}  {bar(reached, len(STEPS), _WIDTH)}  {step}")
-    return "\n".join(lines)
+        rows.append((name, bar(reached, len(STEPS), _WIDTH), step))
+    return "\n".join(aligned(rows))
 
 
 class LiveText:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nbdist.amounts import size
 from nbdist.cluster.inspection.status import WorkerStatus
 from nbdist.views import tables
-from nbdist.views.amounts import size
 
 __all__ = ["StatusTable"]
 

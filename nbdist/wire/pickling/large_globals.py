@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle.cloudpickle as cloudpickle
 import torch
 
+from nbdist.amounts import size
 from nbdist.wire.pickling import names
 
 __all__ = ["warn_of_large_globals"]
@@ -28,11 +29,11 @@ def warn_of_large_globals(function: types.FunctionType) -> None:
     """
     for name in cloudpickle._extract_code_globals(function.__code__):
         value = function.__globals__.get(name)
-        size = _size(value)
-        if size > _LARGE_BYTES and (name, id(value)) not in _warned:
+        nbytes = _size(value)
+        if nbytes > _LARGE_BYTES and (name, id(value)) not in _warned:
             _warned.add((name, id(value)))
             warnings.warn(
-                f"{names.display_name(function)} uses the global {name!r} of {size / 1e6:.1f} MB, which is sent "
+                f"{names.display_name(function)} uses the global {name!r} of {size(nbytes)}, which is sent "
                 f"along with every call; pass an RRef to it, or let the worker define its own",
                 stacklevel=2,
             )

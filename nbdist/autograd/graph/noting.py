@@ -1,0 +1,224 @@
+"""Notes which module, and which line of the user's code, made each node of a graph: ``context(lines=True)``.
+
+The same mode of torch that notes lines has every operation checked for NaN (`nbdist.autograd.watching.forward_nans`),
+whose errors name the module and the line::
+
+    context(lines=True)   `noted` enters a `_Noting` mode   `_note` puts a `NodeOrigin` on each new node
+    context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
+
+Noting costs some 50 microseconds for each operation; so it happens only in contexts that ask for it, on the threads
+that run in them, on all workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.origins import ORIGIN_KEY, NodeOrigin, users_line
+from nbdist.autograd.graph.parameters import walk
+from nbdist.autograd.watching.forward_nans import Check, tensors_in
+from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
+
+__all__ = ["noted"]
+
+
+class _Running:
+    """A module whose forward runs on some thread."""
+
+    __slots__ = ("module", "path")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.path = ""
+        """Its path, once somebody has asked for it: to find the path takes a walk over all modules."""
+
+
+class _PerThread(threading.local):
+    modules: list[_Running] | None = None
+    """The modules whose forward runs on this thread, outermost first; None if this thread notes nothing."""
+    checking: _Noting | None = None
+    """The mode that checks for NaN what this thread computes."""
+
+
+_thread = _PerThread()
+_lock = threading.Lock()
+_users = 0
+"""The number of `noted` blocks that are open in the process; while there are any, `_hooks` are on all modules."""
+_hooks: list[Any] = []
+
+
+@contextlib.contextmanager
+def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
+    """Note the origins of what the calling thread computes in the block, which may end on another thread.
+
+    A block that ends on another thread stops noting at once; the first thread drops its mode at its next `noted`.
+
+    Args:
+        lines: Whether to note origins on the nodes of the graph.
+        check: The check that raises in the block when it finds a NaN, or None. A thread whose outer context checks
+            already does not check twice.
+    """
+    thread = threading.get_ident()
+    outer, _thread.modules = _thread.modules, []
+    checking = _thread.checking
+    if checking is not None and not checking.is_over:
+        check = None  # the outer context of this thread checks already
+    _use_hooks(1)
+    _leave(None)
+    mode: Any = _Noting(lines, check)
+    if check is not None:
+        _thread.checking = mode
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        mode.is_over = True
+        _use_hooks(-1)
+        if threading.get_ident() == thread:
+            _leave(mode)
+            _thread.modules, _thread.checking = outer, checking
+
+
+def _leave(mode: TorchFunctionMode | None) -> None:
+    """Leave a mode that may lie below others on the stack, and all modes of `noted` blocks that have ended.
+
+    The other modes are put back in their order.
+    """
+    kept = []
+    while function_modes():
+        top = pop_function_mode()
+        if top is not mode and not (isinstance(top, _Noting) and top.is_over):
+            kept.append(top)
+    for other in reversed(kept):
+        push_function_mode(other)
+
+
+def _use_hooks(more: int) -> None:
+    """Change the number of users of the hooks on all modules: the first sets the hooks, the last removes them.
+
+    ``more`` is 1 when a `noted` block begins, and -1 when it ends.
+    """
+    global _users
+    with _lock:
+        _users += more
+        if _users and not _hooks:
+            _hooks.append(register_module_forward_pre_hook(_enter_module))
+            _hooks.append(register_module_forward_hook(_leave_module, always_call=True))
+        elif not _users:
+            while _hooks:
+                _hooks.pop().remove()
+
+
+def _enter_module(module: torch.nn.Module, _: Any) -> None:
+    """Note that a module begins its forward on this thread: a hook on all modules."""
+    if not torch.compiler.is_compiling() and _thread.modules is not None:
+        _thread.modules.append(_Running(module))
+
+
+def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
+    """Note that a module ends its forward on this thread, and check what it returned: a hook on all modules.
+
+    Modules above it on the list ended without this hook, and are dropped too.
+    """
+    __tracebackhide__ = True
+    modules = _thread.modules if not torch.compiler.is_compiling() else None
+    if modules is None or not any(running.module is module for running in modules):
+        return
+    while modules[-1].module is not module:
+        modules.pop()
+    try:
+        checking = _thread.checking
+        if checking is not None and not checking.is_over and checking.check is not None:
+            checking.check.returned(args, result, _here, type(module).__name__)
+    finally:
+        modules.pop()
+
+
+def _path(index: int) -> str:
+    """Return the path of module ``index`` of those whose forward runs on this thread, from the outermost one."""
+    assert _thread.modules is not None  # else no module could be running
+    root, running = _thread.modules[0].module, _thread.modules[index]
+    if not running.path:
+        module = running.module
+        path = next((path for path, other in walk(root) if other is module), (type(module).__name__,))
+        running.path = ".".join((type(root).__name__, *path))
+    return running.path
+
+
+class _Noting(TorchFunctionMode):
+    """The mode that sees every function of torch that a thread calls: it notes origins, and checks for NaN."""
+
+    is_over = False
+    """True once the `noted` block has ended; then the mode does nothing."""
+
+    def __init__(self, lines: bool, check: Check | None) -> None:
+        super().__init__()
+        self.check = check
+        self._lines = lines
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True  # IPython leaves this frame out
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # compile the user's code without ours
+            return func(*args, **kwargs)
+        run = self._noted if self._lines and not self.is_over else _call
+        check = self.check if not self.is_over else None
+        if check is None:
+            return run(func, args, kwargs)
+        name = getattr(func, "__name__", "").partition(".")[0]  # compiled code calls ``view.default``, say
+        if not check.applies(name):
+            result = run(func, args, kwargs)
+            check.pass_on(result)
+            return result
+        held = check.before(name, args, kwargs)
+        result = run(func, args, kwargs)
+        check.after(name, args, kwargs, result, held, _here)
+        return result
+
+    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and note the origin of the nodes that it made."""
+        __tracebackhide__ = True
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if tensor.grad_fn is not None:
+                # A node of an input that has no note was made where nothing is noted: it must not get the note of
+                # this operation.
+                node: Node = tensor.grad_fn
+                node.metadata.setdefault(ORIGIN_KEY, None)
+        result = func(*args, **kwargs)
+        changed = [tensor.grad_fn for tensor in tensors_in((result, *args[:1])) if tensor.grad_fn is not None]
+        if changed:
+            _note(changed)
+        return result
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function without noting anything."""
+    __tracebackhide__ = True
+    return func(*args, **kwargs)
+
+
+def _note(nodes: list[Node]) -> None:
+    """Set the present origin on these nodes and all new nodes behind them, up to nodes that have one."""
+    origin = None
+    stack = nodes
+    while stack:
+        node = stack.pop()
+        if node is None or not node.next_functions or ORIGIN_KEY in node.metadata:
+            continue
+        if origin is None:
+            origin = _here()
+        node.metadata[ORIGIN_KEY] = origin
+        stack.extend(behind for behind, _ in node.next_functions)
+
+
+def _here() -> NodeOrigin:
+    """Return where in the user's code the calling thread is, with the module."""
+    return NodeOrigin(_path(-1) if _thread.modules else None, *users_line())

@@ -1,0 +1,176 @@
+"""The graph of a context, and the plan of a pass over it, as plain data that draws itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist import registry
+from nbdist.autograd.graph.origins import NodeOrigin
+from nbdist.autograd.messages import Mode
+from nbdist.autograd.watching.records import Key, Pass
+
+__all__ = ["Edge", "NodeInfo", "Plan", "Trace", "planned"]
+
+_NOWHERE = NodeOrigin()
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One node of a worker's autograd graph."""
+
+    number: int
+    """The node's number on its worker; `Event.node` and `Watch.run` use it too."""
+    name: str
+    kind: str
+    """``operation``, ``leaf`` or ``receive``."""
+    shape: tuple[int, ...] | None
+    """The shape of the tensor that the node made (its first output), or None if it is not known."""
+    dtype: str | None
+    inputs: tuple[int, ...]
+    """The numbers of the nodes that made the inputs of this one; its gradients go to them."""
+    message: int | None = None
+    """For a receive: the ``autograd_message_id`` of the edge that ends here."""
+    tensors: tuple[int, ...] = ()
+    """For a receive: the positions, among the edge's tensors, of those that this node made."""
+    origin: NodeOrigin = _NOWHERE
+    """The module and the line that made the node, if the context notes lines."""
+    label: str | None = None
+    """For a leaf: the parameter's path in its outermost module, `fc1.weight`, or a variable's name in `__main__`."""
+    parameter_of: str | None = None
+    """For a parameter: its module, as the class of the outermost module and a path, `Net.fc1`."""
+
+    @property
+    def module(self) -> str | None:
+        """The module whose forward made the node, or None."""
+        return self.origin.module
+
+    @property
+    def line(self) -> str | None:
+        """The line of the user's code that made the node, or None."""
+        return self.origin.line
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An edge from one worker to another: the tensors of one message, and the nodes that made them."""
+
+    autograd_message_id: int
+    sender: str
+    receiver: str
+    function: str
+    tensors: tuple[tuple[tuple[int, ...], str, int], ...]
+    """The shape, dtype and size in bytes of each tensor."""
+    sources: tuple[int, ...]
+    """The number of the sender's node that made each tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of all tensors of the edge."""
+        return sum(size for _, _, size in self.tensors)
+
+
+@dataclass(repr=False)
+class Trace:
+    """The graph of a context as plain data: nodes by worker, and the edges between workers. `trace` makes one.
+
+    Its repr is text; in a notebook it shows itself as a picture, as in notebooks/02_distributed_autograd.ipynb.
+    """
+
+    context_id: int
+    nodes: dict[str, list[NodeInfo]] = field(default_factory=dict)
+    edges: list[Edge] = field(default_factory=list)
+    unreachable: list[str] = field(default_factory=list)
+    """The workers of the context that were lost while they were asked. Those lost before are left out."""
+    of_step: bool = False
+    """True for a step of a pipeline: its nodes are operations of the schedule, and run in this order.
+
+    The nodes of a graph are in the order of the forward pass, and a backward pass runs against it.
+    """
+    passes: list[Pass] = field(default_factory=list)
+    """The backward passes in the context that the watch on this worker has seen."""
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of the workers that the context reaches."""
+        return list(self.nodes)
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return registry.draw(self)
+
+
+@dataclass(repr=False)
+class Plan:
+    """The plan of a pass as plain data: which nodes would run, and for how many gradients each waits. `plan` makes one.
+
+    Its repr is text; in a notebook it shows itself as a picture.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+        ...     planned = dist_autograd.plan(context_id, loss)
+        >>> planned.workers, planned.unused
+        (['worker0', 'worker1'], [])
+    """
+
+    trace: Trace
+    roots: list[Key]
+    waits_for: dict[Key, int]
+    """By node that takes part: the number of gradients that come to it from other nodes and other workers."""
+    edges: list[Edge]
+    """The edges along which gradients go, for some of their tensors or all."""
+    unused: list[Edge]
+    """The edges along which no gradient goes. A FAST pass would fail because of them."""
+    mode: Mode = "smart"
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of the workers that take part."""
+        return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return registry.draw(self)
+
+
+def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan:
+    """Return the plan of a pass from nodes of a recorded trace: pure, data in and data out.
+
+    SMART reaches nodes of other workers through receives. FAST begins at the roots and at everything that was sent.
+    """
+    nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
+    sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}
+    waits_for: dict[Key, int] = dict.fromkeys(roots, 0)
+    used = set[int]()
+    if mode == "fast":  # FAST waits for a gradient of everything that was sent
+        for edge in recorded.edges:
+            for source in edge.sources:
+                waits_for[edge.sender, source] = waits_for.get((edge.sender, source), 0) + 1
+    stack = list(waits_for)
+    while stack:
+        key = stack.pop()
+        node = nodes[key]
+        behind: list[Key] = [(key[0], number) for number in node.inputs]
+        if node.message is not None:
+            for index in node.tensors:
+                if (node.message, index) not in sources:  # its sender was lost
+                    continue
+                edge, source = sources[node.message, index]
+                used.add(edge.autograd_message_id)
+                if mode == "smart":
+                    behind.append((edge.sender, source))
+        for other in behind:
+            if other not in waits_for:
+                waits_for[other] = 0
+                stack.append(other)
+            waits_for[other] += 1
+    taken = [edge for edge in recorded.edges if edge.autograd_message_id in used]
+    unused = [edge for edge in recorded.edges if edge.autograd_message_id not in used]
+    return Plan(recorded, list(roots), waits_for, taken, unused, mode)

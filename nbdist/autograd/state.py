@@ -1,0 +1,211 @@
+"""The state of autograd on one worker: the `Context` of each iteration, and the `Run` of each pass in it.
+
+A context has its runs, and a run has its context, so one module defines both.
+
+The way of the token of a mark or gradient message through the lists of a `Run`::
+
+    on the receiver                                            on the sender
+    Mark -------------------------------------> settled        sent
+    Gradients --> arrived --> taken by a thread --> settled
+                    ^              |
+                    +-- waits for -+---------> marked          the next report empties settled, marked and sent
+                        the end of the marking
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from nbdist.autograd import messages
+from nbdist.autograd.graph.edges import Node, Received, Sent
+from nbdist.autograd.graph.numbers import NodeNumbers
+from nbdist.autograd.graph.traces import Plan
+from nbdist.autograd.graph.walk import walk
+from nbdist.autograd.messages import Head, Mode, PassId, Token, Watching
+from nbdist.autograd.passes.leaves import GradientStore
+from nbdist.autograd.passes.ledger import Ledger
+from nbdist.autograd.passes.worker_part import Part
+from nbdist.autograd.watching.observer import Observer
+from nbdist.autograd.watching.watcher import Watch
+from nbdist.rpc.futures import Future, Latch
+
+__all__ = ["Context", "Outgoing", "Run"]
+
+Outgoing = tuple[messages.Gradients, list[torch.Tensor | None]]
+"""A gradient message, and the gradients that travel as its payload."""
+
+
+class Context:
+    """The record of one iteration on this worker: what it sent and received, its passes, their gradients.
+
+    A thread holds `lock` while it adds up gradients, and while it finds the run that a message belongs to.
+    """
+
+    def __init__(self, id: int, maker: int, *, lines: bool = False, check: bool = False) -> None:
+        self.id = id
+        self.maker = maker
+        self.lines = lines
+        """True if the line of code that makes each node is noted."""
+        self.check = check
+        """True if the results of the forward pass are searched for NaN."""
+        self.noting: AbstractContextManager[None] | None = None
+        """On the maker: the block in which the thread that opened the context notes lines or looks for NaN."""
+        self.sends: dict[int, Sent] = {}
+        self.receives: dict[int, Received] = {}
+        self.workers: set[int] = set()
+        """The workers to which this one has sent a message of the context; on the maker, all that have it."""
+        self.roots: dict[tuple[Node, int], None] = {}
+        """The graph edges from which passes began on this worker, in order."""
+        self.runs: dict[PassId, Run] = {}
+        """The passes whose gradients are not added to the context's yet: those under way, or not known to be over."""
+        self.given_up: set[PassId] = set()
+        self.numbers = NodeNumbers()
+        self.watching: Watching | None = None
+        """The watch that passes which begin on this worker report to."""
+        self.watches_over: set[tuple[int, int]] = set()
+        """The watches that have ended, as (watcher, number of the watch): the end may overtake the begin on its way."""
+        self.watch: Watch | None = None
+        """The newest watch of the context that is on this worker itself."""
+        self.before_step: Callable[[Plan], None] | None = None
+        """Called before a step of a pipeline begins on this worker, if another worker watches."""
+        self.before_pass: Callable[[Mode, Sequence[tuple[Node, int]]], None] | None = None
+        """Called before a backward pass begins on this worker, with its mode and roots, if another worker watches."""
+        self.step_observers: dict[PassId, Observer] = {}
+        """The observers of the pipeline steps that run on this worker."""
+        self.lock = threading.Lock()
+        self._gradients = GradientStore()
+        self._contributions: dict[object, GradientStore] = {}
+
+    def nodes(self, more: Iterable[tuple[Node, int]] = ()) -> Iterable[Node]:
+        """Return all nodes of the graph on this worker: those behind sent tensors, behind roots, and behind ``more``.
+
+        The receive nodes that are still alive are among them.
+        """
+        starts = [*more, *self.roots]
+        starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
+        starts += [(node, 0) for end in list(self.receives.values()) for node in end.nodes]
+        found = walk(starts)
+        return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no order but that of the walk
+
+    def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
+        """Return the number of every node of the graph on this worker, as `nodes` finds them."""
+        return self.numbers.of(self.nodes(more))
+
+    def commit(self, run: Run) -> None:
+        """Add the gradients of a pass that is over to the context's; once, and not if the pass was given up."""
+        with self.lock:
+            if self.runs.pop(run.head.id, None) is not None:
+                self._gradients.update(run.part.gradients)
+
+    def contribute(self, key: object, gradients: GradientStore) -> None:
+        """Add gradients that a pipeline's step has computed on this worker; `withdraw` removes them by the key."""
+        with self.lock:
+            self._contributions[key] = gradients
+
+    def withdraw(self, key: object) -> None:
+        """Remove a contribution, because its step failed on another worker; harmless if there is none."""
+        with self.lock:
+            self._contributions.pop(key, None)
+
+    def fold(self) -> None:
+        """Add up the gradients of all passes and contributions; call it only while no pass runs.
+
+        One sum replaces them, so a second call changes nothing.
+        """
+        with self.lock:
+            for gradients in self._contributions.values():
+                self._gradients.update(gradients)
+            self._contributions.clear()
+            for run in self.runs.values():
+                self._gradients.update(run.part.gradients)
+                run.part.gradients = GradientStore()
+
+    def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiply the gradients of some leaves by a factor; call it only while no pass runs.
+
+        It serves the clipping of gradients.
+        """
+        self.fold()
+        with self.lock:
+            self._gradients.scale(leaves, factor)
+
+    def stored(self) -> list[torch.Tensor]:
+        """Return all gradient tensors of the context on this worker; those of several passes are not added up."""
+        with self.lock:
+            parts = [
+                self._gradients,
+                *self._contributions.values(),
+                *(run.part.gradients for run in self.runs.values()),
+            ]
+        return [gradient for part in parts for _, gradient in part.items()]
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients on this worker by leaf, summed over passes; those of passes under way are included.
+
+        A worker other than the root learns of the end of a pass later, so it cannot leave those out.
+        """
+        return dict(self._total().items())
+
+    def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return each of these leaves with its gradient, or None. Hashes no tensor, which would be slow."""
+        total = self._total()
+        return [(leaf, total.of(leaf)) for leaf in leaves]
+
+    def _total(self) -> GradientStore:
+        total = GradientStore()
+        with self.lock:
+            total.update(self._gradients)
+            for gradients in self._contributions.values():
+                total.update(gradients)
+            for run in self.runs.values():
+                total.update(run.part.gradients)
+        return total
+
+
+class Run:
+    """One pass on one worker. `Passes` holds `lock` while it changes the lists of tokens and counts threads."""
+
+    def __init__(self, head: Head, context: Context) -> None:
+        self.head = head
+        self.context = context
+        self.part: Part
+        self.observer: Observer | None = None
+        self.lock = threading.Lock()
+        self.ended = False
+        """True once the pass is over or given up on this worker: it sends no more messages of it."""
+        self.told: set[int] = set()
+        """The workers to which this one has sent messages of the pass."""
+        self.settled: list[Token] = []
+        """Tokens for the next report: all that follows from them has been done here."""
+        self.marked: list[Token] = []
+        """Tokens for the next report: they only wait for the end of the marking."""
+        self.outbox: Outgoing | None = None
+        """Gradients for the root that wait for the next report, to travel in one message."""
+        self.sent: list[tuple[Token, int]] = []
+        """Tokens for the next report: they were sent from here, each with its receiver."""
+        self.arrived: list[Token] = []
+        """Tokens of gradients that no thread has taken up."""
+        self.taken: list[Token] = []
+        """Tokens of gradients that a thread has taken up, until the last thread stops."""
+        self.reports = 0
+        """The number of reports sent."""
+        self.threads = 0
+        """The number of threads that run the pass now."""
+        self.most_threads = 1
+        self.entries = 0
+        """The number of times that a thread has begun to run the pass."""
+        self.again = False
+        """True if something has arrived for which no thread was added: one of those that run looks once more."""
+        # On the root only:
+        self.ledger: Ledger | None = None
+        self.outcome: Future[None] | Latch | None = None
+        self.error: BaseException | None = None
+        self.leader: int | None = None
+        """The worker that was asked for the pass's turn to reduce."""
+        self.its_turn = False
+        self.waiting_for_turn: set[int] = set()
+        """The workers that must not go on before the pass has its turn."""

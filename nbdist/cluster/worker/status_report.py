@@ -1,0 +1,77 @@
+"""The worker's side of `%dist_status`: reports what this worker does, while its main thread may be busy."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections import Counter
+from types import FrameType
+from typing import NamedTuple
+
+from nbdist.code_places import is_users, shown_name
+from nbdist.rpc.agent import active_agent
+
+__all__ = ["LINE_SHOWN", "StatusReport", "gpu_memory", "make_report", "say_line"]
+
+LINE_SHOWN = 60
+"""Characters of a line of code that are shown."""
+
+
+class StatusReport(NamedTuple):
+    """A worker's answer to `nbdist.cluster.inspection.status.collect`."""
+
+    calls: int | None
+    """The number of calls that run, without the one that asks; None if the worker did not answer."""
+    doing: str = ""
+    """The call that has run longest, its caller and its seconds, and the number of further calls."""
+    where: str = ""
+    waits: dict[str, int] = {}  # noqa: RUF012 - never changed
+    sent: dict[str, int] = {}  # noqa: RUF012
+    gpu_memory: int | None = None
+
+
+def make_report() -> StatusReport:
+    """Make this worker's report. Called on the worker, in a thread of its agent.
+
+    A worker without an agent, which is still starting, reports no calls.
+    """
+    agent = active_agent()
+    if agent is None:
+        return StatusReport(0)
+    others = agent.exchange.active - 1
+    waits = Counter(call.worker for call in agent.awaited())
+    doing = agent.executor.doing() if others > 0 else ""
+    return StatusReport(others, doing, _where(), dict(waits), agent.sent(), gpu_memory())
+
+
+def gpu_memory() -> int | None:
+    """Return the bytes that torch has reserved on this process's GPUs; None without GPUs, or before they are used."""
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
+        return None
+    # All devices, because the calling thread's current device need not be the worker's.
+    return int(sum(cuda.memory_reserved(device) for device in range(cuda.device_count())))
+
+
+def _where() -> str:
+    """Return the line of the user's code that some thread runs: the main thread, if that runs any."""
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    me = threading.get_ident()
+    for thread in sorted(frames, key=lambda thread: thread != main):
+        frame: FrameType | None = frames[thread] if thread != me else None
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if is_users(file):
+                number = (
+                    frame.f_lineno or frame.f_code.co_firstlineno
+                )  # None where the code has no line, as while it unwinds
+                return say_line(shown_name(file), number, linecache.getline(file, number).strip())
+            frame = frame.f_back
+    return ""
+
+
+def say_line(name: str, number: int, line: str) -> str:
+    """Return a place in words, such as ``cell:2: y = f(x)``."""
+    return f"{name}:{number}" + (f": {line[:LINE_SHOWN]}" if line else "")

@@ -1,0 +1,108 @@
+"""The open sessions of a swarm: begins them, and lets the servers drop those whose cache is gone.
+
+A session lasts as long as its cache on the client::
+
+    the cache is collected ── its finaliser, in any thread ── id ──► thread "swarm settles" ── `over` ──► servers
+
+The finaliser must not call servers: garbage may be collected in the middle of any other call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from typing import Any
+
+from nbdist.swarm import adapter
+from nbdist.swarm.client.journal import Journal
+from nbdist.swarm.client.servers import Crew
+from nbdist.swarm.client.session import Recover, Session, check_recover
+
+__all__ = ["Sessions"]
+
+
+class Sessions:
+    """The open sessions of a swarm. Any thread may use it.
+
+    ``recover``, ``chunk`` and ``cache_timeout`` are arguments of `nbdist.swarm.serve`.
+    """
+
+    def __init__(
+        self, crew: Crew, journal: Journal, *, recover: Recover, chunk: int | None, cache_timeout: float
+    ) -> None:
+        self.crew = crew
+        self.recover: Recover = recover
+        self._journal = journal
+        self._chunk = chunk
+        self._cache_timeout = cache_timeout
+        self._lock = threading.Lock()
+        """Guards the set of sessions and the start of the thread."""
+        self._open: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """The ids of sessions whose caches are gone, for the thread `_settle`; None ends it."""
+        self._settler: threading.Thread | None = None
+        weakref.finalize(self, self._over.put, None).atexit = False
+
+    def begin(
+        self, cache: Any, begin: int = 0, end: int | None = None, *, expected: int = 0, recover: Recover | None = None
+    ) -> Session:
+        """Begin a session that lasts as long as ``cache``, as `nbdist.swarm.Swarm.session` describes."""
+        self.crew.check_open()
+        recover = self.way_to_recover(recover)
+        recorded = adapter.RecordedCache(cache, len(self.crew.sizes))
+        session = Session(
+            self.crew,
+            self._journal,
+            recorded.empty,
+            begin=begin,
+            end=len(self.crew.sizes) if end is None else end,
+            recover=recover,
+            expected=expected,
+            chunk=self._chunk,
+            cache_timeout=self._cache_timeout,
+        )
+        recorded.tell = session.note
+        cache.nbdist = recorded, session
+        with self._lock:
+            self._open.add(session)
+            if self._settler is None:
+                self._settler = threading.Thread(
+                    target=_settle, args=(weakref.ref(self), self._over), name="swarm settles", daemon=True
+                )
+                self._settler.start()
+        weakref.finalize(cache, self._over.put, session.id).atexit = False
+        return session
+
+    def way_to_recover(self, recover: Recover | None) -> Recover:
+        """Return ``recover``, or the swarm's where it is None; raise UsageError if it is not valid."""
+        return check_recover(self.recover if recover is None else recover)
+
+    def open(self) -> list[Session]:
+        """Return the sessions whose caches have not been collected."""
+        with self._lock:
+            return list(self._open)
+
+    def over(self, session: str) -> None:
+        """Tell all servers, without waiting, to drop the session with this id.
+
+        Called when the session's cache is closed or collected; servers without the session ignore it.
+        """
+        self.crew.abandon(session)
+        self._journal.news()
+
+    def close(self) -> None:
+        """End the thread that waits for the ends of caches. A second call changes nothing."""
+        self._over.put(None)
+
+
+def _settle(sessions: weakref.ref[Sessions], over: queue.SimpleQueue[str | None]) -> None:
+    """Close sessions whose ids arrive on ``over``, until None arrives: the body of the thread "swarm settles"."""
+    while (session := over.get()) is not None:
+        found = sessions()
+        if found is None:
+            return
+        with contextlib.suppress(Exception):  # an error must not end the thread: no session would be closed any more
+            found.over(session)
+        del found
