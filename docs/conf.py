@@ -52,7 +52,7 @@ make_pages.make()
 
 
 def leave_out(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out the methods of torch's modules that a RemoteModule refuses: their docstrings would be torch's."""
+    """Leave out the methods of torch's modules that a RemoteModule refuses."""
     return True if "_refusal" in getattr(obj, "__qualname__", "") else None
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import base64
 import inspect
 import json
-import re
 import shutil
-from collections import defaultdict
-from collections.abc import Iterator
+import textwrap
 from pathlib import Path
 
-from nbdist import errors
+import messages
+
 from nbdist.magics.commands import DistMagics
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PACKAGE = ROOT / "nbdist"
 
 _ALIASES = {"dist_debug"}
 
@@ -46,59 +43,25 @@ def magics() -> str:
     return "\n".join(found.values())
 
 
-def error_classes() -> dict[str, str]:
-    """Return the first line of the docstring of each class of errors that a user can meet, by its name."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                if bases & (set(errors.__all__) | {"NbdistError"}) or node.name in errors.__all__:
-                    found[node.name] = (ast.get_docstring(node) or "").split("\n")[0]
-    return found
-
-
-def template(text: ast.expr) -> str | None:
-    """Return a message with … for its values, or None if it has no words of its own."""
-    if isinstance(text, ast.Constant) and isinstance(text.value, str):
-        return text.value
-    if isinstance(text, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.Constant) else "…" for part in text.values]
-        return "".join(map(str, parts))
-    if isinstance(text, ast.BinOp) and isinstance(text.op, ast.Add):
-        left, right = template(text.left), template(text.right)
-        return (left or "…") + (right or "…") if left or right else None
-    return None
-
-
-def messages(classes: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each message that the package can raise, behind the name of its class."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and node.args:
-                name = ast.unparse(node.func).rpartition(".")[2]
-                text = template(node.args[0]) if name in classes else None
-                if text and re.search(r"\w{3}", text):
-                    yield name, " ".join(text.split())
-
-
 def errors_page() -> str:
-    """Return a page with all classes of errors and their messages."""
-    classes = error_classes()
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, text in messages(classes):
-        found[name].add(text)
+    """Return a page with all classes of errors and their messages, and an example of each message."""
+    classes, examples = messages.error_classes(), messages.examples()
     lines = [
         "# All errors",
         "",
         "Each class of errors says whose fault it is; each message says what happened, with the values, here `…`.",
+        "The indented text below a message is an example. Python's own classes and the warnings come last.",
         "[Troubleshooting](troubleshooting.md) has longer answers.",
         "",
     ]
-    for name in sorted(found):
-        lines += [f"## {name}", "", classes[name], ""]
-        for text in sorted(found[name], key=str.casefold):
-            lines += ["```text", text, "```"]
+    for name, templates in sorted(messages.templates().items(), key=lambda item: (item[0] not in classes, item[0])):
+        lines += [f"## {name}", ""]
+        lines += [classes[name], ""] if name in classes else []
+        for template in sorted(templates, key=str.casefold):
+            example = examples.get(name, {}).get(template, template)
+            lines += ["```text", template]
+            lines += [textwrap.indent(example, "    ")] if "…" in template and example != template else []
+            lines += ["```"]
         lines.append("")
     return "\n".join(lines)
 

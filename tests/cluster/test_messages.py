@@ -1,0 +1,179 @@
+"""The messages of errors of a cluster that no other test provokes, without a cluster where that is possible."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from nbdist import rpc
+from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.executor import Lanes, WorkerExecutor
+from nbdist.cluster.kernels import jupyter_wire
+from nbdist.cluster.kernels.connection import Kernel
+from nbdist.cluster.processes import run_directory
+from nbdist.cluster.processes.group_store import GroupStore
+from nbdist.cluster.processes.launchers import find_launcher
+from nbdist.cluster.processes.worker_processes import Processes
+from nbdist.cluster.worker import collectives, gloo, kernel
+from nbdist.cluster.workers import lost_error
+from nbdist.errors import (
+    EncodeError,
+    GroupError,
+    NbdistError,
+    ProtocolError,
+    RendezvousError,
+    UnknownWorker,
+    UsageError,
+    WorkerLost,
+)
+
+KEY = b"key"
+
+
+def cluster(**now):
+    """A cluster of two workers that has not been started."""
+    found = Cluster(2)
+    for name, value in now.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "text"),
+    [
+        (lambda: cluster().find("worker9"), UnknownWorker, r"this cluster has no worker 'worker9'; its workers are "),
+        (lambda: cluster(_pid=1).start(), UsageError, r"this cluster belongs to the process that this one was forked"),
+        (lambda: cluster(_state="ended").start(), UsageError, r"this cluster has been shut down; make another"),
+        (
+            lambda: cluster().references(SimpleNamespace(keeps_values=False)),
+            UsageError,
+            r"the workers have no value of this cell: it was executed without keep=True",
+        ),
+        (lambda: cluster().push({"a b": 1}), UsageError, r"'a b' is not a variable's name, so it cannot be pushed"),
+        (
+            lambda: cluster().pull("a + b"),
+            UsageError,
+            r"'a \+ b' is not a variable's name; `%remote TARGET expression`",
+        ),
+        (lambda: find_launcher("slurm"), UsageError, r"there is no launcher 'slurm'; the installed ones are "),
+        (kernel.setup, UsageError, r"this process is not a worker of a cluster: call this on a worker"),
+        (lambda: gloo._poller(os.getpid()), ValueError, r"the thread does not poll"),
+        (
+            lambda: WorkerExecutor.submit(SimpleNamespace(_is_shut_down=True), max),
+            UsageError,
+            r"this executor has been shut down; cluster.executor\(\) makes another",
+        ),
+        (
+            lambda: Lanes._wait_for_cells(SimpleNamespace(_cluster=SimpleNamespace(running=False)), "worker0"),
+            UsageError,
+            r"this cluster has been shut down; make another",
+        ),
+    ],
+)
+def test_what_is_refused(use, error, text):
+    with pytest.raises(error, match=text):
+        use()
+
+
+def test_no_cluster_starts_beside_rpc(tmp_path):
+    rpc.init_rpc(
+        "alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/a")
+    )
+    try:
+        with pytest.raises(UsageError, match=r"RPC runs in this process already; call rpc.shutdown\(\) before"):
+            Cluster(1).start()
+    finally:
+        rpc.shutdown()
+
+
+def signed(*parts):
+    """The frames of a message with these four parts."""
+    packed = [msgspec.json.encode(part) for part in parts]
+    signature = hmac.new(KEY, b"".join(packed), "sha256").hexdigest().encode()
+    return [b"<IDS|MSG>", signature, *packed]
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        ([b"no delimiter"], r"a kernel sent something that is no Jupyter message: "),
+        ([b"<IDS|MSG>", b"wrong", b"{}", b"{}", b"{}", b"{}"], r"a kernel's message has a wrong signature"),
+        (signed({}, {}, {}, [1]), r"its header, parent, metadata and content must be objects"),
+        (signed({"msg_id": 3}, {}, {}, {}), r"its id is 3, its type None, its parent's id ''; all must be texts"),
+    ],
+)
+def test_what_is_no_message_of_a_kernel(frames, text):
+    with pytest.raises(ProtocolError, match=text):
+        jupyter_wire.decode(KEY, frames)
+
+
+def test_a_kernel_that_has_not_started():
+    starting = SimpleNamespace(_closed=None, _session="s", _key=KEY, _sockets={})
+    with pytest.raises(WorkerLost, match=r"the kernel of the worker has not started yet: try again"):
+        Kernel.send(starting, "kernel_info_request", {})
+
+
+def test_a_runtime_directory_that_is_too_long_for_a_cluster(monkeypatch, tmp_path):
+    monkeypatch.setattr(run_directory, "runtime_directory", lambda: tmp_path / ("deep/" * 16))
+    with pytest.raises(UsageError, match=r"is too long for sockets in it; set NBDIST_RUNTIME_DIR to a shorter one"):
+        run_directory.make_folder()
+
+
+@pytest.mark.parametrize(
+    ("now", "error", "text"),
+    [
+        ({"_closing": True}, WorkerLost, r"worker1 cannot start: the process that starts workers has ended"),
+        ({"_closing": False}, UsageError, r"a worker called 'worker1' runs already"),
+    ],
+)
+def test_a_worker_that_cannot_start(now, error, text):
+    processes = SimpleNamespace(_lock=threading.Lock(), _living={"worker1": 1}, _starting={}, **now)
+    with pytest.raises(error, match=text):
+        Processes.start(processes, "worker1", "module:function")
+
+
+def test_a_worker_that_is_lost():
+    error = lost_error(SimpleNamespace(name="worker1", lost="was killed by SIGKILL"))
+    assert str(error) == "worker1 was killed by SIGKILL\n`%dist_restart worker1` starts it again"
+
+
+def test_a_store_of_an_earlier_group(tmp_path):
+    gone = SimpleNamespace(_folder=tmp_path / "gone", _raise_if_ended=lambda: None)  # it goes right after the look
+    with pytest.raises(RendezvousError, match=r"the store of this process group has been removed"):
+        GroupStore._open_lock(gone)
+
+
+def test_a_variable_that_cannot_be_pushed(monkeypatch):
+    def refuse(*_):
+        raise EncodeError("no") from TypeError("cannot pickle '_thread.lock' object")
+
+    monkeypatch.setattr(sys.modules[Cluster.push.__module__], "ask_each", refuse)
+    ready = SimpleNamespace(start=lambda: None, select=lambda _: [], _require_alive=lambda _: None, agent=None)
+    with pytest.raises(EncodeError, match=r"`x\['a'\]` is a lock, which cannot be sent: cannot pickle '_thread.lock'"):
+        Cluster.push(ready, {"x": {"a": threading.Lock()}})
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError(collectives._NO_GROUP), r"this worker has no process group: it is formed anew once all workers"),
+        (RuntimeError(f"group {collectives._GROUP_DESTROYED}"), r"is from before the last %dist_restart"),
+        (
+            RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer"),
+            r"an interrupt has broken this process group",
+        ),
+    ],
+)
+def test_collectives_of_a_group_that_cannot_be_used(monkeypatch, error, text):
+    for name, value in {"_agent": 1, "_store": 1, "_forms_group": True, "_DEATH_KNOWN_WITHIN": 0}.items():
+        monkeypatch.setattr(collectives, name, value)
+    found = collectives.translate(error)
+    assert isinstance(found, GroupError)
+    with pytest.raises(NbdistError, match=text):
+        raise found
