@@ -119,7 +119,7 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
                 )
             parts.append("</g>")
     axis = 20 + _ROW * len(rows) + 10
-    for at in range(5):
+    for at in range(5):  # all in milliseconds: `nbdist.amounts.duration` could give them different units
         anchor = ("start", "middle", "middle", "middle", "end")[at]
         x = left_end + (_WIDTH - left_end - 8) * at / 4
         parts.append(
