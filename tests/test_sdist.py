@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ONE_OF_EACH = (
-    "tests/autograd/test_layout.py",
+    "tests/autograd/test_ordering.py",
     "tests/channel/test_gate.py",
     "tests/cluster/test_spec.py",
     "tests/compat/test_run.py",
