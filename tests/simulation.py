@@ -341,7 +341,7 @@ class Member:
         token = next(self.world.numbers)
         with self.at_work():
             rref = RRef(self.thing(token))
-        self.world.tokens[rref._id] = (token, Thing)
+        self.world.tokens[rref.id] = (token, Thing)
         self.handles.append(rref)
         return rref
 
@@ -353,8 +353,8 @@ class Member:
             called = self._find(function, definition)
             rref = self.agent.caller.remote(owner.agent.me.name, called, (token,), None, timeout)
         asked.outcome, asked.creates = rref._creation, True
-        self.world.tokens[rref._id] = (token, Failed if function == "fail" else Thing)
-        self.world.makers[rref._id] = asked
+        self.world.tokens[rref.id] = (token, Failed if function == "fail" else Thing)
+        self.world.makers[rref.id] = asked
         self.handles.append(rref)
         return rref
 

@@ -233,7 +233,7 @@ def test_a_value_whose_creator_died_before_creating_it_is_an_error_and_not_a_wai
         with world[0].activate():
             rref = rpc.remote("worker1", my_name)
             rpc.rpc_async("worker2", note_value_of, args=(rref,))
-        until(lambda: world[1].references.forks.owns(rref._id))  # worker2's request has come
+        until(lambda: world[1].references.forks.owns(rref.id))  # worker2's request has come
         world.kill(0)
         outcome = NOTED.get(timeout=SOON)
         assert isinstance(outcome, RRefError), outcome

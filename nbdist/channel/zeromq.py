@@ -282,7 +282,7 @@ class ZmqChannel:
                 sock.connect(address)
             except zmq.ZMQError as error:
                 sock.close(0)
-                raise ChannelError(f"cannot connect to {address}: {error}") from error
+                raise ChannelError(f"the address {address} cannot be used: {error}") from error
             link = ZmqLink(sock)
             self._links.add(link)
             return link

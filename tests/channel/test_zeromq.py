@@ -108,6 +108,15 @@ def test_a_channel_that_cannot_listen_leaves_nothing(runtime):
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
+def test_an_address_that_cannot_be_used(runtime):
+    channel = ZmqChannel("x", SECRET)
+    try:
+        with pytest.raises(ChannelError, match=r"the address tcp://nowhere cannot be used: Invalid argument"):
+            channel.connect(["tcp://nowhere"])
+    finally:
+        channel.close()
+
+
 def test_channels_come_and_go_without_leaving_anything(runtime):
     def files():
         return len(os.listdir("/proc/self/fd"))

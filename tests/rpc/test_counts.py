@@ -27,8 +27,8 @@ EXPECTED = {
     "empty, of __main__": (44, 36, 2),
     "empty, from a cell": (36, 34, 2),
     "small tensor": (39, 33, 2),
-    "remote().to_here()": (117, 114, 4),
-    "step": (288, 320, 7),
+    "remote().to_here()": (113, 114, 4),
+    "step": (282, 320, 7),
     "ten hops, SMART": (1449, 1378, 43),
     "ten hops, FAST": (1504, 1437, 43),
 }

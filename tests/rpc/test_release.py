@@ -82,13 +82,13 @@ def test_the_owner_lets_go_of_the_value(world):
     rref = rpc.remote("worker1", torch.ones, args=(2,))
     rref.to_here()
     owner = world[1].references.forks
-    assert owner.owns(rref._id)
+    assert owner.owns(rref.id)
     rref.release()
     for _ in range(200):
         rpc.rpc_sync("worker1", int)
-        if not owner.owns(rref._id):
+        if not owner.owns(rref.id):
             break
-    assert not owner.owns(rref._id)
+    assert not owner.owns(rref.id)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda rref: copy.deepcopy([rref])[0]])

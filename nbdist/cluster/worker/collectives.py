@@ -74,7 +74,9 @@ _NO_GROUP = "Default process group has not been initialized"
 _GROUP_DESTROYED = "is not initialized in the world group map"
 """A part of torch's error for a group that has been destroyed."""
 
-_BROKEN_OFF = "an interrupt has broken this process group off; `%dist_restart -p` forms it anew"
+_BROKEN_OFF = (
+    "an interrupt has broken this process group off, or a worker has destroyed it; `%dist_restart -p` forms it anew"
+)
 _NOT_YET = (
     "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
 )

@@ -123,7 +123,7 @@ class Caller:
         Waits until the value exists, for ``timeout`` seconds at most. Raises the error of the call that should have
         made it.
         """
-        if rref.is_owner():
+        if rref.fork_id is None:
             return self._references.local_value(rref.id, self._sender.timeout_of(timeout))
         owner = self._owner(rref)
         outcome = Latch(self.expect)

@@ -122,6 +122,15 @@ class RRef(Generic[T]):
         <RRef to list owned here>
     """
 
+    # Plain attributes, because each call reads them; only this class sets them.
+    id: GlobalId
+    """The id of the value. All references to the value have this id, on every worker."""
+    fork_id: GlobalId | None
+    """The id of the fork that this worker holds; None on the owner, which needs no fork."""
+    owner_incarnation: int
+    """The incarnation of the agent that owns the value. `owner_name` is for people."""
+    hold: Hold | None
+    """The object that keeps the value alive; None after `release`. `keep` raises an error instead."""
     _known: State | None = None
     """The last known description of the value. The agent forgets its own when the reference is released."""
 
@@ -129,13 +138,13 @@ class RRef(Generic[T]):
         home = _find_home()
         references = home.references
         self._home = home
-        self._id = references.new_id()
-        self._fork: GlobalId | None = None
-        self._owner = references.me
+        self.id = references.new_id()
+        self.fork_id = None
+        self.owner_incarnation = references.me
         self._creation: Promise[Any] | None = None
-        self._hold: Hold | None = references.hold(self._id, None)
-        references.own(self._id)
-        references.settle(self._id, value, None)
+        self.hold = references.hold(self.id, None)
+        references.own(self.id)
+        references.settle(self.id, value, None)
 
     # -- sending and watching -----------------------------------------------------------------
 
@@ -144,14 +153,14 @@ class RRef(Generic[T]):
 
         Sends no message. On the owner, this raises only after `release`.
         """
-        if self._hold is None:
+        if self.hold is None:
             raise RRefError(f"{self!r} cannot be used: release() was called on it")
-        if self._fork is None:
+        if self.fork_id is None:
             return
         references = self._home.references
         if references.closed:
             raise RRefError(f"{self!r} cannot be used: RPC has been shut down on this worker")
-        standing = references.forks.standing(self._fork)
+        standing = references.forks.standing(self.fork_id)
         if standing is None:
             raise RRefError(f"{self!r} cannot be used: shutdown() has released all references of this worker")
         if standing is ForkStanding.FAILED:
@@ -166,7 +175,7 @@ class RRef(Generic[T]):
 
         Raises what `check_alive` raises.
         """
-        hold = self._hold
+        hold = self.hold
         if hold is None:
             raise RRefError(f"{self!r} cannot be used: release() was called on it")
         self.check_alive()
@@ -177,7 +186,7 @@ class RRef(Generic[T]):
 
         Returns False for a reference that another thread is still making.
         """
-        home, hold = getattr(self, "_home", None), getattr(self, "_hold", None)
+        home, hold = getattr(self, "_home", None), getattr(self, "hold", None)
         return home is not None and hold is not None and home.references is references
 
     def hand_over(self, to: int, references: References | None = None, child: GlobalId | None = None) -> Fork:
@@ -190,14 +199,14 @@ class RRef(Generic[T]):
         if references is not None and own is not references:
             raise RRefError(f"{self!r} cannot be sent: it belongs to another agent, or to an RPC world that has ended")
         self.check_alive()
-        return own.hand_over(self._id, self._fork, to, child)
+        return own.hand_over(self.id, self.fork_id, to, child)
 
     def when_changed(self, then: Callable[[], None]) -> Callable[[], None]:
         """Call ``then`` each time something becomes known about this reference, its end included.
 
         Returns a function that ends this. ``then`` runs in the thread that receives the news, and must not block.
         """
-        ids = [self._id] if self._fork is None else [self._id, self._fork]
+        ids = [self.id] if self.fork_id is None else [self.id, self.fork_id]
         return self._home.references.when_changed(ids, then)
 
     def forks_out(self) -> int | None:
@@ -205,56 +214,36 @@ class RRef(Generic[T]):
 
         For displays; sends no message.
         """
-        return self._home.references.forks.forks_of(self._id) if self._fork is None else None
+        return self._home.references.forks.forks_of(self.id) if self.fork_id is None else None
 
     # -- known without a message --------------------------------------------------------------
-
-    @property
-    def id(self) -> GlobalId:
-        """The id of the value. All references to the value have this id, on every worker."""
-        return self._id
-
-    @property
-    def fork_id(self) -> GlobalId | None:
-        """The id of the fork that this worker holds; None on the owner, which needs no fork."""
-        return self._fork
 
     @property
     def holder(self) -> int:
         """The incarnation of the agent to which this reference belongs."""
         return self._home.references.me
 
-    @property
-    def owner_incarnation(self) -> int:
-        """The incarnation of the agent that owns the value. `owner_name` is for people."""
-        return self._owner
-
-    @property
-    def hold(self) -> Hold | None:
-        """The object that keeps the value alive; None after `release`. `keep` raises an error instead."""
-        return self._hold
-
     def is_owner(self) -> bool:
         """Return whether this worker owns the value.
 
         Sends no message, and works after `release`, too.
         """
-        return self._fork is None
+        return self.fork_id is None
 
     def owner(self) -> WorkerInfo:
         """Return the `WorkerInfo` of the worker that owns the value, also if that worker is gone."""
-        return self._home.references.membership.info_of(self._owner)
+        return self._home.references.membership.info_of(self.owner_incarnation)
 
     def owner_name(self) -> str:
         """Return the name of the worker that owns the value, also if that worker is gone."""
-        return self._home.references.membership.name_of(self._owner)
+        return self._home.references.membership.name_of(self.owner_incarnation)
 
     def is_forgotten(self) -> bool:
         """Return whether this worker no longer has its fork, after `release` or `nbdist.rpc.shutdown`.
 
         False on the owner, which has no fork.
         """
-        return self._fork is not None and self._home.references.forks.standing(self._fork) is None
+        return self.fork_id is not None and self._home.references.forks.standing(self.fork_id) is None
 
     def has_ended(self) -> bool:
         """Return whether RPC has ended on this worker, so that no method can reach the value any more."""
@@ -270,7 +259,7 @@ class RRef(Generic[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Return whether the owner has confirmed that it counts this reference. Sends no message."""
-        return self._fork is None or self._home.references.forks.standing(self._fork) is ForkStanding.CONFIRMED
+        return self.fork_id is None or self._home.references.forks.standing(self.fork_id) is ForkStanding.CONFIRMED
 
     @property
     def state(self) -> State | None:
@@ -279,15 +268,15 @@ class RRef(Generic[T]):
         If the function that should have made the value raised an error, this describes the error. After `release`, this
         is the last known description.
         """
-        found = self._home.references.forks.state(self._id, self._fork)
+        found = self._home.references.forks.state(self.id, self.fork_id)
         if found is not None:
             self._known = found
         return self._known
 
     def __str__(self) -> str:
-        if self._fork is None:
-            return f"OwnerRRef({self._id})"
-        return f"UserRRef(RRefId = {self._id}, ForkId = {self._fork})"
+        if self.fork_id is None:
+            return f"OwnerRRef({self.id})"
+        return f"UserRRef(RRefId = {self.id}, ForkId = {self.fork_id})"
 
     def __repr__(self) -> str:
         standing = self.standing
@@ -301,18 +290,18 @@ class RRef(Generic[T]):
         "failed" also means that the function which should have made the value raised an error, and "here" that this
         worker owns the value. Reading this sends no message.
         """
-        if self._hold is None:
+        if self.hold is None:
             return "released"
         if self._home.references.closed:
             return "ended"
-        if self._fork is not None:
-            standing = self._home.references.forks.standing(self._fork)
+        if self.fork_id is not None:
+            standing = self._home.references.forks.standing(self.fork_id)
             if standing is not ForkStanding.CONFIRMED:
                 return standing.value if standing is not None else "dead"
         state = self.state
         if state is not None and state.error is not None:
             return "failed"
-        return "here" if self._fork is None else "confirmed"
+        return "here" if self.fork_id is None else "confirmed"
 
     # -- using the value ----------------------------------------------------------------------
 
@@ -350,14 +339,14 @@ class RRef(Generic[T]):
             >>> rref.local_value()
             [1, 2, 3]
         """
-        if self._fork is not None:
+        if self.fork_id is not None:
             here = self._home.references.membership.info_of(self._home.references.me)
             raise RRefError(
-                f"For UserRRef(rref_id={self._id}, fork_id={self._fork}), can't call localValue() on user "
+                f"For UserRRef(rref_id={self.id}, fork_id={self.fork_id}), can't call localValue() on user "
                 f"{here}. Call it on owner {self.owner()}"
             )
         self.check_alive()
-        return cast(T, self._home.references.local_value(self._id, None))
+        return cast(T, self._home.references.local_value(self.id, None))
 
     def rpc_sync(self, timeout: float = -1.0) -> Proxy:
         """Return a proxy whose methods run on the owner and return their results: ``rref.rpc_sync().method(x)``.
@@ -421,7 +410,7 @@ class RRef(Generic[T]):
               first 1, 1, 1, 1
         """
         self.check_alive()
-        if self._fork is None:
+        if self.fork_id is None:
             return _look(self, timeout)
         found: Peek = self._home.calls.sync(self.owner(), _look, (self, timeout), None, timeout)
         return found
@@ -434,7 +423,7 @@ class RRef(Generic[T]):
         reference to it exists.
         """
         self._known = self.state
-        self._hold = None  # calls under way, and messages on their way, keep the hold as well
+        self.hold = None  # calls under way, and messages on their way, keep the hold as well
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass on the owner of the value, which must be a tensor of one element.
@@ -457,7 +446,7 @@ class RRef(Generic[T]):
             ...     dist_autograd.get_gradients(context_id)[weights]
             tensor([1., 1.])
         """
-        if self._fork is None:
+        if self.fork_id is None:
             _backward(self, int(dist_autograd_ctx_id), retain_graph)
             return
         if dist_autograd_ctx_id == -1:
@@ -474,7 +463,7 @@ class RRef(Generic[T]):
 
         Raises RRefError if this reference was released.
         """
-        if self._hold is None:
+        if self.hold is None:
             raise RRefError(f"{self!r} cannot be copied: release() was called on it, so there is nothing to copy")
         copied: RRef[T] = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
@@ -494,8 +483,8 @@ def refer(home: Home, id: GlobalId, fork: GlobalId | None, owner: int, creation:
     ``creation`` is the end of the ``remote()`` that makes the value; None for a reference that came with a message.
     """
     made: RRef[Any] = RRef.__new__(RRef)
-    made._home, made._id, made._fork, made._owner, made._creation = home, id, fork, owner, creation
-    made._hold = home.references.hold(id, fork)
+    made._home, made.id, made.fork_id, made.owner_incarnation, made._creation = home, id, fork, owner, creation
+    made.hold = home.references.hold(id, fork)
     return made
 
 
