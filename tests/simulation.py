@@ -313,9 +313,9 @@ class Member:
 
     def is_usable(self, handle):
         """Whether nothing is known to be wrong with a reference."""
-        if handle._fork is None:
+        if handle.fork_id is None:
             return True
-        return self.agent.references.forks.standing(handle._fork) in (ForkStanding.PENDING, ForkStanding.CONFIRMED)
+        return self.agent.references.forks.standing(handle.fork_id) in (ForkStanding.PENDING, ForkStanding.CONFIRMED)
 
     def usable(self):
         """List the references held here with which nothing is known to be wrong."""
@@ -381,10 +381,10 @@ class Member:
 
     def fetch(self, handle, *, timeout=NO_LIMIT):
         """Ask for a copy of a referenced value; on its owner, look at it."""
-        token, kind = self.world.tokens[handle._id]
+        token, kind = self.world.tokens[handle.id]
         asked = self._use(handle, None, kind if kind is Failed else token, timeout)
-        value = self.agent.references._values.get(handle._id)
-        if handle._fork is None:
+        value = self.agent.references._values.get(handle.id)
+        if handle.fork_id is None:
             asked.holds = handle
         self._begin(asked, lambda: handle.to_here(timeout), value)
         return asked
@@ -392,14 +392,14 @@ class Member:
     def method(self, handle, *, timeout=NO_LIMIT):
         """Call a method of a referenced value."""
         token = next(self.world.numbers)
-        made, kind = self.world.tokens[handle._id]
-        asked = self._use(handle, token, kind if kind is Failed else (handle._owner, made, token), timeout)
+        made, kind = self.world.tokens[handle.id]
+        asked = self._use(handle, token, kind if kind is Failed else (handle.owner_incarnation, made, token), timeout)
         self._begin(asked, lambda: handle.rpc_async(timeout).ask(token))
         return asked
 
     def _use(self, handle, token, answer, timeout):
-        asked = self._asked(token, answer, {handle._owner}, timeout, None)
-        asked.target = Held(self.incarnation, handle._id, handle._fork, handle._owner)
+        asked = self._asked(token, answer, {handle.owner_incarnation}, timeout, None)
+        asked.target = Held(self.incarnation, handle.id, handle.fork_id, handle.owner_incarnation)
         return asked
 
     def _asked(self, token, answer, parties, timeout, definition):
@@ -702,10 +702,10 @@ class SimulatedWorld:
         for owned in forks._owned.values():
             assert not lost & set(owned.forks.values()), f"{member} counts forks of a lost member"
         for handle in member.handles:
-            if handle._fork is None:
+            if handle.fork_id is None:
                 self._check_owned(member, handle)
             else:
-                assert handle._fork in forks._users, f"{member} let go of {handle!r}, which it holds"
+                assert handle.fork_id in forks._users, f"{member} let go of {handle!r}, which it holds"
         for fork, user in forks._users.items():
             if user.held and not self.is_excused(Held(member.incarnation, user.rref, fork, user.owner)):
                 is_dead = user.standing is ForkStanding.DEAD
@@ -724,8 +724,8 @@ class SimulatedWorld:
 
     def _check_owned(self, member, handle):
         references = member.agent.references
-        assert references.forks.owns(handle._id), f"{member} dropped what it holds itself: {handle!r}"
-        assert handle._id in references._values, f"{member} dropped a value that it holds itself: {handle!r}"
+        assert references.forks.owns(handle.id), f"{member} dropped what it holds itself: {handle!r}"
+        assert handle.id in references._values, f"{member} dropped a value that it holds itself: {handle!r}"
 
     def _check_asked(self, asked):
         outcome = asked.outcome
@@ -803,7 +803,9 @@ class SimulatedWorld:
         assert not self.asked, f"never ended: {self.asked}"
         for member in self.members:
             for handle in member.handles:
-                standing = member.agent.references.forks.standing(handle._fork) if handle._fork is not None else None
+                standing = (
+                    member.agent.references.forks.standing(handle.fork_id) if handle.fork_id is not None else None
+                )
                 assert standing is not ForkStanding.PENDING, f"{handle!r} pends for ever"
         handle = None
         self.release_all()

@@ -220,7 +220,7 @@ def test_a_creation_that_cannot_be_repeated_fails_its_reference():
         world.deliver()  # the owner lacks the definition
         world.refuse(user, owner)
         user.finish()
-        assert user.agent.references.forks.standing(handle._fork) is ForkStanding.FAILED
+        assert user.agent.references.forks.standing(handle.fork_id) is ForkStanding.FAILED
         with pytest.raises(RRefError, match="the wire takes nothing now"), user.at_work():
             handle.to_here()
         del handle
@@ -484,7 +484,7 @@ QUICK = quick(300, stateful_step_count=40)
 LONG = long(QUICK, stateful_step_count=80)
 
 
-@pytest.mark.timeout(900)  # passing takes seconds; a failing history takes minutes to shrink
+@pytest.mark.timeout(900)  # passing takes seconds; a failing history takes minutes to shrink, where that is done
 def test_any_history_neither_leaks_nor_drops_early():
     run_state_machine_as_test(Histories, settings=QUICK)
 
